@@ -19,8 +19,11 @@ before, so the places of both stay held.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -148,6 +151,7 @@ class Committer:
                     parts.setdefault((page.index, part.chunk_index), []).append(part)
         self._trained = parts
         self._durable.ledger.set_parts(parts)
+        _land_at_exit(self)
 
     def save(self, state: object, *, rng: Mapping[str, Any] | None = None, identity: object = None) -> Commit:
         """Begin a commit of the state after the last step, and return it.
@@ -229,6 +233,14 @@ class Committer:
             self.last.told = True
             raise self.last.failure.again()
 
+    def leave(self) -> None:
+        """Do what `close` does because the process ends, with a warning in place of an error."""
+        if not self._health.forked:
+            try:
+                self.close()
+            except InfinityError as error:
+                warnings.warn(f"The last commit was not made: {error}", stacklevel=1)
+
     def end(self) -> None:
         """Give up the commit if it is pending, and wait until its thread uses no memory any more."""
         self._durable.ledger.abandon()
@@ -306,8 +318,10 @@ class Committer:
                 "A commit was given up, because its runtime ended.", "Resume from the last one."
             )
         nvme = self._durable.nvme
+        nvme.check_names()
         with self._poisoning():
             nvme.sync().wait()
+        first = not nvme.keep
         try:
             nvme.mark_committed()
         except InfinityError as error:
@@ -321,6 +335,8 @@ class Committer:
             pending.named = self._may_be_named(manifest.generation)
             if pending.named:
                 self._health.lose(error)  # nobody knows whether the name is durable
+            elif first:
+                nvme.forget()  # else slabs of no commit would stay when the runtime is closed
             raise
 
     def _may_be_named(self, generation: int) -> bool:
@@ -368,3 +384,21 @@ class Committer:
 
 def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
     return threading.Thread(target=target, args=args, name="infinity-commit", daemon=True)
+
+
+_committers: weakref.WeakSet[Committer] = weakref.WeakSet()
+
+
+def _land_at_exit(committer: Committer) -> None:
+    """Have the pending commit land if the process ends before the runtime is closed.
+
+    Called when the slabs are open. Handlers run in reverse order, so this one runs before slabs are removed.
+    """
+    _committers.add(committer)
+    atexit.unregister(_land_all)
+    atexit.register(_land_all)
+
+
+def _land_all() -> None:
+    for committer in list(_committers):
+        committer.leave()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from infinity.checkpoint import commit_files
@@ -21,7 +21,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, volume_record
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
 from infinity.config import Budget
-from infinity.errors import ConfigError, storage_errors
+from infinity.errors import ConfigError, InfinityError, storage_errors
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
@@ -59,6 +59,8 @@ class Checkpoint(Closing):
         self.saved: SavedCommit | None = None
         """The commit that the run continues; None for a new run."""
         self._old: NvmeTier | None = None
+        self._new: list[Path] = []
+        """The slabs that no commit of this run needs yet."""
         with ExitStack() as cleanup:
             if resume is None or directory is not None:
                 with storage_errors("make", target):
@@ -143,6 +145,7 @@ class Checkpoint(Closing):
                 for path, lock in {**self.locks, **tier.locks}.items():
                     remove_slab(path, uuid, files=self.files, lock=lock)
         new = {slab.uuid for slab in tier.record.slabs} - kept
+        self._new = [slab.path for slab in tier.slabs if slab.uuid in new]
         if not new:
             self.files.remove(self.directory / _SLABS)
             return
@@ -171,12 +174,21 @@ class Checkpoint(Closing):
                 old.forget()
             old.close()
         self.files.remove(self.directory / _SLABS)
+        self._new.clear()
 
     def close(self) -> None:
-        """Release the locks. Slabs that the run was streamed from stay. A second call does nothing."""
+        """Release the locks. Slabs that the run was streamed from stay. A second call does nothing.
+
+        If no commit was made and the run's own slabs are gone, the list of them is removed. Called after the
+        tiers were closed.
+        """
         old, self._old = self._old, None
         if old is not None:
             old.close()
+        new, self._new = self._new, []
+        if new and not any(os.path.lexists(path) for path in new):
+            with suppress(InfinityError):
+                self.files.remove(self.directory / _SLABS)
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:

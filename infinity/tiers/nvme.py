@@ -228,8 +228,13 @@ class NvmeTier(Closing):
         """Whether a sync of a header has failed. Later calls of `mark_committed` raise its error then."""
         return any(slab.sync_failed for slab in self.slabs)
 
+    def check_names(self) -> None:
+        """Raise StorageError (ENOENT) if a slab has lost its name, so that no later process would find it."""
+        for slab in self.slabs:
+            slab.check_name()
+
     def forget(self) -> None:
-        """Have the files removed on close although they were committed: no commit needs them any more."""
+        """Have the files removed on close although they were committed: no commit needs them."""
         for slab in self.slabs:
             slab.keep = False
 

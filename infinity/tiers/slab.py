@@ -8,6 +8,7 @@ for the next run once it was committed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid as uuids
 import weakref
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.config import round_up
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError, storage_errors
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, is_at, preallocate
 from infinity.system.disk_files import DiskFiles
@@ -161,6 +162,16 @@ class Slab(Closing):
         if not self._committed:
             self._write_header(committed=True)
             self._committed = True
+
+    def check_name(self) -> None:
+        """Raise StorageError (ENOENT) if the slab's path does not name its file any more.
+
+        A file that was removed cannot be put back; one that was renamed can.
+        """
+        cure = "Put the file back under its name while the run goes on, or begin a new run."
+        with storage_errors("find", self.path, cure=cure):
+            if not is_at(self._open.descriptor, self.path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def grow(self, nbytes: int) -> None:
         """Take room for `nbytes` bytes of pages in all, and say so durably in the header.

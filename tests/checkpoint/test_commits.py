@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from zoo import entry
 import infinity
 from infinity.checkpoint import directory
 from infinity.checkpoint.directory import Checkpoint
+from infinity.errors import StorageError
 
 __all__ = ["watchdog"]
 
@@ -167,3 +171,68 @@ def test_save_waits_for_no_update(tmp_path: Path) -> None:
         assert not commit.done
         commit.wait()
         assert list(updater.outstanding()) == []
+
+
+@pytest.mark.parametrize("lost", ["removed", "renamed", "replaced"])
+def test_no_commit_is_made_in_slabs_without_a_name(lost: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    with committed(model, tmp_path) as runtime:
+        train(model, runtime, TIED, range(1))
+        runtime.save(state=1).wait()
+        before = names(tmp_path / "commits")
+        train(model, runtime, TIED, range(1, 2))
+        (slab,) = (tmp_path / "swap").glob("*.slab")
+        aside = slab.rename(tmp_path / "aside")
+        if lost == "removed":
+            aside.unlink()
+        elif lost == "replaced":
+            slab.write_bytes(aside.read_bytes())
+        with pytest.raises(StorageError, match=r"find .*slab") as caught:
+            runtime.save(state=2).wait()
+        assert caught.value.errno == errno.ENOENT
+        assert names(tmp_path / "commits") == before
+        if lost != "removed":
+            aside.rename(slab)
+            runtime.save(state=3).wait()
+    if lost != "removed":
+        with committed(TIED.make(), tmp_path, resume=True) as runtime:
+            assert runtime.load() == 3
+
+
+AT_EXIT = """
+import sys
+sys.path.insert(0, "tests")
+from pathlib import Path
+from run_copies import train
+from small_commits import committed
+from zoo import entry
+tied = entry("tied")
+model = tied.make()
+opened = committed(model, Path(sys.argv[1]), home=sys.argv[2])
+runtime = opened.__enter__()
+train(model, runtime, tied, range(2))
+runtime.save(state="last")
+if sys.argv[3] == "failing":
+    (Path(sys.argv[1]) / "commits" / "commit-1.data").mkdir()
+"""
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified"])
+def test_a_commit_at_the_end_of_a_script_lands(home: str, tmp_path: Path) -> None:
+    end_of_script(tmp_path, home, "whole")
+    model = TIED.make()
+    with committed(model, tmp_path, home=home, resume=True) as runtime:
+        assert runtime.load() == "last"
+
+
+def test_a_commit_that_fails_at_the_end_of_a_script_is_told(tmp_path: Path) -> None:
+    assert "The last commit was not made: Could not" in end_of_script(tmp_path, "nvme", "failing")
+    assert [*(tmp_path / "swap").iterdir()] == []
+
+
+def end_of_script(where: Path, home: str, how: str) -> str:
+    """Run a script that ends with `save` and closes nothing. Returns what it wrote to stderr."""
+    command = [sys.executable, "-c", AT_EXIT, str(where), home, how]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=True)
+    return ended.stderr

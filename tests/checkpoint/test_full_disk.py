@@ -134,6 +134,37 @@ def test_a_run_without_a_commit_leaves_nothing_after_a_failed_header(tmp_path: P
     assert names(run.swap) == names(run.directory) == []
 
 
+@pytest.mark.parametrize("home", ["nvme", "unified"])
+def test_a_run_whose_only_commit_failed_leaves_nothing(home: str, tmp_path: Path) -> None:
+    """Its slabs say that they are committed, and belong to no commit."""
+    run, faults = Run(tmp_path, home=home), Faults()
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        run.train(model, runtime, range(1))
+        files.fail("rename", 1, errno.ENOSPC)
+        with pytest.raises(StorageFull):
+            runtime.save().wait()
+    assert [*run.swap.iterdir()] == [*run.directory.iterdir()] == []
+
+
+def test_a_commit_after_one_that_failed_stays(tmp_path: Path) -> None:
+    run, faults = Run(tmp_path), Faults()
+    files = Recording(faults)
+    with run.opened(observer=files, faults=faults) as (model, runtime):
+        run.train(model, runtime, range(1))
+        files.fail("rename", 1, errno.ENOSPC)
+        with pytest.raises(StorageFull):
+            runtime.save().wait()
+        runtime.save(state="one").wait()
+        files.fail("rename", 1, errno.ENOSPC)
+        with pytest.raises(StorageFull):
+            runtime.save().wait()
+        whole = everything(model, runtime)
+    with run.opened(resume=True) as (model, runtime):
+        assert runtime.load() == "one"
+        assert differences(everything(model, runtime), whole) == []
+
+
 def test_a_header_that_cannot_be_synced_ends_the_run(tmp_path: Path) -> None:
     run, faults = Run(tmp_path), Faults()
     files = Recording(faults)
