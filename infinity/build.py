@@ -164,7 +164,8 @@ class _Builder:
         """Take over the parameters and states of the commit that a run continues.
 
         streamed: whether they are copied to new slabs; if not, the store has adopted the commit's. Raises
-        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError.
+        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError. Warns of
+        parameters whose states are not the commit's.
         """
         saved, layout = checkpoint.saved, self.plan.layout
         assert saved is not None and self.states is not None and self.store.nvme is not None
@@ -177,7 +178,7 @@ class _Builder:
         run_state(saved).check_buffers(self.model)
         if streamed:
             source = checkpoint.open_source(budget, self.store.nvme.locks)
-            restore(source, layout, self.homes, self.states, self.store)
+            restore(source, layout, self.homes, self.states, self.store).tell(stacklevel=4)
         else:
             adopt_commit(saved, layout, self.homes, self.states, self.store)
 

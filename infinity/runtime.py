@@ -251,7 +251,9 @@ class Runtime(Closing):
         states, buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and
         budgets may differ. Raises ConfigError if there is no such run or a frozen parameter differs that a
         commit holds, IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and
-        StorageError. After an error in the middle the runtime cannot be used any more.
+        StorageError. After an error in the middle the runtime cannot be used any more. Warns of parameters
+        whose optimizer states begin anew, or are left out, because they are not trained in both runs;
+        infinity.offload with resume= does the same.
         """
         parts = self._components
         with parts.pager.lock:

@@ -88,12 +88,13 @@ class Copies:
         if self._committer is not None:
             self._committer.land()
         with self._poisoning():
-            restore(copy, layout, homes, source.states, store, besides=held)
+            restored = restore(copy, layout, homes, source.states, store, besides=held)
             show(self._pages, self._edits, store)
             if with_groups:
                 run.set_groups(groups)
             run.set_module_state(source.model, self._scale, store.plan.device)
             run.set_generators()
+        restored.tell(stacklevel=3)
         return user_state
 
     def complete(self) -> None:

@@ -11,6 +11,7 @@ are permuted, and int8 moments, whose exponents belong to blocks of the old orde
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,20 @@ class Restored:
     """Canonical names of the parameters whose states begin anew."""
     left_out: tuple[str, ...]
     """Canonical names of the parameters whose saved states were left out, because they are frozen here."""
+
+    def tell(self, stacklevel: int) -> None:
+        """Warn of these parameters, if there are any. stacklevel: of `warnings.warn`, for the caller."""
+        if self.fresh:
+            warnings.warn(
+                f"The optimizer states of {listed(list(self.fresh))} begin anew: the checkpoint has none.",
+                stacklevel=stacklevel + 1,
+            )
+        if self.left_out:
+            warnings.warn(
+                f"The checkpoint's optimizer states of {listed(list(self.left_out))} were left out, because "
+                "the parameters are frozen here.",
+                stacklevel=stacklevel + 1,
+            )
 
 
 Matched = dict[tuple[int, int], SavedParameter]

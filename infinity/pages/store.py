@@ -18,7 +18,8 @@ import torch
 
 from infinity.config import round_up
 from infinity.errors import InfinityError
-from infinity.pages.home import Home, InFlightRequest
+from infinity.pages.durable_io import DurableIO
+from infinity.pages.home import Home, InFlightRequest, twins_of
 from infinity.pages.open_tiers import OpenTiers
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -62,8 +63,8 @@ class Store(OpenTiers):
         if home.nvme_lease is not None:
             assert self.nvme is not None
             self.link.uses(User.HOST, into, writes=True, label="read")
-            if self.durable is not None and home.twins is not None:
-                transfer = self.durable.read(home, offset, into, deadline)
+            if durable := self._durable(home):
+                transfer = durable.read(home, offset, into, deadline)
             else:
                 transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
                 self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
@@ -124,11 +125,12 @@ class Store(OpenTiers):
     ) -> Transfer:
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
+        durable = self._durable(home)
         if home.nvme_lease is not None:
             assert self.nvme is not None
             transfer: Transfer
-            if self.durable is not None and home.twins is not None:
-                transfer = self.durable.write(home, offset, source)
+            if durable:
+                transfer = durable.write(home, offset, source)
             else:
                 transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
                 self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
@@ -137,14 +139,14 @@ class Store(OpenTiers):
             self._writes.append((home, request))
             return transfer
         if home.in_place:
-            if self.durable is not None and home.twins is not None:
-                self.durable.ledger.settle(home.twins.over(offset, offset + source.nbytes))
+            if durable:
+                durable.ledger.settle(twins_of(home).over(offset, offset + source.nbytes))
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
             return ARRIVED
-        if self.durable is not None and home.twins is not None:
-            self._besides.extend(self.durable.write_besides(home, offset, source))
+        if durable:
+            self._besides.extend(durable.write_besides(home, offset, source))
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -203,8 +205,8 @@ class Store(OpenTiers):
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
             self._bounced = self._begin_write(home, start, piece, None, False)
             self._end_write(home, self._bounced)
-        if self.durable is not None and home.twins is not None and home.nvme_lease is not None:
-            self.durable.patched(home, offset, data)
+        if home.nvme_lease is not None and (durable := self._durable(home)):
+            durable.patched(home, offset, data)
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
         """Read `nbytes` bytes of a home from byte `offset` of the home on, and return a copy in ordinary RAM.
@@ -233,6 +235,10 @@ class Store(OpenTiers):
             self._bounced.wait()
             self._bounced = self.copy_up(into[start:end], piece)
             self._bounced.wait()
+
+    def _durable(self, home: Home) -> DurableIO | None:
+        """What reads and writes the places of a home's page; None if commits are off, and for gradients."""
+        return None if home.twins is None else self.durable
 
     def _free_bounce(self, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
