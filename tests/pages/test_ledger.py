@@ -39,7 +39,7 @@ def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
 
 def test_only_one_ends_a_commit() -> None:
     ledger = ledger_of(part_in_ram())
-    pending, _ = ledger.begin([], [], [])
+    pending = ledger.begin([], [], [])
     assert ledger.take(pending)
     assert not ledger.take(pending)
 
@@ -48,7 +48,7 @@ def test_places_of_a_failed_commit_are_free_and_those_of_another_are_durable() -
     part = part_in_ram()
     ledger = ledger_of(part)
     for failure, durable in ((FAILURE, None), (None, 0)):
-        pending, _ = ledger.begin([], [], [])
+        pending = ledger.begin([], [], [])
         assert ledger.next_flush(block=True) is part
         ledger.flushed(part)
         assert part.pending == 0
@@ -59,7 +59,7 @@ def test_places_of_a_failed_commit_are_free_and_those_of_another_are_durable() -
 def test_a_write_or_an_update_that_comes_after_the_commit_has_failed_is_not_of_the_commit() -> None:
     part = part_in_ram()
     ledger = ledger_of(part)
-    pending, _ = ledger.begin([(0, 0)], [], [])
+    pending = ledger.begin([(0, 0)], [], [])
     assert ledger.wants(part)
     assert ledger.awaited_units() == [0]
     ledger.end(pending, FAILURE)
@@ -74,7 +74,7 @@ def test_a_flush_says_whether_the_part_had_begun_at_save() -> None:
     begun = [False]
     part = part_in_ram(begun)
     ledger = ledger_of(part)
-    pending, _ = ledger.begin([], [], [])
+    pending = ledger.begin([], [], [])
     begun[0] = True  # the next step is decided before the flush
     ledger.next_flush(block=True)
     ledger.flushed(part)
