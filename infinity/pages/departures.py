@@ -62,15 +62,18 @@ class Departures:
         self._copy_down = copy_down
         self._under_way: deque[_Departure] = deque()
 
-    def advance(self) -> None:
-        """Write the parts whose copies have ended, and begin further copies, all without waiting."""
+    def advance(self, *, begin: bool) -> None:
+        """Write the parts whose copies have ended, and begin further copies, all without waiting.
+
+        begin: whether to begin copies, which take staging.
+        """
         for each in self._under_way:
             if each.write is None and each.copy.done():
                 self._write(each)
         while self._under_way and (write := self._under_way[0].write) is not None and write.done():
             self._under_way.popleft()
         begun = {each.part for each in self._under_way}
-        for part in self._ledger.departing():
+        for part in self._ledger.departing() if begin else ():
             if part not in begun:
                 memory = self._room(part.nbytes)
                 if memory is None:

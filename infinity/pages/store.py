@@ -289,15 +289,16 @@ class Store(OpenTiers):
             self._finish_write(self._writes[0])
         return True
 
-    def poll(self) -> None:
+    def poll(self, *, depart: bool = True) -> None:
         """Remove finished writes from the list of writes in flight, oldest first, without waiting. Also move
         the parts on that a commit brings from device memory to disk.
 
-        Raises the error of the first write that failed.
+        depart: whether further parts may begin to leave, for which they take staging. Raises the error of the
+        first write that failed.
         """
         self._end_besides(block=False)
         if self.departures is not None:
-            self.departures.advance()
+            self.departures.advance(begin=depart)
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 

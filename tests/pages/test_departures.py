@@ -83,10 +83,11 @@ class Run:
 
 
 @contextmanager
-def running(root: Path, job: Job | None = None, seed: int = 0) -> Iterator[Run]:
+def running(root: Path, job: Job | None = None, *, seed: int = 0, threads: bool = False) -> Iterator[Run]:
+    """Yield a Run, and assert at its end that nothing is leased of staging. seed, threads: of the device."""
     job, faults = job or Job(home="device"), Faults()
     directories = job.directories(root)
-    with EmulatedDevice(seed).in_use() as device, injected(faults):
+    with EmulatedDevice(seed, threads=threads).in_use() as device, injected(faults):
         with opened(job, directories) as (model, runtime):
             take_step(model, runtime, 1)
             runtime.save(state=user_state(1)).wait()
@@ -152,7 +153,7 @@ def replace_states(run: Run) -> None:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have parts depart only when somebody waits for them."""
-    monkeypatch.setattr(Departures, "advance", lambda self: None)
+    monkeypatch.setattr(Departures, "advance", lambda self, begin: None)
 
 
 CHANGES = [update, edit, edit_beside, replace_values, replace_states]
@@ -189,6 +190,21 @@ def test_an_update_on_the_device_waits_too(
         assert run.departing() < before
         commit.wait()
     run.check()
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_training_goes_on_while_streams_are_late(
+    kernels: bool, threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device's checker finds an order for every access to memory, and the commit has the right bits."""
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: kernels)
+    for seed in range(1, 4):
+        with running(tmp_path / str(seed), seed=seed, threads=threads) as run:
+            commit = run.save()
+            update(run)
+            commit.wait()
+        run.check()
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from infinity.errors import ConfigError
@@ -19,6 +21,12 @@ def part_in_ram(begun: list[bool] | None = None) -> Part:
     rows = [((0, 4096, 4096), Label("weight", "values", 0))]
     part = Part(0, 4096, (0, 8192), rows, home, chunk_index=0, begun=begun)
     home.twins = Twins([part])
+    return part
+
+
+def part_on_a_device() -> Part:
+    part = part_in_ram()
+    part.home.tier, part.home.in_place = Tier.DEVICE, False
     return part
 
 
@@ -79,3 +87,45 @@ def test_a_flush_says_whether_the_part_had_begun_at_save() -> None:
     ledger.next_flush(block=True)
     ledger.flushed(part)
     assert pending.captured[part][2] is False
+
+
+def test_a_commit_waits_until_the_write_of_a_part_on_a_device_has_begun() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    pending = ledger.begin([], [], [])
+    assert ledger.departing() == [part]
+    found: list[Part | None] = []
+    thread = threading.Thread(target=lambda: found.append(ledger.next_flush(block=True)))
+    thread.start()
+    assert ledger.next_flush(block=False) is None
+    assert found == []
+    ledger.written(part, ARRIVED)
+    thread.join()
+    assert found == [None]
+    assert ledger.departing() == []
+    assert part.pending == 0
+    assert list(pending.captured) == [part]
+
+
+def test_no_part_departs_for_a_commit_that_was_given_up() -> None:
+    ledger = ledger_of(part_on_a_device())
+    pending = ledger.begin([], [], [])
+    ledger.abandon(FAILURE)
+    assert ledger.departing() == []
+    assert ledger.next_flush(block=True) is None
+    ledger.end(pending, FAILURE)
+    assert ledger.departing() == []
+
+
+def test_landing_first_does_what_only_the_thread_that_trains_can_do() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    pending = ledger.begin([], [], [])
+
+    def before_landing() -> None:
+        ledger.written(part, ARRIVED)
+        ledger.end(pending, None)
+
+    ledger.before_landing = before_landing
+    ledger.land()
+    assert part.durable == 0
