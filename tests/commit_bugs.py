@@ -26,6 +26,7 @@ from infinity.checkpoint.run_state import generators
 from infinity.checkpoint.values import encode
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Ledger
+from infinity.pages.store import Store
 from infinity.pages.twins import Part
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -216,6 +217,11 @@ def flush_not_awaited(patch: Patch, faults: Faults) -> None:
     faults.delay("write", 1, 0.03, times=None)
 
 
+def departure_not_awaited(patch: Patch, faults: Faults) -> None:
+    patch.setattr(Store, "let_depart", lambda self, home, start, end: None)
+    faults.delay("write", 1, 0.03, times=None)
+
+
 def rest_of_a_part_not_copied(patch: Patch, faults: Faults) -> None:
     def careless(self: DurableIO, part: Part) -> None:
         part.side = self._target(part)
@@ -281,6 +287,7 @@ BUGS: dict[str, tuple[Bug, Record]] = {
     "generators read late": (read_late("rng"), NVME),
     "buffers read late": (read_late("buffers"), NVME),
     "flush not awaited": (flush_not_awaited, RAM),
+    "departure not awaited": (departure_not_awaited, whole(Job(home="device", update="eager"))),
     "rest of a part not copied": (rest_of_a_part_not_copied, NVME),
     "wait does not wait": (wait_does_not_wait, NVME),
     "name of a resumed commit not synced": (resumed_name_not_synced, killed(Job())),

@@ -126,7 +126,7 @@ class Rig:
                 self.io.learn(part)
         self.pending = self.io.ledger.begin(
             outstanding, self.frozen, [request.transfer for _, request in self.writes]
-        )[0]
+        )
         self.taken = {}
         for part in (*ready, *self.frozen):
             self.take(part)

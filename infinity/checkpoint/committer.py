@@ -3,7 +3,7 @@
 [Note: the order of a commit]
 1. `save` copies what is not in pages, and says which place of each part the commit holds (the ledger).
 2. The updates of the step run, as they would anyway, and write to these places. Parts at home in memory are
-   written by the commit's thread.
+   written by the commit's thread, those in device memory by the thread that trains (the departures).
 3. When these writes have ended: fdatasync of every slab.
 4. The manifest is written to a temporary file and synced, renamed to commit-<generation>, and the directory
    is synced. From here on a crash resumes from this commit.
@@ -126,7 +126,7 @@ class Committer:
         of the newest commit in the directory, 0 if there is none. superseded: called once, after the first
         commit of this runtime, to remove what it replaces; errors of storage are ignored.
         """
-        assert store.durable is not None
+        assert store.durable is not None and store.departures is not None
         self.directory = directory
         self.generation = generation
         """Number of the newest commit in the directory that is durable or may be."""
@@ -137,6 +137,7 @@ class Committer:
         self._pages = pages
         self._store = store
         self._durable = store.durable
+        self._departures = store.departures
         self._updater = updater
         self._edits = edits
         self._health = health
@@ -166,6 +167,7 @@ class Committer:
             raise self.last.failure.again()
         self._health.check()
         self._edits.sync_edits()
+        self._departures.complete()  # none is left of a commit that has failed
         self._store.poll()
         outstanding = set(self._updater.outstanding())
         for chunk, parts in self._trained.items():
@@ -178,9 +180,7 @@ class Committer:
         ledger = self._durable.ledger
         commit = Commit(self.generation + 1, self._drive)
         try:
-            pending, apart = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
-            for part in apart:
-                self._write_apart(part)
+            pending = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
             self.last, self._thread = commit, _thread(self._land, commit, pending, draft)
             self._thread.start()
         except BaseException:
@@ -267,6 +267,7 @@ class Committer:
                 try:
                     if self._health.failure is None:
                         self._updater.complete_awaited()
+                        self._departures.complete()
                 except InfinityError:
                     if self._health.failure is None:
                         raise  # a read failed, and the next call repeats it
@@ -277,13 +278,6 @@ class Committer:
         for part in parts:
             if part.home.nvme_lease is not None:
                 self._durable.learn(part)
-
-    def _write_apart(self, part: Part) -> None:
-        """Write a part at home in device memory to its place, and wait: one part is in RAM at a time."""
-        memory = self._store.fetch(part.home, part.start, part.nbytes)
-        transfer = self._durable.copy_out(part, memory)
-        transfer.wait()
-        self._durable.ledger.written(part, transfer)
 
     # --- the commit's thread ----------------------------------------------------------------------------
 

@@ -123,7 +123,7 @@ class Staging:
         if not nbytes:
             return NOTHING
         if self._pool.largest_free < nbytes:
-            self._store.poll()
+            self._store.poll(depart=False)  # what leaves for a commit is not to take the room
             if self._pool.largest_free < nbytes:
                 return None
         with self._pool.lease(nbytes) as lease:

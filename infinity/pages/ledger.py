@@ -8,19 +8,20 @@ bytes to the place that the commit holds:
 - Its page is at home on NVMe: the update writes them there anyway.
 - Its page is at home in memory that the CPU can use: a thread writes them from there, and the next change of
   that memory waits for it (`settle`). This is a flush.
-- Its page is at home in device memory: the thread that trains copies them down and writes them.
+- Its page is at home in device memory: the thread that trains copies them down and writes them, step by step
+  (infinity/pages/departures.py), and the next change of that memory waits for the copy.
 
 [Note: two threads]
-The thread that trains calls `begin`, `written`, `updated` and `settle`, under the runtime's lock. The thread
-of the commit calls `next_flush`, `flushed` and `fail`, and never takes the runtime's lock. Both take the
-ledger's own lock, for moments only.
+The thread that trains calls `begin`, `written`, `departing`, `updated` and `settle`, under the runtime's
+lock. The thread of the commit calls `next_flush`, `flushed` and `end`, and never takes the runtime's lock.
+Both take the ledger's own lock, for moments only.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,10 @@ class Pending:
     """Parts in memory that the CPU can use and that nobody has begun to flush."""
     unflushed: set[Part] = field(default_factory=set)
     """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
+    departing: dict[Part, None] = field(default_factory=dict)
+    """Parts in device memory whose write to disk has not begun, in the order in which they are to go. An
+    ordered set: the dictionary's values are None.
+    """
     writes: list[Transfer] = field(default_factory=list)
     """Writes under way of bytes that the commit holds."""
     failure: InfinityError | None = None
@@ -77,6 +82,8 @@ class Ledger:
         """The error of a commit that failed after its manifest had its name. Its places stay held for good,
         and so do those of the commit before.
         """
+        self.before_landing: Callable[[], None] = lambda: None
+        """Called by `land` before it waits: does what only the thread that trains can do for the commit."""
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -88,16 +95,14 @@ class Ledger:
 
     def begin(
         self, outstanding: Iterable[Chunk], frozen: Iterable[Part], writes: Iterable[Transfer]
-    ) -> tuple[Pending, list[Part]]:
+    ) -> Pending:
         """Make the pending commit, with the parts as they will be after the updates that are outstanding.
 
         outstanding: the chunks whose update was decided and has not been computed. frozen: the parts of
-        frozen parameters. writes: the writes of pages that are under way. Returns the pending commit, and the
-        parts in device memory that the caller has to write to their places now, with `written`.
+        frozen parameters. writes: the writes of pages that are under way. Returns the pending commit.
         """
         pending = self.pending = Pending(writes=list(writes))
         late = set(outstanding)
-        apart: list[Part] = []
         pending.awaited = {chunk: self._parts[chunk] for chunk in late}
         pending.late = {part for parts in pending.awaited.values() for part in parts}
         ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
@@ -108,9 +113,9 @@ class Ledger:
             elif part.home.in_place:
                 pending.to_flush.append(part)
             else:
-                apart.append(part)
+                pending.departing[part] = None
         pending.unflushed.update(pending.to_flush)
-        return pending, apart
+        return pending
 
     def wants(self, part: Part) -> bool:
         """Whether the pending commit waits for the update that brings the part's next bytes."""
@@ -128,6 +133,16 @@ class Ledger:
             pending.writes.append(watcher_of(transfer))
             _capture(pending, part)
             pending.late.discard(part)
+            pending.departing.pop(part, None)
+            self._changed.notify_all()
+
+    def departing(self) -> list[Part]:
+        """The parts in device memory whose write to disk has not begun, unless the commit was given up."""
+        pending = self.pending
+        if pending is None or not pending.departing:
+            return []
+        with self._changed:
+            return [] if pending.ended else list(pending.departing)
 
     def updated(self, chunk: Chunk) -> None:
         """Note that an awaited update of a chunk has been computed, and that its writes have begun."""
@@ -184,6 +199,7 @@ class Ledger:
 
         No update may be outstanding for which it waits; `Updater.complete_awaited` sees to that.
         """
+        self.before_landing()
         with self._changed:
             assert self.pending is None or self.pending.ended or not self.pending.awaited
             while self.pending is not None:
@@ -206,7 +222,7 @@ class Ledger:
         assert pending is not None
         with self._changed:
             while not pending.to_flush:
-                if not block or pending.ended or not pending.awaited:
+                if not block or pending.ended or not (pending.awaited or pending.departing):
                     return None
                 self._changed.wait()
             return None if pending.ended else pending.to_flush.popleft()
@@ -240,6 +256,7 @@ class Ledger:
             pending.awaited.clear()
             pending.late.clear()
             pending.unflushed.clear()
+            pending.departing.clear()
             self.pending = None
             self._changed.notify_all()
 

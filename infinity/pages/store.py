@@ -18,6 +18,7 @@ import torch
 
 from infinity.config import round_up
 from infinity.errors import InfinityError
+from infinity.pages.departures import Departures
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest, twins_of
 from infinity.pages.open_tiers import OpenTiers
@@ -40,6 +41,11 @@ class Store(OpenTiers):
         self._bounced: Transfer = ARRIVED
         """The last transfer from or to the bounce buffer; over, unless Ctrl-C ended the wait for it."""
         super().__init__(*arguments, **options)
+        self.departures: Departures | None = None
+        """Brings parts at home in device memory to disk for commits; None if commits are off."""
+        if self.durable is not None:
+            self.departures = Departures(self.durable, self.staging, self.link, self.copy_down)
+            self.durable.ledger.before_landing = self.departures.complete
 
     def mirror(self, home: Home) -> torch.Tensor:
         """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,).
@@ -145,6 +151,7 @@ class Store(OpenTiers):
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
             return ARRIVED
+        self.let_depart(home, offset, offset + source.nbytes)
         if durable:
             self._besides.extend(durable.write_besides(home, offset, source))
         if home.computed:
@@ -252,14 +259,22 @@ class Store(OpenTiers):
             self._bounced.wait()
         return self.bounce[:nbytes]
 
+    def let_depart(self, home: Home, start: int, end: int) -> None:
+        """Wait until bytes [start, end) of a home in device memory may change: until the pending commit, if
+        there is one, has copies of what it holds of them.
+        """
+        if self.departures is not None and home.twins is not None:
+            self.departures.settle(home.twins.over(start, end))
+
     def settle_for_user(self, home: Home) -> None:
         """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
-        in memory now: until no flush and no write reads them.
+        in memory now: until no flush, no copy and no write reads them.
         """
         ledger = self.ledger
         if ledger is None or ledger.pending is None or home.twins is None:
             return
         ledger.settle(home.twins.parts)
+        self.let_depart(home, 0, home.nbytes)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)
 
@@ -268,22 +283,28 @@ class Store(OpenTiers):
         return [watcher_of(request.transfer) for home, request in self._writes if home.twins is not None]
 
     def finish_oldest_write(self) -> bool:
-        """Wait for the oldest write in flight, and raise its error if it fails.
+        """Wait for the oldest write in flight, and raise its error if it fails, unless it is a commit's.
 
         Returns True, or False if no write is in flight.
         """
         if not self._writes:
-            return self._end_besides(block=True)
+            if self._end_besides(block=True):
+                return True
+            return self.departures is not None and self.departures.finish_oldest()
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
             self._finish_write(self._writes[0])
         return True
 
-    def poll(self) -> None:
-        """Remove finished writes from the list of writes in flight, oldest first, without waiting.
+    def poll(self, *, depart: bool = True) -> None:
+        """Remove finished writes from the list of writes in flight, oldest first, without waiting. Also move
+        the parts on that a commit brings from device memory to disk.
 
-        Raises the error of the first write that failed.
+        depart: whether further parts may begin to leave, for which they take staging. Raises the error of the
+        first write that failed.
         """
         self._end_besides(block=False)
+        if self.departures is not None:
+            self.departures.advance(begin=depart)
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
@@ -303,9 +324,11 @@ class Store(OpenTiers):
         try:
             with contextlib.suppress(InfinityError):
                 self.settle()
-            while self._end_besides(block=True):
+            while self.finish_oldest_write():
                 pass
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
+            if self.departures is not None:
+                self.departures.forget()
             self._bounced = ARRIVED
             self.release()
 

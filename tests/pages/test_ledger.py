@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from infinity.errors import ConfigError
@@ -22,6 +24,12 @@ def part_in_ram(begun: list[bool] | None = None) -> Part:
     return part
 
 
+def part_on_a_device() -> Part:
+    part = part_in_ram()
+    part.home.tier, part.home.in_place = Tier.DEVICE, False
+    return part
+
+
 def ledger_of(part: Part) -> Ledger:
     ledger = Ledger()
     ledger.set_parts({(0, 0): [part]})
@@ -39,7 +47,7 @@ def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
 
 def test_only_one_ends_a_commit() -> None:
     ledger = ledger_of(part_in_ram())
-    pending, _ = ledger.begin([], [], [])
+    pending = ledger.begin([], [], [])
     assert ledger.take(pending)
     assert not ledger.take(pending)
 
@@ -48,7 +56,7 @@ def test_places_of_a_failed_commit_are_free_and_those_of_another_are_durable() -
     part = part_in_ram()
     ledger = ledger_of(part)
     for failure, durable in ((FAILURE, None), (None, 0)):
-        pending, _ = ledger.begin([], [], [])
+        pending = ledger.begin([], [], [])
         assert ledger.next_flush(block=True) is part
         ledger.flushed(part)
         assert part.pending == 0
@@ -59,7 +67,7 @@ def test_places_of_a_failed_commit_are_free_and_those_of_another_are_durable() -
 def test_a_write_or_an_update_that_comes_after_the_commit_has_failed_is_not_of_the_commit() -> None:
     part = part_in_ram()
     ledger = ledger_of(part)
-    pending, _ = ledger.begin([(0, 0)], [], [])
+    pending = ledger.begin([(0, 0)], [], [])
     assert ledger.wants(part)
     assert ledger.awaited_units() == [0]
     ledger.end(pending, FAILURE)
@@ -74,8 +82,50 @@ def test_a_flush_says_whether_the_part_had_begun_at_save() -> None:
     begun = [False]
     part = part_in_ram(begun)
     ledger = ledger_of(part)
-    pending, _ = ledger.begin([], [], [])
+    pending = ledger.begin([], [], [])
     begun[0] = True  # the next step is decided before the flush
     ledger.next_flush(block=True)
     ledger.flushed(part)
     assert pending.captured[part][2] is False
+
+
+def test_a_commit_waits_until_the_write_of_a_part_on_a_device_has_begun() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    pending = ledger.begin([], [], [])
+    assert ledger.departing() == [part]
+    found: list[Part | None] = []
+    thread = threading.Thread(target=lambda: found.append(ledger.next_flush(block=True)))
+    thread.start()
+    assert ledger.next_flush(block=False) is None
+    assert found == []
+    ledger.written(part, ARRIVED)
+    thread.join()
+    assert found == [None]
+    assert ledger.departing() == []
+    assert part.pending == 0
+    assert list(pending.captured) == [part]
+
+
+def test_no_part_departs_for_a_commit_that_was_given_up() -> None:
+    ledger = ledger_of(part_on_a_device())
+    pending = ledger.begin([], [], [])
+    ledger.abandon(FAILURE)
+    assert ledger.departing() == []
+    assert ledger.next_flush(block=True) is None
+    ledger.end(pending, FAILURE)
+    assert ledger.departing() == []
+
+
+def test_landing_first_does_what_only_the_thread_that_trains_can_do() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    pending = ledger.begin([], [], [])
+
+    def before_landing() -> None:
+        ledger.written(part, ARRIVED)
+        ledger.end(pending, None)
+
+    ledger.before_landing = before_landing
+    ledger.land()
+    assert part.durable == 0
