@@ -197,14 +197,18 @@ def _bits(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-def continued(job: Job, directories: Sequence[Path], step: int) -> str | None:
+def continued(job: Job, directories: Sequence[Path], step: int, *, more: bool = False) -> str | None:
     """Resume a run whose newest commit is that of a step, and train MORE steps.
+
+    more: whether the commit's state may hold more than `user_state` says.
 
     Returns what differs from the undisturbed run. Raises the errors of `infinity.offload`.
     """
     shots = undisturbed(job.compute)
     with opened(job, directories, resume=True) as (model, runtime):
-        if runtime.load() != shots[step].state:
+        found = runtime.load()
+        wanted = shots[step].state
+        if wanted != ({name: found[name] for name in wanted} if more else found):
             return f"The state after step {step} was not loaded."
         after(model, runtime, step)
         for number in range(step + 1, step + 1 + MORE):

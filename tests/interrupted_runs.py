@@ -136,7 +136,7 @@ class Landing(Saving):
         run.step(3)
         run.step(4)
         run.save(4)
-        run.faults.delay("sync", 1, 0.1, times=None)
+        run.faults.delay("sync", 1, 0.3, times=None)
         run.step(5)
         self._before = torch.get_rng_state(), np.random.get_state(), random.getstate(), run.model.seen.clone()
 
