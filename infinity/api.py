@@ -26,6 +26,7 @@ from infinity.planning.operator_timing import Roofline, seconds_of
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
 from infinity.runtime import Runtime
+from infinity.system.directory import path_text
 from infinity.tiers.tier import usable_device
 
 
@@ -135,7 +136,7 @@ def plan(
         device=device,
         update=update,
         accumulation=accumulation,
-        slab_directory=None if checkpoint is None else os.fspath(checkpoint),
+        slab_directory=None if checkpoint is None else path_text(checkpoint),
     )
 
 

@@ -25,7 +25,7 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.strides import in_memory_order
-from infinity.model.materialize import materialize
+from infinity.model.materialize import materialize, registered
 from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
@@ -346,10 +346,10 @@ class _Builder:
         return home
 
     def _move_buffers(self) -> None:
-        for module in self.model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.plan.device:
-                    module._buffers[name] = buffer.to(self.plan.device)
+        places = registered(self.model)
+        for buffer in list(self.model.buffers()):
+            if buffer.device != self.plan.device:
+                places[id(buffer)].put(buffer.to(self.plan.device))
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:

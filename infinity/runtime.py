@@ -243,8 +243,8 @@ class Runtime(Closing):
 
         Also sets the options of all param groups and the random number generators to what they were then. So
         call it after making schedulers, whose constructors change the options of groups, and before their
-        load_state_dict. It may be called several times before the first step, which warns if a scheduler that
-        was made after the last call has changed a learning rate. Raises ConfigError if the run was not
+        load_state_dict. It may be called several times before the first step, which warns if a scheduler was
+        made after the last call and an option has changed. Raises ConfigError if the run was not
         resumed, or has taken a step since.
 
         path: a directory that `save(path)` has made, whose run takes the place of this one: parameters,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from small_runtime import TIED, loss_of, train_step
 from torch import nn
 
 import infinity
+from infinity import build
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.tiers import Tier
@@ -235,3 +237,16 @@ def test_commits_are_off_without_a_directory_for_them(tmp_path: Path) -> None:
             runtime.save(state={"batch": 1})
         with pytest.raises(ConfigError, match="not resumed"):
             runtime.load()
+
+
+def test_a_buffer_of_two_places_is_moved_to_the_device_once() -> None:
+    shared = torch.zeros(3)
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    for module in model:
+        module.register_buffer("count", shared)
+    meta = torch.device("meta")  # stands for a device that this machine may lack
+    builder: Any = SimpleNamespace(model=model, plan=SimpleNamespace(device=meta))
+    build._Builder._move_buffers(builder)
+    first, last = (module.count for module in model)
+    assert first is last
+    assert first.is_meta

@@ -21,10 +21,10 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, volume_record
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
 from infinity.config import Budget
-from infinity.errors import ConfigError, InfinityError, storage_errors
+from infinity.errors import ConfigError, InfinityError
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
-from infinity.system.directory import check_directory
+from infinity.system.directory import check_directory, make_directory, path_text, unmake
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
@@ -49,9 +49,11 @@ class Checkpoint(Closing):
         """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
         commit lies that the run continues; None for a new run. files: reaches the disk.
 
-        Raises ConfigError if a new run is to go where commits lie, or if there is no commit to continue.
+        Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
+        a value that cannot be a path.
         Raises StorageError for a directory that cannot be used, or that another process uses (EBUSY), and
         CorruptState or IncompatibleCheckpoint for a commit that cannot be loaded.
+        Directories that were made are then removed.
         """
         target = directory if directory is not None else resume
         assert target is not None
@@ -61,11 +63,13 @@ class Checkpoint(Closing):
         self._old: NvmeTier | None = None
         self._new: list[Path] = []
         """The slabs that no commit of this run needs yet."""
+        made: list[str] = []
         with ExitStack() as cleanup:
-            if resume is None or directory is not None:
-                with storage_errors("make", target):
-                    os.makedirs(target, mode=0o700, exist_ok=True)
-            self.directory: Path = check_directory(target)
+            cleanup.callback(unmake, made)
+            if resume is not None:
+                path_text(resume)
+            makes = resume is None or directory is not None
+            self.directory: Path = make_directory(target, made) if makes else check_directory(target)
             self.locks: dict[Path, PathLock] = {}
             """The locks of directories that this object holds, which tiers share."""
             self._lock(self.directory, cleanup)
@@ -91,6 +95,7 @@ class Checkpoint(Closing):
             self.generation = generations[-1] if generations else 0
             """Number of the newest commit in `directory`; 0 if there is none."""
             commit_files.remove_leftovers(self.directory, files)
+            made.clear()
             self._cleanup = cleanup.pop_all()
 
     @property

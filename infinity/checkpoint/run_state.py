@@ -26,7 +26,7 @@ from infinity.checkpoint.manifest_json import run_fields, tree_of
 from infinity.checkpoint.values import Decoder, decode, encode
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
-from infinity.model.materialize import listed
+from infinity.model.materialize import listed, registered
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 
@@ -127,11 +127,10 @@ class RunState:
 
         device: where buffers go that are on the meta device.
         """
-        buffers = self._buffers()
+        buffers, places = self._buffers(), registered(model)
         for name, buffer in list(model.named_buffers()):
             if buffer.is_meta:
-                owner, _, last = name.rpartition(".")
-                model.get_submodule(owner)._buffers[last] = buffers[name].to(device)
+                places[id(buffer)].put(buffers[name].to(device))
             else:
                 with torch.no_grad():
                     buffer.copy_(buffers[name])

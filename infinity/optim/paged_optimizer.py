@@ -4,7 +4,6 @@ with states in pages.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
+from infinity.optim.late_schedulers import LateSchedulers
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -142,8 +142,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._rule = rule
         self._backend = backend
         self._paged = PagedState(rule, backend, _parameters(optimizer))
-        self._restored_rates: list[float] = []
-        """The groups' learning rates at a commit, until the first step looks at them; see `restored`."""
+        self._late_schedulers: LateSchedulers | None = None
+        """Compares options from `restored` until the next step."""
         # Not super().__init__, which would build groups of its own; torch uses __setstate__ like this when it
         # unpickles an optimizer.
         self.__setstate__(
@@ -172,7 +172,7 @@ class PagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._rule.check(self.param_groups)
-        self._warn_of_late_schedulers()
+        self._end_watch(warn=True)
         self._backend.step()
         # A scheduler made for the replaced optimizer checks this.
         self._replaced._opt_called = True
@@ -227,27 +227,16 @@ class PagedOptimizer(torch.optim.Optimizer):
     def restored(self) -> None:
         """Note that the param groups were set to the options that a commit has.
 
-        The constructor of a scheduler sets learning rates, too, and nothing shows whether the scheduler's own
-        state is loaded afterwards. So if schedulers are made between this call and the next step, and have
-        changed a learning rate, that step warns.
+        If schedulers are made for this optimizer or for the user's between this call and the next step, and
+        an option has changed, that step warns; see infinity/optim/late_schedulers.py.
         """
-        # The first scheduler that is made for an optimizer wraps `step`, as an attribute of the object.
-        made_before = "step" in vars(self)
-        self._restored_rates = [] if made_before else [float(group["lr"]) for group in self.param_groups]
+        self._end_watch()
+        self._late_schedulers = LateSchedulers((self, self._replaced), self.param_groups)
 
-    def _warn_of_late_schedulers(self) -> None:
-        rates, self._restored_rates = self._restored_rates, []
-        if not rates or "step" not in vars(self):
-            return
-        for index, (group, rate) in enumerate(zip(self.param_groups, rates, strict=True)):
-            if float(group["lr"]) != rate:
-                warnings.warn(
-                    f"A scheduler that was made after runtime.load() has set the learning rate of parameter "
-                    f"group {index} to {float(group['lr'])}; load() had restored {rate}. To continue the "
-                    "schedule, call load() after making schedulers, and then their load_state_dict().",
-                    stacklevel=5,
-                )
-                return
+    def _end_watch(self, *, warn: bool = False) -> None:
+        late, self._late_schedulers = self._late_schedulers, None
+        if late is not None and late.end((self, self._replaced)) and warn:
+            late.warn(self.param_groups)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

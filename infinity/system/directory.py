@@ -1,7 +1,10 @@
-"""Directories on disks: checks that they can hold pages, their free bytes, and preallocation of files."""
+"""Directories on disks: checks that they can hold pages, how they are made, their free bytes, and
+preallocation of files.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -13,19 +16,30 @@ from infinity.errors import ConfigError, StorageError, StorageFull, storage_erro
 from infinity.system import machine
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """The text of a path. Raises ConfigError for a value that cannot be a path, of whatever type."""
+    try:
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            raise TypeError(f"expected a text, not {type(text).__name__}")
+        if not text or b"\0" in os.fsencode(text):
+            raise ValueError("embedded null byte" if text else "it is empty")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{path!r} is no path: {error}.", "Give a directory on a disk.") from error
+    return text
+
+
 def check_directory(directory: str | os.PathLike[str]) -> Path:
     """Check that `directory` can hold pages, and return its path without symbolic links.
 
     Raises StorageError for a directory that is missing, cannot be reached, or is in RAM. Raises ConfigError
     for a value that cannot be a path.
     """
-    try:
-        with storage_errors("open", directory):
-            path = os.path.realpath(directory)
-            mode = os.stat(path).st_mode
-            kind = machine.file_system(path)
-    except ValueError as error:
-        raise ConfigError(f"{directory!r} is no path: {error}.", "Give a directory on a disk.") from error
+    directory = path_text(directory)
+    with storage_errors("open", directory):
+        path = os.path.realpath(directory)
+        mode = os.stat(path).st_mode
+        kind = machine.file_system(path)
     if not stat.S_ISDIR(mode):
         raise storage_error("open", path, None, errno.ENOTDIR)
     if kind in machine.RAM_FILE_SYSTEMS:
@@ -36,6 +50,43 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
             errno=errno.EINVAL,
         )
     return Path(path)
+
+
+def make_directory(directory: str | os.PathLike[str], made: list[str]) -> Path:
+    """Make a directory that can hold pages, and its parents, where they are missing. Returns its path without
+    symbolic links.
+
+    A directory that is made has mode 0700. Its parents have the modes that the umask leaves, and their owner
+    may use them. Directories that exist are not changed. made: the directories made are appended to it, from
+    the outermost on, also before an error; see `unmake`.
+
+    Raises the errors of `check_directory`, before anything is made, and StorageError.
+    """
+    nearest = os.path.join(os.curdir, Path(path_text(directory)))
+    missing: list[str] = []
+    while not os.path.lexists(nearest) and os.path.dirname(nearest):
+        missing.append(nearest)
+        nearest = os.path.dirname(nearest)
+    check_directory(nearest)
+    for path in reversed(missing):
+        with storage_errors("make", path):
+            try:
+                os.mkdir(path, mode=0o700 if path is missing[0] else 0o777)
+            except FileExistsError:  # another process has made it, or it ends in ".."
+                continue
+            made.append(path)
+            # The umask may have taken the owner's bits away.
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+            if mode & 0o700 != 0o700:
+                os.chmod(path, mode | 0o700)
+    return check_directory(directory)
+
+
+def unmake(made: list[str]) -> None:
+    """Remove directories that `make_directory` has made, unless something has been put there."""
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
 
 
 def free_bytes(path: str | os.PathLike[str] | int) -> int:

@@ -75,11 +75,21 @@ class DiskFiles:
     def create_open(self, path: str | os.PathLike[str]) -> int:
         """Make a new, empty file with mode 0600, and open it to read and write. Returns the descriptor.
 
-        Raises StorageError (EEXIST) if the path exists.
+        The owner may read and write the file whatever the process's umask is. Raises StorageError (EEXIST) if
+        the path exists.
         """
         with self._operation("create", os.fspath(path)):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            return os.open(path, flags, 0o600)
+            descriptor = os.open(path, flags, 0o600)
+            try:
+                # File systems that keep no modes give more, and refuse to change it.
+                if os.fstat(descriptor).st_mode & 0o600 != 0o600:
+                    os.fchmod(descriptor, 0o600)
+            except OSError:
+                os.close(descriptor)
+                os.unlink(path)
+                raise
+            return descriptor
 
     def open(self, path: str | os.PathLike[str]) -> int:
         """Open a regular file that exists to read and write. Returns the descriptor.

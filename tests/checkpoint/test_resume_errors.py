@@ -204,6 +204,36 @@ def test_a_directory_without_commits(tmp_path: Path) -> None:
     assert error.errno == errno.ENOENT
 
 
+@pytest.mark.parametrize("which", ["checkpoint", "resume"])
+@pytest.mark.parametrize("what", ["a\0b", "", 3], ids=repr)
+def test_a_value_that_is_no_path(which: str, what: Any, tmp_path: Path) -> None:
+    model = make_model()
+    check_refused(ConfigError, "is no path", model, adamw(model), tmp_path, **{which: what})
+    with pytest.raises(ConfigError, match="is no path"):
+        infinity.plan(model, adamw(model), budget=infinity.Budget(host="16MiB"), checkpoint=what)
+    new = tmp_path / "new"
+    check_refused(
+        ConfigError, "is no path", model, adamw(model), tmp_path, **{"checkpoint": new, which: what}
+    )
+
+
+def test_a_checkpoint_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = make_model()
+    error = check_refused(
+        StorageError, "Not a directory", model, adamw(model), tmp_path, checkpoint=tmp_path / "file"
+    )
+    assert error.cure == "Give a directory, not a file."
+
+
+def test_a_directory_that_was_made_for_a_run_that_is_refused_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    model = make_model()
+    new = tmp_path / "new" / "deep"
+    for resume, error in ((tmp_path / "empty", ConfigError), (tmp_path / "absent", StorageError)):
+        check_refused(error, resume.name, model, adamw(model), tmp_path, checkpoint=new, resume=resume)
+
+
 def test_a_new_run_where_commits_lie(commits: Path) -> None:
     model = make_model()
     error = check_refused(

@@ -57,3 +57,20 @@ def test_a_buffer_that_was_replaced_is_the_former_tensor_again(model: nn.Module)
     model[1].running_mean.add_(1)  # type: ignore[index]
     kept.restore()
     assert torch.equal(model[1].running_mean, torch.full((4,), 7.0))  # type: ignore[index]
+
+
+def test_a_buffer_of_two_places_is_in_both_of_them_again() -> None:
+    shared = torch.zeros(3)
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    for module in model:
+        module.register_buffer("count", shared)
+    kept = StepEnd(model)
+    for value, module in enumerate(model):
+        module.count = torch.full((3,), float(value))
+    kept.restore()
+    assert all(module.count is shared for module in model)
+    shared.fill_(5)
+    kept.keep()
+    shared.fill_(6)
+    kept.restore()
+    assert shared.tolist() == [5.0] * 3
