@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, volume_record
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
@@ -25,6 +26,10 @@ _WINDOW = 4 << 20
 """Number of elements that are read at a time: enough that all of a disk's requests are in flight."""
 
 _OTHER = "Give the directory of --checkpoint, or of checkpoint=."
+_IN_USE = (
+    "Wait until the run or the other verification there has ended, or verify a copy, such as a snapshot of "
+    "the file system."
+)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Verification(Closing):
             def lock(rank: int, paths: Sequence[Path]) -> None:
                 for path in paths:
                     if path not in locks or locks[path].rank != rank:
-                        locks[path] = cleanup.enter_context(PathLock(path, rank=rank, files=files))
+                        locks[path] = cleanup.enter_context(_locked(path, rank, files))
 
             lock(0, paths[:1])  # a run that is in progress would replace the commit
             self.saved = _read(paths[0], generation, files)
@@ -166,6 +171,16 @@ class Verification(Closing):
 
 def _directories(directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(dict.fromkeys(check_directory(each) for each in (directory, *others)))
+
+
+def _locked(path: Path, rank: int, files: DiskFiles) -> PathLock:
+    """Lock a directory for a rank. Raises as PathLock does, with a cure for those who only want to read."""
+    try:
+        return PathLock(path, rank=rank, files=files)
+    except StorageError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        raise StorageError(error.cause, _IN_USE, path=error.path, errno=error.errno) from error
 
 
 def _read(directory: Path, generation: int | None, files: DiskFiles) -> SavedCommit:

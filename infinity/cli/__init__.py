@@ -17,6 +17,7 @@ from infinity.cli import doctor as doctor
 from infinity.cli import plan as plan
 from infinity.cli import train as train
 from infinity.cli import tune as tune
+from infinity.cli.signals import interrupt, signal_of
 from infinity.errors import BudgetError, ConfigError, InfinityError
 
 COMMANDS = (train, plan, tune, doctor, checkpoint)
@@ -25,8 +26,8 @@ COMMANDS = (train, plan, tune, doctor, checkpoint)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line `arguments`, by default those of the process, and return the exit code.
 
-    0: success. 1: failure. 2: the arguments cannot be used. 130: interrupted. 143: ended by SIGTERM after a
-    commit. An InfinityError is printed without a traceback.
+    0: success. 1: failure. 2: the arguments cannot be used. 130: ended by SIGINT (Ctrl-C). 143: ended by
+    SIGTERM. An InfinityError is printed without a traceback.
     """
     parser = argparse.ArgumentParser(prog="infinity", description="Virtual memory for training.")
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
@@ -41,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _terminable():
             code = _run(options)
         print(end="", flush=True)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:  # outside of the subcommand
+        return 128 + signal_of(error)
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         if sys.stdout is not None:  # Python flushes stdout once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a subcommand and return its exit code. An InfinityError is printed, with --json also as JSON."""
+    """Run a subcommand and return its exit code. An InfinityError is printed, with --json also as JSON. Of a
+    signal that ends the subcommand at once, --json prints the name, and nothing else does.
+    """
     try:
         code: int = options.run(options)
     except InfinityError as error:
@@ -60,6 +63,11 @@ def _run(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}))
         return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt as error:
+        number = signal_of(error)
+        if options.json:
+            print(json.dumps({"stopped": number.name}))
+        return 128 + number
     return code
 
 
@@ -67,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
 def _terminable() -> Iterator[None]:
     """Context in which SIGTERM raises KeyboardInterrupt, as Ctrl-C does, so that nothing is left on disk."""
     try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        before = signal.signal(signal.SIGTERM, interrupt)
     except ValueError:  # not the main thread: the caller handles signals
         yield
         return

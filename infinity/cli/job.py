@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -238,6 +238,8 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
         slab_directory=None if options.checkpoint is None else os.path.realpath(options.checkpoint),
         prefer=None if saved is None else division_of(saved),
     )
+    if options.checkpoint is not None:
+        planned = replace(planned, commit_interval=options.every or EVERY)
     return Job(
         language_model=model,
         text=text,

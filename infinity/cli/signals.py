@@ -1,4 +1,4 @@
-"""Stop flag: the first SIGTERM or SIGINT, which a run looks for where it can end with nothing lost."""
+"""Signals: how SIGTERM and SIGINT end a command, at once or where a run can end with nothing lost."""
 
 from __future__ import annotations
 
@@ -8,12 +8,33 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+class Interrupted(KeyboardInterrupt):
+    """Raised by `interrupt` at the place where a signal arrives."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+        """The signal that has arrived."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handler of a signal, for `signal.signal`: raises Interrupted."""
+    raise Interrupted(number)
+
+
+def signal_of(error: KeyboardInterrupt) -> signal.Signals:
+    """The signal that raised `error`. SIGINT if `interrupt` did not raise it, since Python's own handler of
+    SIGINT is the only other one that raises KeyboardInterrupt.
+    """
+    return error.signal if isinstance(error, Interrupted) else signal.SIGINT
+
+
 class Stopped(Exception):
     """Raised by `StopFlag.check` after a signal."""
 
 
 class StopFlag:
-    """Remembers the first SIGTERM or SIGINT. A second one raises KeyboardInterrupt at once."""
+    """Remembers the first SIGTERM or SIGINT. A second one raises Interrupted at once."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -39,5 +60,5 @@ class StopFlag:
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            signal.default_int_handler(number, frame)
+            interrupt(number, frame)
         self.signal = signal.Signals(number)

@@ -37,7 +37,8 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train the model that the options describe, and print the progress and the results.
 
-    Returns 0. After a signal, with --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM).
+    Returns 0. With --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM) if a signal has stopped the training.
+    A signal before the training, or a second one, raises KeyboardInterrupt at once.
     """
     started = time.monotonic()
     console = Console(stderr=options.json)

@@ -115,6 +115,8 @@ class Plan:
     """
     slab_header_bytes: int = 0
     """Bytes of the NVMe budget that the headers of the slab files take; 0 without commits."""
+    commit_interval: int | None = None
+    """Steps between commits; None if unknown, and without commits."""
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of a unit's page of one kind; a multiple of 4096."""
@@ -259,18 +261,23 @@ class Plan:
         return self.commit_bytes + self._bytes_off_disk(Kind.PARAMETER, frozen) * self.commits
 
     @property
-    def bytes_per_day(self) -> float | None:
-        """Bytes that steps write to disk in a day, without what commits write. None if the seconds of a step
-        are unknown.
+    def bytes_per_step(self) -> float:
+        """Bytes that are written to disk for a step of one micro-batch: by the step, and by commits if
+        `commit_interval` is known, `commit_bytes` divided by it.
         """
+        share = self.commit_bytes / self.commit_interval if self.commit_interval else 0
+        return self.traffic.disk_write + share
+
+    @property
+    def bytes_per_day(self) -> float | None:
+        """Bytes written to disk in a day of such steps; None if the seconds of a step are unknown."""
         if self.prediction is None:
             return None
-        return self.traffic.disk_write * SECONDS_PER_DAY / self.prediction.seconds
+        return self.bytes_per_step * SECONDS_PER_DAY / self.prediction.seconds
 
     def days_to(self, terabytes_written: float) -> float | None:
-        """Days until the steps have written `terabytes_written` terabytes to all paths of the NVMe tier
-        together, without what commits write. None if the seconds of a step are unknown, or if steps write
-        nothing.
+        """Days until `bytes_per_day` comes to `terabytes_written` terabytes on all paths together. None if
+        the seconds of a step are unknown, or if nothing is written.
 
         terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
         """

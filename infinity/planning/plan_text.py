@@ -33,18 +33,36 @@ def text_of(plan: Plan) -> str:
 
 
 def _step(plan: Plan) -> str:
-    """The line with the seconds of a step, what limits it and, with an NVMe tier, what it writes to disk."""
+    """The line with the seconds of a step, what limits it, and what is written to disk."""
     line = "predicted unknown s/step"
     if plan.prediction is not None:
         what = "measured" if plan.prediction.measured else "predicted"
         line = f"{what} {plan.prediction.text} s/step · limited by {plan.prediction.limited_by}"
-    if Tier.NVME not in plan.budgets:
-        return line
-    line += f" · writes {format_size(plan.traffic.disk_write)}/step to disk"
+    return " · ".join([line, *_wear(plan)])
+
+
+def _wear(plan: Plan) -> list[str]:
+    """Phrases on what is written to disk in a step and a day, and on how long a drive lasts. No phrase if the
+    plan has neither an NVMe tier nor commits.
+
+    Commits are part of all figures if their interval is known. Otherwise their bytes are told apart.
+    """
+    if Tier.NVME not in plan.budgets and not plan.commits:
+        return []
+    written = f"writes {format_size(round(plan.bytes_per_step))}/step to disk"
     if plan.bytes_per_day is not None:
-        line += f" ({format_size(int(plan.bytes_per_day))}/day)"
+        written += f" ({format_size(round(plan.bytes_per_day))}/day)"
+    apart = plan.commit_bytes > 0 and plan.commit_interval is None
+    if apart:
+        written += f", plus {format_size(plan.commit_bytes)} a commit"
+    elif plan.commit_bytes:
+        steps = "step" if plan.commit_interval == 1 else f"{plan.commit_interval} steps"
+        written += f", with a commit every {steps}"
     days = plan.days_to(_RATING)
-    return line if days is None else f"{line} · {_RATING} TBW last {days:.{0 if days >= 10 else 1}f} days"
+    if days is None:
+        return [written]
+    lasts = f"{_RATING} TBW last {days:.{0 if days >= 10 else 1}f} days"
+    return [written, f"{lasts} without commits" if apart else lasts]
 
 
 def _share(plan: Plan) -> list[str]:

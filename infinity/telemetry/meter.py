@@ -11,6 +11,7 @@ from typing import Protocol
 
 from infinity.errors import ConfigError
 from infinity.telemetry.stats import Edge, EdgeStats, Phase, Stats, Wait
+from infinity.telemetry.wear import Written
 from infinity.tiers.link import Timing, Transfer
 
 
@@ -68,15 +69,27 @@ class _Tally:
         for name, peak in other.peaks.items():
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
 
+    @property
+    def written(self) -> Written:
+        """What was written to disk; the sums have to be those of finished steps."""
+        return Written(bytes=self.edges[Edge.HOST_TO_NVME].bytes, steps=self.steps, seconds=self.seconds)
+
     def freeze(
-        self, *, step_seconds: float | None, loss_scale: float | None, last_step: Stats | None
+        self,
+        *,
+        step_seconds: float | None,
+        loss_scale: float | None,
+        written: Written,
+        last_step: Stats | None,
     ) -> Stats:
         sums = {
             **vars(self),
             "edges": {edge: EdgeStats(**asdict(tally)) for edge, tally in self.edges.items()},
             "peaks": dict(self.peaks),
         }
-        return Stats(**sums, step_seconds=step_seconds, loss_scale=loss_scale, last_step=last_step)
+        return Stats(
+            **sums, step_seconds=step_seconds, loss_scale=loss_scale, written=written, last_step=last_step
+        )
 
 
 class Recorder(Protocol):
@@ -134,6 +147,7 @@ class Meter:
         self._now = _Tally()
         self._loss_scale: float | None = None
         self._last_step: Stats | None = None
+        self._written = Written()
         self._recorder: Recorder | None = None
 
     @contextmanager
@@ -296,9 +310,13 @@ class Meter:
             step, self._now = self._now, _Tally()
             step.finish(seconds)
             self._finished.add(step)
-            last = step.freeze(step_seconds=seconds, loss_scale=self._loss_scale, last_step=None)
+            last = step.freeze(
+                step_seconds=seconds, loss_scale=self._loss_scale, written=step.written, last_step=None
+            )
             self._last_step = last
             number = self._finished.steps
+            # The first step counts only as long as it is the only one, see `Stats.written`.
+            self._written = step.written + (self._written if number > 2 else Written())
         if (recorder := self._recorder) is not None:
             recorder.stepped(number, last)
 
@@ -312,6 +330,7 @@ class Meter:
             return total.freeze(
                 step_seconds=None if last is None else last.seconds,
                 loss_scale=self._loss_scale,
+                written=self._written,
                 last_step=last,
             )
 

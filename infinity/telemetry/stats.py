@@ -7,11 +7,11 @@ In `update_seconds` the thread worked on updates or waited for updates. The rest
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from infinity.config import format_size
-from infinity.telemetry.wear import SECONDS_PER_DAY, days_until_worn
+from infinity.telemetry.wear import Written, days_until_worn
 
 
 class Edge(Enum):
@@ -86,7 +86,7 @@ class EdgeStats:
 class Stats:
     """Measurements of a run up to one moment, or of one step.
 
-    All fields are sums, except `step_seconds`, `loss_scale`, `peaks` and `last_step`.
+    All fields are sums, except `step_seconds`, `loss_scale`, `peaks`, `written` and `last_step`.
     """
 
     edges: dict[Edge, EdgeStats]
@@ -129,6 +129,12 @@ class Stats:
     peaks: dict[str, int]
     """For each pool's name, the largest number of bytes that were in use at one time."""
 
+    written: Written = field(default_factory=Written)
+    """Bytes written to disk in all finished steps but the first, which has what filling the model writes. In
+    the first step alone, if no other has finished. An average needs many steps, since only some of them have
+    writes of a commit. In the measurements of one step: the bytes of that step.
+    """
+
     last_step: Stats | None = None
     """The measurements of the last finished step alone; None if no step has finished."""
 
@@ -164,21 +170,22 @@ class Stats:
         return max(shares, key=shares.__getitem__)
 
     @property
-    def written_per_step(self) -> int | None:
-        """Bytes written to disk in the last finished step; None if no step has finished."""
-        step = self.last_step or self
-        return step.edges[Edge.HOST_TO_NVME].bytes if step.steps else None
+    def written_per_step(self) -> float | None:
+        """Bytes written to disk in a step, commits included, on average over the steps of `written`. None if
+        no step has finished.
+        """
+        return self.written.per_step
 
     @property
     def written_per_day(self) -> float | None:
-        """Bytes written to disk in a day of steps like the last; None if no step has finished."""
-        step = self.last_step or self
-        written = self.written_per_step
-        return written * SECONDS_PER_DAY / step.seconds if written is not None and step.seconds else None
+        """Bytes written to disk in a day of steps like those of `written`, commits included. None if no step
+        has finished.
+        """
+        return self.written.per_day
 
     def days_to(self, terabytes_written: float) -> float | None:
-        """Days of steps like the last until `terabytes_written` terabytes are written to all paths of the
-        NVMe tier together. None if no step has finished, or if the last step wrote nothing.
+        """Days of steps like those of `written` until `terabytes_written` terabytes are written to all paths
+        together. None if no step has finished, or if nothing was written.
 
         terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
         """

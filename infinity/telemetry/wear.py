@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 SECONDS_PER_DAY = 86_400
 
 _TERABYTE = 10**12
@@ -13,3 +15,30 @@ def days_until_worn(terabytes_written: float, bytes_per_day: float | None) -> fl
     if the rate is unknown (None) or zero.
     """
     return terabytes_written * _TERABYTE / bytes_per_day if bytes_per_day else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written to disk in a number of finished steps, by steps and by commits."""
+
+    bytes: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    """Wall time of the steps in seconds."""
+
+    @property
+    def per_step(self) -> float | None:
+        """Bytes written in a step on average; None without steps."""
+        return self.bytes / self.steps if self.steps else None
+
+    @property
+    def per_day(self) -> float | None:
+        """Bytes written in a day of such steps; None without steps, or if they took no time."""
+        return self.bytes * SECONDS_PER_DAY / self.seconds if self.seconds else None
+
+    def __add__(self, other: Written) -> Written:
+        return Written(
+            bytes=self.bytes + other.bytes,
+            steps=self.steps + other.steps,
+            seconds=self.seconds + other.seconds,
+        )

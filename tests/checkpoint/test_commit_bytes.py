@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +233,27 @@ def test_a_commit_writes_two_small_files_beside_pages(files_written: Counter[str
             assert added == {".tmp": sizes[""], ".data": sizes[".data"]}
             assert (headers > 0) is (generation == 1)
             assert sum(sizes.values()) <= MOST_OF_STATES * states
+
+
+def test_stats_have_a_share_of_the_bytes_of_commits_in_every_step(tmp_path: Path) -> None:
+    """A commit after every third step is in the average, and does not change it by where the run stands."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    with infinity.offload(
+        model, optimizer, budget=infinity.Budget(host="48MiB"), device="cpu", checkpoint=tmp_path / "commits"
+    ) as runtime:
+        for step in range(1, 32):
+            model(torch.ones(1, 64)).sum().backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            found.append(runtime.stats.written_per_step)
+            if step % 3 == 0:
+                runtime.save().wait()
+        plan, last = runtime.plan, runtime.stats.last_step
+        assert last is not None and plan.traffic.disk_write == 0
+        assert last.written_per_step == plan.commit_bytes  # the step after the last commit
+        # Each commit is written in the step after it: of 30 steps, all but the first, 10.
+        assert found[-1] == plan.commit_bytes / 3 == replace(plan, commit_interval=3).bytes_per_step
+        assert all(each > 0 for each in found[3:])

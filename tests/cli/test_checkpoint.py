@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_job import TinyJob, run_error, run_json
+from tiny_job import TinyJob, ended, run_error, run_json
 
 from infinity import cli
 from infinity.aio import Faults
@@ -183,8 +187,29 @@ def test_a_run_in_progress(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
         line, _, error = run_error(capsys, ["checkpoint", "verify", "--json", str(run)], 1)
         assert error["error"] == "StorageError"
         assert "are in use by this process" in line
+        assert "Give each run a directory" not in line
+        assert error["cure"].startswith("Wait until the run or the other verification there has ended, or ")
         assert ls(capsys, run)[0]["whole"]  # a list locks nothing
     assert verify(capsys, run)[0] == 0
+    with started_owner(run) as owner:
+        line, _, error = run_error(capsys, ["checkpoint", "verify", "--json", str(run)], 1)
+    assert f"are in use by process {owner.pid} (since " in error["cause"]
+    assert error["cure"].startswith("Wait until ")
+
+
+@contextlib.contextmanager
+def started_owner(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that has the lock of a directory."""
+    program = (
+        "import sys; from infinity.tiers.path_lock import PathLock; "
+        "lock = PathLock(sys.argv[1]); print('locked', flush=True); sys.stdin.read()"
+    )
+    arguments = [sys.executable, "-c", program, str(directory)]
+    process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process, ended(process):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield process
 
 
 def test_pages_on_other_disks(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:

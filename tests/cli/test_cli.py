@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,9 +70,16 @@ def test_help_version_and_unknown_commands(capsys: pytest.CaptureFixture[str]) -
     assert stop.value.code == 2
 
 
-def test_ctrl_c_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(options: object) -> int:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_quietly_with_its_own_exit_code(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(options: object) -> int:
+        signal.raise_signal(number)
+        pytest.fail("the signal did not arrive")
 
-    monkeypatch.setattr(cli.doctor, "run", interrupt)
-    assert cli.main(["doctor"]) == 130
+    monkeypatch.setattr(cli.doctor, "run", interrupted)
+    assert cli.main(["doctor"]) == code
+    assert capsys.readouterr() == ("", "")
+    assert cli.main(["doctor", "--json"]) == code
+    assert capsys.readouterr() == (f'{{"stopped": "{number.name}"}}\n', "")

@@ -1,4 +1,4 @@
-"""Tests of the flag that the first signal sets, and of what a second signal does."""
+"""Tests of the flag that the first signal sets, and of what a second signal raises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from infinity.cli.signals import StopFlag, Stopped
+from infinity.cli.signals import StopFlag, Stopped, signal_of
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -20,10 +20,16 @@ def test_the_first_signal_sets_the_flag_and_the_second_interrupts(number: signal
         assert flag.signal is number
         with pytest.raises(Stopped):
             flag.check()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        for second in (signal.SIGINT, signal.SIGTERM):
+            with pytest.raises(KeyboardInterrupt) as raised:
+                signal.raise_signal(second)
+            assert signal_of(raised.value) is second
         assert flag.signal is number
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_an_interrupt_of_python_is_that_of_ctrl_c() -> None:
+    assert signal_of(KeyboardInterrupt()) is signal.SIGINT
 
 
 def test_outside_of_the_main_thread_the_flag_takes_no_signals() -> None:

@@ -48,7 +48,7 @@ def test_an_interrupted_run_leaves_nothing(job: TinyJob, capsys: pytest.CaptureF
             assert list(its.pages.iterdir()) != []
             process.send_signal(number)
             _, stderr = process.communicate(timeout=PATIENCE)
-            assert process.returncode == 130
+            assert process.returncode == 128 + number
             assert stderr == ""
             assert list(its.pages.iterdir()) == []
             for line in log.read_text().splitlines():
@@ -67,7 +67,7 @@ def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
         wait_for(measures, process)
         process.terminate()
         stdout, stderr = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert stdout + stderr == ""
     assert list(job.pages.iterdir()) == []
 

@@ -194,7 +194,11 @@ def test_a_plan_knows_of_commits_and_touches_nothing(
     job: TinyJob, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(job.arguments("plan", *ROOMY, *commits(job, "--every", 5, "--resume"))) == 0
-    assert f"in {job.folder / 'run'} (two places for each trained byte)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"in {job.folder / 'run'} (two places for each trained byte)" in out
+    assert "/day), with a commit every 5 steps · 600 TBW last " in out
+    assert cli.main(job.arguments("plan", *ROOMY, *commits(job))) == 0
+    assert "/day), with a commit every 100 steps · 600 TBW last " in capsys.readouterr().out
     assert not (job.folder / "run").exists()
     with_commits = job.smallest(capsys, *commits(job))
     assert with_commits["nvme"] > job.smallest(capsys)["nvme"]
@@ -265,6 +269,22 @@ def test_a_signal_before_the_first_step_leaves_nothing(
     assert commit_files.generations(job.folder / "run") == []
 
 
+def test_a_signal_before_the_training_ends_it_at_once(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while the model is filled, after the plan: nobody has set the flag's handlers yet."""
+
+    def fill(*_: object, **__: object) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        pytest.fail("the signal did not arrive")
+
+    monkeypatch.setattr(training_run, "carry_out", fill)
+    found = stopped(capsys, job.arguments("train", "--json", *ROOMY, *commits(job)), 143)
+    assert found == {"stopped": "SIGTERM"}
+    assert commit_files.generations(job.folder / "run") == []
+    assert list((job.folder / "run").glob("*.lock")) == []
+
+
 def in_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(*_: object, between: Callable[[], object], **__: object) -> str:
         signal.raise_signal(signal.SIGTERM)
@@ -308,9 +328,8 @@ def test_a_second_signal_leaves_at_once_and_keeps_the_last_commit(
     options = [*ROOMY, "--steps", 4, *commits(job, "--every", 1)]
     with monkeypatch.context() as patched:  # while the updates that the commit of step 2 needs are due
         signal_at(patched, 2, 0, signal.SIGTERM, twice=True)
-        capsys.readouterr()
-        assert cli.main(job.arguments("train", "--json", *options)) == 130
-    assert capsys.readouterr().out == ""
+        found = stopped(capsys, job.arguments("train", "--json", *options), 143)
+    assert found == {"stopped": "SIGTERM"}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert commit_files.generations(run) == [1]

@@ -391,12 +391,51 @@ def test_the_text_has_what_is_written_and_how_long_a_drive_lasts() -> None:
     per_day = made.traffic.disk_write * 86_400 / made.prediction.seconds
     assert made.bytes_per_day == pytest.approx(per_day)
     assert made.days_to(600) == pytest.approx(600e12 / per_day)
-    assert f"/day) · 600 TBW last {600e12 / per_day:.0f} days" in str(made).splitlines()[4]
+    assert made.commit_bytes > 0
+    ending = f"plus {format_size(made.commit_bytes)} a commit · 600 TBW last {600e12 / per_day:.0f} days"
+    assert str(made).splitlines()[4].endswith(f"/day), {ending} without commits")
     assert (
         f"commits: {format_size(made.durable_bytes)} on nvme (two places for each trained byte) · "
         f"a commit writes {format_size(made.commit_bytes)}" in str(made).splitlines()
     )
-    assert "600 TBW last" in str(timed(host=500 << 10, nvme=on(64 * MiB)))
+    plain = str(timed(host=500 << 10, nvme=on(64 * MiB))).splitlines()[4]
+    assert "/day) · 600 TBW last" in plain and plain.endswith(" days")
+    assert "TBW" not in str(timed(host="64MiB")) and "to disk" not in str(timed(host="64MiB"))
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {"host": 500 << 10, "nvme": on(64 * MiB)},
+        {"host": "64MiB", "nvme": on(64 * MiB)},
+        {"host": "64MiB", "slab_directory": "/kept"},
+    ],
+)
+def test_commits_wear_the_disk_as_often_as_they_come(interval: int, budget: dict[str, object]) -> None:
+    made = replace(timed(**budget, commits=True), commit_interval=interval)
+    assert made.commit_bytes and made.prediction is not None
+    assert made.bytes_per_step == made.traffic.disk_write + made.commit_bytes / interval
+    per_day = made.bytes_per_step * 86_400 / made.prediction.seconds
+    assert made.bytes_per_day == pytest.approx(per_day)
+    assert made.days_to(600) == pytest.approx(600e12 / per_day)
+    (line,) = [each for each in str(made).splitlines() if "s/step" in each]
+    every = "step" if interval == 1 else "7 steps"
+    assert (
+        f"writes {format_size(round(made.bytes_per_step))}/step to disk ({format_size(round(per_day))}/day), "
+        f"with a commit every {every} · 600 TBW last " in line
+    )
+    assert line.endswith(" days")
+
+
+def test_a_commit_that_writes_no_page_is_not_told_apart() -> None:
+    made = timed(host=500 << 10, nvme=on(64 * MiB), commits=True)
+    on_nvme = [{kind: tier and Tier.NVME for kind, tier in each.items()} for each in made.homes]
+    everything = replace(made, homes=on_nvme)
+    assert everything.commit_bytes == 0 < everything.traffic.disk_write
+    for each in (everything, replace(everything, commit_interval=2)):
+        assert each.bytes_per_step == each.traffic.disk_write
+        assert "commit" not in next(line for line in str(each).splitlines() if "s/step" in line)
 
 
 def test_where_nothing_is_known_or_written_no_days_are_told() -> None:
@@ -413,6 +452,8 @@ def test_the_text_names_the_directory_of_the_slab() -> None:
     line = f"commits: {format_size(made.durable_bytes)} in /kept (two places for each trained byte)"
     assert f"{line} · a commit writes {format_size(made.commit_bytes)}" in str(made).splitlines()
     assert made.days_to(600) is None
+    written = f"writes 0 B/step to disk (0 B/day), plus {format_size(made.commit_bytes)} a commit"
+    assert any(each.endswith(written) for each in str(made).splitlines())
     frozen = planned(
         stack([64], frozen=[0]), optimizer=None, host="64MiB", commits=True, slab_directory="/kept"
     )
