@@ -201,7 +201,6 @@ def test_no_commit_is_made_in_slabs_without_a_name(lost: str, tmp_path: Path) ->
 
 AT_EXIT = """
 import sys
-sys.path.insert(0, "tests")
 from pathlib import Path
 from run_copies import train
 from small_commits import committed
@@ -217,11 +216,10 @@ if sys.argv[3] == "failing":
 """
 
 
-@pytest.mark.parametrize("home", ["nvme", "unified"])
-def test_a_commit_at_the_end_of_a_script_lands(home: str, tmp_path: Path) -> None:
-    end_of_script(tmp_path, home, "whole")
+def test_a_commit_at_the_end_of_a_script_lands(tmp_path: Path) -> None:
+    end_of_script(tmp_path, "nvme", "whole")
     model = TIED.make()
-    with committed(model, tmp_path, home=home, resume=True) as runtime:
+    with committed(model, tmp_path, home="nvme", resume=True) as runtime:
         assert runtime.load() == "last"
 
 
@@ -233,6 +231,6 @@ def test_a_commit_that_fails_at_the_end_of_a_script_is_told(tmp_path: Path) -> N
 def end_of_script(where: Path, home: str, how: str) -> str:
     """Run a script that ends with `save` and closes nothing. Returns what it wrote to stderr."""
     command = [sys.executable, "-c", AT_EXIT, str(where), home, how]
-    root = Path(__file__).parents[2]
-    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=True)
+    tests = Path(__file__).parents[1]  # not the checkout, whose package may have no native modules
+    ended = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=100, check=True)
     return ended.stderr
