@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import process_resources
 import pytest
@@ -123,42 +126,40 @@ def test_a_header_that_the_first_commit_cannot_write(home: str, code: int, tmp_p
         assert run.train(model, runtime, range(2, 4)) == losses[2:]
 
 
-def test_a_run_without_a_commit_leaves_nothing_after_a_failed_header(tmp_path: Path) -> None:
-    run, faults = Run(tmp_path), Faults()
+@contextlib.contextmanager
+def trained(run: Run) -> Iterator[tuple[Any, Any, Recording]]:
+    """A run after one step. Yields the model, the runtime, and its operations on files, which may fail."""
+    faults = Faults()
     files = Recording(faults)
     with run.opened(observer=files, faults=faults) as (model, runtime):
         run.train(model, runtime, range(1))
-        files.fail("write", 1, errno.ENOSPC)
-        with pytest.raises(StorageFull):
-            runtime.save().wait()
-    assert names(run.swap) == names(run.directory) == []
+        yield model, runtime, files
 
 
-@pytest.mark.parametrize("home", ["nvme", "unified"])
-def test_a_run_whose_only_commit_failed_leaves_nothing(home: str, tmp_path: Path) -> None:
-    """Its slabs say that they are committed, and belong to no commit."""
-    run, faults = Run(tmp_path, home=home), Faults()
-    files = Recording(faults)
-    with run.opened(observer=files, faults=faults) as (model, runtime):
-        run.train(model, runtime, range(1))
-        files.fail("rename", 1, errno.ENOSPC)
-        with pytest.raises(StorageFull):
-            runtime.save().wait()
+def refuse(runtime: Any, files: Recording, operation: str) -> None:
+    """Make a commit fail, because the disk is full at the next operation of a kind."""
+    files.fail(operation, 1, errno.ENOSPC)
+    with pytest.raises(StorageFull):
+        runtime.save().wait()
+
+
+@pytest.mark.parametrize(
+    ("home", "operation"), [("nvme", "write"), ("nvme", "rename"), ("unified", "rename")]
+)
+def test_a_run_whose_only_commit_failed_leaves_nothing(home: str, operation: str, tmp_path: Path) -> None:
+    """After the rename was refused its slabs say that they are committed, and belong to no commit."""
+    run = Run(tmp_path, home=home)
+    with trained(run) as (_, runtime, files):
+        refuse(runtime, files, operation)
     assert [*run.swap.iterdir()] == [*run.directory.iterdir()] == []
 
 
 def test_a_commit_after_one_that_failed_stays(tmp_path: Path) -> None:
-    run, faults = Run(tmp_path), Faults()
-    files = Recording(faults)
-    with run.opened(observer=files, faults=faults) as (model, runtime):
-        run.train(model, runtime, range(1))
-        files.fail("rename", 1, errno.ENOSPC)
-        with pytest.raises(StorageFull):
-            runtime.save().wait()
+    run = Run(tmp_path)
+    with trained(run) as (model, runtime, files):
+        refuse(runtime, files, "rename")
         runtime.save(state="one").wait()
-        files.fail("rename", 1, errno.ENOSPC)
-        with pytest.raises(StorageFull):
-            runtime.save().wait()
+        refuse(runtime, files, "rename")
         whole = everything(model, runtime)
     with run.opened(resume=True) as (model, runtime):
         assert runtime.load() == "one"
@@ -166,10 +167,8 @@ def test_a_commit_after_one_that_failed_stays(tmp_path: Path) -> None:
 
 
 def test_a_header_that_cannot_be_synced_ends_the_run(tmp_path: Path) -> None:
-    run, faults = Run(tmp_path), Faults()
-    files = Recording(faults)
-    with run.opened(observer=files, faults=faults) as (model, runtime):
-        run.train(model, runtime, range(1))
+    run = Run(tmp_path)
+    with trained(run) as (model, runtime, files):
         files.fail("sync", 1, errno.EIO)
         with pytest.raises(StorageError, match="sync"):
             runtime.save().wait()
@@ -179,10 +178,8 @@ def test_a_header_that_cannot_be_synced_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_full_disk_that_nobody_waits_for(tmp_path: Path) -> None:
     """The next `save` raises the error, once, and the one after that makes a commit."""
-    run, faults = Run(tmp_path), Faults()
-    files = Recording(faults)
-    with run.opened(observer=files, faults=faults) as (model, runtime):
-        run.train(model, runtime, range(1))
+    run = Run(tmp_path)
+    with trained(run) as (model, runtime, files):
         runtime.save(state=1).wait()
         run.train(model, runtime, range(1, 2))
         files.fail("create", 1, errno.ENOSPC)
@@ -198,10 +195,8 @@ def test_a_full_disk_that_nobody_waits_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
 def test_a_commit_that_may_be_durable_keeps_its_places(home: str, tmp_path: Path) -> None:
     """The sync of the directory fails after the rename: both commits are whole, whatever is written then."""
-    run, faults = Run(tmp_path, home=home), Faults()
-    files = Recording(faults)
-    with run.opened(observer=files, faults=faults) as (model, runtime):
-        run.train(model, runtime, range(1))
+    run = Run(tmp_path, home=home)
+    with trained(run) as (model, runtime, files):
         runtime.save(state=1).wait()
         run.train(model, runtime, range(1, 2))
         two = everything(model, runtime)
