@@ -42,7 +42,7 @@ def look(record: Record, root: Path, *, count: int, every: int) -> None:
         loader = Loader(made.directories, made.job, trains_every=every, ordered_names=ordered)
         assert disk.first_violation(loader, root / "state", count=count, seed=ordered) is None
         assert loader.looked >= 0.9 * count
-        assert loader.trained >= 0.8 * (count // every)
+        assert loader.trained >= 0.6 * (count // every)  # in others nothing was committed yet
         found |= loader.found
     # Each commit was met as a durable one, and some as a pending one that is not there, and as one that is.
     first = min(durable for durable, _, _ in found)
