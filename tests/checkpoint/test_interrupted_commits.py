@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commit_states import continued
 from committed_runs import Job, opened, take_step, user_state
-from faulty import watchdog
+from faulty import HANG, watchdog, watched
 from interrupted_lines import Place, places
 from interrupted_runs import CALLS, interrupt, interrupt_resume
 
@@ -30,6 +30,10 @@ RESUMES = {"adopted": (NVME, NVME), "to memory": (RAM, DEVICE), "streamed": (RAM
 """Resume -> (the run that commits, the one that continues it)."""
 EVERY = 5
 """From every how many-th place of the lines of `offload` a slow test interrupts: it has 4000."""
+MANY = 10
+"""From this number of places on, at least one must be reached: which last visits of lines that wait are
+reached depends on threads.
+"""
 OPENING = ("system/disk_files.py", "tiers/path_lock.py", "tiers/slab.py")
 """Files that open descriptors. Ctrl-C before the line after that leaves one open until the process ends, and
 with it the lock, so these lines of `offload` are left out.
@@ -58,35 +62,39 @@ def spread(found: list[Place], count: int) -> list[Place]:
     return [found[int((at + 0.5) * step)] for at in range(count)]
 
 
-def interrupt_all(call: str, home: str, chosen: list[Place], directory: Path) -> None:
+def interrupt_all(call: str, home: str, chosen: list[Place], directory: Path) -> int:
+    """Interrupt a call at each of these places. Returns how many were reached."""
     raised = 0
     for number, place in enumerate(chosen):
         root = directory / str(number)
         root.mkdir()
-        outcome = interrupt(call, JOBS[home], place, root)
+        with watched(HANG):
+            outcome = interrupt(call, JOBS[home], place, root)
         raised += outcome.lines.raised
-    assert raised  # the last visits of lines that wait are not always reached
+    return raised
 
 
 @pytest.mark.parametrize(("call", "home", "count"), FEW)
 def test_a_call_that_is_interrupted(call: str, home: str, count: int, tmp_path: Path) -> None:
-    interrupt_all(call, home, spread(lines_of(call, home), count), tmp_path)
+    assert interrupt_all(call, home, spread(lines_of(call, home), count), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "count"), [("adopted", 2), ("streamed", 1)])
 def test_an_offload_that_is_interrupted_while_it_continues_a_run(
     name: str, count: int, tmp_path: Path
 ) -> None:
-    interrupt_resumes(name, spread(lines_of_resume(name), count), tmp_path)
+    assert interrupt_resumes(name, spread(lines_of_resume(name), count), tmp_path)
 
 
-def interrupt_resumes(name: str, chosen: list[Place], directory: Path) -> None:
+def interrupt_resumes(name: str, chosen: list[Place], directory: Path) -> int:
+    """Interrupt an `offload` at each of these places. Returns how many were reached."""
     raised = 0
     for number, place in enumerate(chosen):
         root = directory / str(number)
         root.mkdir()
-        raised += interrupt_resume(*RESUMES[name], place, root).raised
-    assert raised
+        with watched(HANG):
+            raised += interrupt_resume(*RESUMES[name], place, root).raised
+    return raised
 
 
 def test_a_write_that_is_interrupted_at_the_place_of_a_commit_ends_the_run(
@@ -121,11 +129,12 @@ def test_a_write_that_is_interrupted_at_the_place_of_a_commit_ends_the_run(
 def test_a_call_that_is_interrupted_at_every_line(call: str, home: str, part: int, tmp_path: Path) -> None:
     if (call, home) == ("landing", "eager"):
         pytest.skip("its updates begin in a backward, which cannot be repeated")
-    interrupt_all(call, home, lines_of(call, home)[part::8], tmp_path)
+    chosen = lines_of(call, home)[part::8]
+    assert interrupt_all(call, home, chosen, tmp_path) or len(chosen) < MANY
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMES)
 @pytest.mark.parametrize("part", range(8))
 def test_an_offload_that_is_interrupted_at_every_fifth_line(name: str, part: int, tmp_path: Path) -> None:
-    interrupt_resumes(name, lines_of_resume(name)[part * EVERY :: 8 * EVERY], tmp_path)
+    assert interrupt_resumes(name, lines_of_resume(name)[part * EVERY :: 8 * EVERY], tmp_path)
