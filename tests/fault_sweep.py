@@ -212,7 +212,8 @@ class Session:
     def verify(self) -> None:
         """Resume the newest commit without faults: it is the last durable one or a later one, and right."""
         self.fault = None
-        if not commit_files.generations(self.run.directory):
+        # A directory that was made for a run is removed again if the run cannot begin.
+        if not self.run.directory.is_dir() or not commit_files.generations(self.run.directory):
             assert self.durable is None
             with self.run.opened():
                 pass
