@@ -11,7 +11,7 @@ from cpu_adam_cases import clones, split
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update, sum_in_order
+from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update
 from infinity.device_update.kernels import Kernels
 from infinity.device_update.table import Chunk
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
@@ -75,7 +75,6 @@ def workspace_bytes(chunks: Sequence[Chunk]) -> int:
     return WorkspaceSize(
         pieces=len(segments),
         blocks=sum(-(-each.count // BLOCK) for each in segments),
-        parameters=len({whose for chunk in chunks for whose in chunk.parameters}),
     ).nbytes
 
 
@@ -152,14 +151,12 @@ def stored(plain: Arrays, form: str, master: str = "fp32") -> Arrays:
     return found
 
 
-def total(pieces: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of a gradient, with the bits that a runtime gets when the CPU computes it.
+def squares(pieces: Sequence[torch.Tensor]) -> list[float]:
+    """Return the sum of squares of each block of BLOCK elements of a gradient, as the CPU computes it.
 
-    pieces: the pieces of the gradient, one for each chunk in which the parameter lies, in memory order.
+    pieces: the pieces of the gradient, one for each chunk in which the parameter lies, in memory order. All
+    but the last have a multiple of BLOCK elements.
     """
-    found = 0.0
     with ThreadPool(threads=1) as pool:
-        for each in pieces:
-            work = Gradient(grad=each, squares=True, segments=[Segment(0, each.numel())])
-            found = sum_in_order(pool.run(work).blocks[0], found)
-    return found
+        works = [Gradient(grad=each, squares=True, segments=[Segment(0, each.numel())]) for each in pieces]
+        return [sum_ for work in works for sum_ in pool.run(work).blocks[0].tolist()]

@@ -221,7 +221,7 @@ static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 
               offsetof(UpdateLaunch, seeds) == 732 && offsetof(UpdateLaunch, hyper) == 3292);
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
               offsetof(DevicePiece, gradient) == 88);
-static_assert(sizeof(SquaresLaunch) == 32 && sizeof(TotalsLaunch) == 32);
+static_assert(sizeof(SquaresLaunch) == 32);
 
 void bind_formats(nb::module_& m) {
     nb::enum_<Dtype>(m, "Dtype")
@@ -304,11 +304,6 @@ NB_MODULE(_cpu_adam, m) {
         for (const KernelTable* table : runnable_kernels()) names.emplace_back(table->name);
         return names;
     });
-    m.def(
-        "sum_in_order",
-        [](const nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>& sums,
-           double start) { return sum_in_order(sums.data(), sums.size(), start); },
-        "sums"_a, "start"_a);
     // The bytes of a Folded, for launches on a device. The first byte is the rule.
     m.def(
         "fold",

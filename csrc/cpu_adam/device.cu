@@ -49,7 +49,3 @@ extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
 extern "C" __global__ void infinity_squares(const __grid_constant__ SquaresLaunch launch) {
     square_blocks(launch, warp_of_launch());
 }
-
-extern "C" __global__ void infinity_totals(const __grid_constant__ TotalsLaunch launch) {
-    add_totals(launch, warp_of_launch());
-}

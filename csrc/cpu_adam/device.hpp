@@ -57,12 +57,4 @@ struct SquaresLaunch {
     double* sums;  // one sum for every block
 };
 
-// Adds the sums of every parameter's blocks in their order. Each warp adds one parameter's.
-struct TotalsLaunch {
-    const uint32_t* blocks_before;  // blocks before each parameter and, at the end, all blocks
-    uint32_t parameters;
-    const double* sums;
-    double* totals;  // one total for every parameter
-};
-
 }  // namespace infinity::cpu_adam

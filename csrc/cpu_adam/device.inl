@@ -62,23 +62,5 @@ inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
     if (Vec::lane(0) == 0) launch.sums[warp] = sum;
 }
 
-inline void add_totals(const TotalsLaunch& launch, uint32_t warp) {
-    if (warp >= launch.parameters) return;
-    const uint32_t end = launch.blocks_before[warp + 1];
-    double total = 0;
-    for (uint32_t block = launch.blocks_before[warp]; block < end; block += Vec::kWidth) {
-        const uint32_t left = end - block;
-        const uint32_t count = left < Vec::kWidth ? left : Vec::kWidth;
-        double held[Vec::kHeld];
-        for (int h = 0; h < Vec::kHeld; ++h) {
-            held[h] = Vec::lane(h) < count ? launch.sums[block + Vec::lane(h)] : 0.0;
-        }
-        for (uint32_t l = 0; l < count; ++l) {
-            total = Scalar::add(total, Vec::of_lane(held, static_cast<int>(l)));
-        }
-    }
-    if (Vec::lane(0) == 0) launch.totals[warp] = total;
-}
-
 }  // namespace
 }  // namespace infinity::cpu_adam

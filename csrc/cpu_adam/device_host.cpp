@@ -40,7 +40,3 @@ INFINITY_KERNEL void infinity_update(const void* arguments, unsigned grid, unsig
 INFINITY_KERNEL void infinity_squares(const void* arguments, unsigned grid, unsigned block) {
     each_warp<SquaresLaunch>(arguments, grid, block, square_blocks);
 }
-
-INFINITY_KERNEL void infinity_totals(const void* arguments, unsigned grid, unsigned block) {
-    each_warp<TotalsLaunch>(arguments, grid, block, add_totals);
-}

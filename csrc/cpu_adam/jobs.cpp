@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "errors.hpp"
-#include "float_mode.hpp"
 
 namespace infinity::cpu_adam {
 namespace {
@@ -340,12 +339,6 @@ std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamReq
     check_arrays(arrays, request.elements);
     std::vector<ByteRange> touches = touched(arrays, {{0, request.elements, 0}});
     return std::make_shared<StreamJob>(kernels, std::move(request), chunk, std::move(touches));
-}
-
-double sum_in_order(const double* sums, size_t count, double start) {
-    const DefaultFloatMode float_mode;
-    for (size_t i = 0; i < count; ++i) start += sums[i];
-    return start;
 }
 
 }  // namespace infinity::cpu_adam

@@ -122,8 +122,4 @@ std::shared_ptr<GradientJob> make_gradient_job(const KernelTable& kernels, Gradi
 std::shared_ptr<StreamJob> make_stream_job(const KernelTable& kernels, StreamRequest request,
                                            size_t chunk);
 
-// Adds the sums to `start` one after the other. This is how a parameter's total is made of its
-// blocks.
-double sum_in_order(const double* sums, size_t count, double start);
-
 }  // namespace infinity::cpu_adam

@@ -60,10 +60,7 @@ struct Vec {
         for (int half = kWidth / 2; half > 0; half /= 2) {
             x = Scalar::add(x, __shfl_down_sync(kEveryone, x, half));
         }
-        return of_lane(&x, 0);
-    }
-    static double of_lane(const double* held, int lane) {
-        return __shfl_sync(kEveryone, held[0], lane);
+        return __shfl_sync(kEveryone, x, 0);
     }
     // Makes what any lane has stored visible to all lanes.
     static void fence() { __syncwarp(); }
@@ -75,7 +72,6 @@ struct Vec {
         return most;
     }
     static double sum(double* held) { return Scalar::sum(held); }
-    static double of_lane(const double* held, int lane) { return held[lane]; }
     static void fence() {}
 #endif
 

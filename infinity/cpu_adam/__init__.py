@@ -37,7 +37,6 @@ from infinity.cpu_adam.work import (
     Stream,
     Update,
     UpdateResult,
-    sum_in_order,
 )
 
 __all__ = [
@@ -63,5 +62,4 @@ __all__ = [
     "UpdateResult",
     "default_cpus",
     "runnable_isas",
-    "sum_in_order",
 ]

@@ -170,16 +170,6 @@ class GradientResult:
     """
 
 
-def sum_in_order(sums: npt.NDArray[np.float64], start: float = 0.0) -> float:
-    """The sum start + sums[0] + sums[1] + ..., added from left to right.
-
-    A parameter's sum of squares is the sum of its blocks' sums in this order, so that the result does not
-    depend on how the parameter is split: for two parts with the blocks' sums a and b, the total is
-    `sum_in_order(b, sum_in_order(a))`.
-    """
-    return _cpu_adam.sum_in_order(sums, start)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stream:
     """A pass that reads and writes arrays as an update does, but without arithmetic.

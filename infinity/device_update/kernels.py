@@ -38,7 +38,7 @@ MOMENTS = _enumerators(_cpu_adam.MomentFormat)
 RULES, DTYPES and PARAMETERS hold the names of the enumerators of `Rule`, `Dtype` and `ParameterFormat`.
 """
 
-KERNELS = ("infinity_update", "infinity_squares", "infinity_totals")
+KERNELS = ("infinity_update", "infinity_squares")
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCE = "device.cu"

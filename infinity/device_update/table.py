@@ -62,14 +62,6 @@ SQUARES_LAUNCH = np.dtype(
         "itemsize": 32,
     }
 )
-TOTALS_LAUNCH = np.dtype(
-    {
-        "names": ["blocks", "parameters", "sums", "totals"],
-        "formats": ["<u8", "<u4", "<u8", "<u8"],
-        "offsets": [0, 8, 16, 24],
-        "itemsize": 32,
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +91,7 @@ class DeviceTable:
         While the table is used, the caller keeps the tensor and writes nothing else into the tensor.
         """
         self.rows: dict[Hashable, int] = {}
-        """Key of a parameter -> the parameter's index in this table and in `totals`."""
+        """Key of a parameter -> the parameter's index in this table."""
         for chunk in chunks:
             for whose in chunk.parameters:
                 self.rows.setdefault(whose, len(self.rows))
@@ -122,6 +114,7 @@ class DeviceTable:
         """
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
+        self._blocks_before = blocks[self.pieces]
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
         """The different formats of pieces: tuples (gradient, parameter, moments) of the numbers that
         `UpdateKind` has in its fields of these names.
@@ -130,22 +123,30 @@ class DeviceTable:
             pieces,
             self.tiles.astype(np.uint32),
             blocks.astype(np.uint32),
-            blocks[self.pieces].astype(np.uint32),
         )
-        size = WorkspaceSize(len(pieces), self.blocks, len(self.rows))
+        size = WorkspaceSize(len(pieces), self.blocks)
         parts = memory[: sum(size.lengths)].split(size.lengths)
-        for part, content in zip(parts[2:], contents, strict=True):
+        for part, content in zip(parts[1:], contents, strict=True):
             data = torch.from_numpy(content.view(np.uint8).reshape(-1))
             part[: data.numel()].copy_(data)
         self._addresses = [part.data_ptr() for part in parts]
 
-    def totals(self, memory: torch.Tensor) -> torch.Tensor:
-        """The sum of squares of each parameter's gradient, float64 (parameters,), as a view of `memory`.
+    def squares(self, memory: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of each block of BLOCK gradient elements, float64 (blocks,), as a view of
+        `memory`.
 
-        The sums are valid after the launches of `squares_launch` and `totals_launch`. memory: the tensor
-        that was given to the constructor.
+        The sums are valid after the launch of `squares_launch`. memory: the tensor that was given to the
+        constructor.
         """
-        return memory[: 8 * len(self.rows)].view(torch.float64)
+        return memory[: 8 * self.blocks].view(torch.float64)
+
+    def place(self, whose: Hashable) -> slice:
+        """Where the result of `squares` has the sums of a parameter's blocks, in the parameter's order.
+
+        whose: the parameter's key, one of `Chunk.parameters`.
+        """
+        row = self.rows[whose]
+        return slice(int(self._blocks_before[row]), int(self._blocks_before[row + 1]))
 
     def update_launch(self, first: int, end: int) -> _Struct:
         """Make the argument of the update kernel for the parameters [first, end) of the table.
@@ -156,7 +157,7 @@ class DeviceTable:
         seed of stochastic rounding.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
-        launch["pieces"], launch["tiles"] = self._addresses[2], self._addresses[3]
+        launch["pieces"], launch["tiles"] = self._addresses[1], self._addresses[2]
         launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
         launch["hyper"] = _cpu_adam.NO_UPDATE
         return launch
@@ -168,19 +169,8 @@ class DeviceTable:
         `blocks` blocks.
         """
         launch = np.zeros((), SQUARES_LAUNCH)
-        launch["pieces"], launch["blocks"] = self._addresses[2], self._addresses[4]
-        launch["count"], launch["sums"] = self.pieces[-1], self._addresses[1]
-        return launch
-
-    def totals_launch(self) -> _Struct:
-        """Make the argument of the kernel that adds up, for each parameter, the sums of squares that the
-        kernel of `squares_launch` has computed for the parameter's blocks.
-
-        Returns a scalar array of the numpy dtype TOTALS_LAUNCH. The kernel needs one warp for each parameter.
-        """
-        launch = np.zeros((), TOTALS_LAUNCH)
-        launch["blocks"], launch["parameters"] = self._addresses[5], len(self.rows)
-        launch["sums"], launch["totals"] = self._addresses[1], self._addresses[0]
+        launch["pieces"], launch["blocks"] = self._addresses[1], self._addresses[3]
+        launch["count"], launch["sums"] = self.pieces[-1], self._addresses[0]
         return launch
 
     def _describe(self, chunk: Chunk, pieces: _Struct) -> None:

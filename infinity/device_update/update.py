@@ -1,7 +1,7 @@
 """Device updates: optimizer updates of pages on the device, with the same bits as on the CPU.
 
 The kernels are compiled from the source of the CPU's kernels, and one thread computes one element
-([Note: one source] in csrc/cpu_adam/vec_warp.hpp). A step takes two launches for the sums of squares of all
+([Note: one source] in csrc/cpu_adam/vec_warp.hpp). A step takes one launch for the sums of squares of all
 gradients, and one launch for the update of each unit.
 """
 
@@ -40,21 +40,14 @@ class DeviceUpdates:
         self.kernels = kernels
         self._stream: torch.cuda.Stream | None = None
 
-    def row(self, whose: Hashable) -> int:
-        """The index of a parameter's sum of squares in the result of `DeviceTable.totals`.
-
-        whose: the parameter's key, one of `Chunk.parameters`.
-        """
-        return self.table.rows[whose]
-
     def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:
         """Queue an optimizer step on the device for some of the parameters; other parameters do not change.
 
         updates: a parameter's key, as in `Chunk.parameters` -> its update. scale: the factor of the
         gradients, as in cpu_adam.Update. Gradients that are not finite are used like all others, as on the
         CPU, and are not reported. The call allocates no memory on the device and does not wait for the
-        device. One launch is enough if the indices (`row`) of the parameters span at most MOST_PARAMETERS and
-        they have at most MOST_HYPERS different hyper-parameters.
+        device. One launch is enough if the parameters' indices (`DeviceTable.rows`) span at most
+        MOST_PARAMETERS and they have at most MOST_HYPERS different hyper-parameters.
         """
         self.order()
         rows = sorted(
@@ -64,16 +57,14 @@ class DeviceUpdates:
             self._launch(some, scale)
 
     def measure(self) -> None:
-        """Queue the computation of the sum of squares of each parameter's gradient.
+        """Queue the computation of the sum of squares of each block of BLOCK elements of each gradient.
 
-        `DeviceTable.totals` gives the sums, at the indices that `row` returns. The sum of a parameter
-        is finite if and only if all elements of the parameter's gradient are finite, because the square of
-        any finite element is far below the largest value of float64.
+        `DeviceTable.squares` gives the sums. The sum of a block is finite if and only if all its elements are
+        finite, because the square of any finite element is far below the largest value of float64.
         """
         self.order()
         table = self.table
         self.kernels.launch("infinity_squares", table.blocks, table.squares_launch().tobytes())
-        self.kernels.launch("infinity_totals", len(table.rows), table.totals_launch().tobytes())
 
     def order(self) -> None:
         """Make torch's current stream wait for the stream that was current at the previous call.

@@ -1,8 +1,8 @@
 """The workspace of device updates: memory on the device that the plan reserves beside the pages.
 
 A piece is the part of a parameter that lies in one chunk. The workspace holds a table of all pieces
-(infinity/device_update/table.py), the sum of squares of each block of BLOCK gradient elements, and the
-total of these sums for each parameter. This module computes sizes only.
+(infinity/device_update/table.py) and the sum of squares of each block of BLOCK gradient elements. This module
+computes sizes only.
 """
 
 from __future__ import annotations
@@ -24,28 +24,25 @@ _LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceSize:
-    """The size of a workspace for `parameters` parameters, which chunks cut into `pieces` pieces."""
+    """The size of a workspace for parameters that chunks cut into `pieces` pieces."""
 
     pieces: int
     blocks: int
     """Number of blocks of gradients. A piece is cut into blocks of BLOCK elements and a shorter last one."""
-    parameters: int
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Sizes in bytes of the six parts of the workspace, in the order in which they lie.
+        """Sizes in bytes of the four parts of the workspace, in the order in which they lie.
 
-        The parts are: the sum of squares of each parameter's gradient, the sum of squares of each block, the
-        table's entry of each piece, the number of tiles before each piece, the number of blocks before each
-        piece, and the number of blocks before each parameter. A tile is the elements that one warp updates.
+        The parts are: the sum of squares of each block, the table's entry of each piece, the number of tiles
+        before each piece, and the number of blocks before each piece. A tile is the elements that one warp
+        updates.
         """
         counts = (
-            8 * self.parameters,
             8 * self.blocks,
             PIECE_BYTES * self.pieces,
             4 * (self.pieces + 1),
             4 * (self.pieces + 1),
-            4 * (self.parameters + 1),
         )
         return tuple(round_up(each, _LENGTH) for each in counts)
 
@@ -61,8 +58,6 @@ def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
     return WorkspaceSize(
         pieces=len(pieces),
         blocks=sum(-(-piece.count // BLOCK) for piece in pieces),
-        # Each parameter has one piece that is its first.
-        parameters=sum(piece.start == 0 for piece in pieces),
     )
 
 
@@ -76,5 +71,4 @@ def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSiz
     return WorkspaceSize(
         pieces=sum(-(-numel // chunk_elements) + 1 for numel in counts),
         blocks=sum(-(-numel // BLOCK) for numel in counts),
-        parameters=len(counts),
     )

@@ -1,9 +1,9 @@
 """Units that the device updates: their gradients are accumulated, measured and used on the device, where they
 rest.
 
-Gradients are measured only on request. Then the device computes the sum of squares of each parameter's
-gradient, over the same blocks of elements and in the same order as the CPU would. One copy brings all sums,
-one float64 per parameter, to the host.
+Gradients are measured only on request. Then the device computes the sum of squares of each block of
+cpu_adam.BLOCK elements of each gradient, with the CPU's bits. One copy brings all sums, one float64 per
+block, to the host.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class DeviceUnits:
                     target.copy_(part)
 
     def copy_to_host(self) -> None:
-        """Compute each gradient's sum of squares on the device, copy the sums to the host, and wait for them.
+        """Compute the sum of squares of each block of each gradient on the device, copy the sums to the host,
+        and wait for them.
 
         The gradient pages hold the sums afterwards, and `GradientPage.squares` returns them. The copy comes
         after all work that is queued on the device. Does nothing if no gradient has changed since the last
@@ -87,20 +88,20 @@ class DeviceUnits:
             return
         assert self._store.workspace is not None
         self._updates.measure()
-        there = self._updates.table.totals(self._store.workspace)
+        there = self._updates.table.squares(self._store.workspace)
         here = torch.empty(there.shape, dtype=there.dtype, device="cpu")
         self._store.link.uses(User.COMPUTE, there, writes=True, label="sums of squares")
         self._store.copy_down(here, there).wait()
         self._store.link.uses(User.HOST, here, writes=False, label="sums of squares")
         self._changed = False
-        totals = here.numpy()
+        squares = here.numpy()
         for unit, page in self._gradients.items():
             for chunk_index, chunk in enumerate(page.layout.chunks):
                 for piece in chunk.pieces:
-                    # A parameter's total takes the place of its blocks' sums, in the first piece.
-                    row = self._updates.row((unit, piece.parameter))
-                    place = slice(row, row + 1 if piece.start == 0 else row)
-                    page.chunks[chunk_index].blocks[piece.parameter, piece.start] = totals[place]
+                    # The first piece has the sums of the whole parameter.
+                    place = self._updates.table.place((unit, piece.parameter))
+                    sums = squares[place] if piece.start == 0 else squares[:0]
+                    page.chunks[chunk_index].blocks[piece.parameter, piece.start] = sums
 
     def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
         """Queue the update of some parameters of a unit on the device, and return without waiting for it.

@@ -5,8 +5,9 @@ place. Any other chunk is staged: it is held in temporary memory while its param
 (infinity/gradients/staged_chunks.py). The caller provides that memory (infinity/optim/staging.py grants it).
 
 The sums of squares are computed in the pass that stores the gradients. They are fp64 sums over blocks of
-elements, counted from each parameter's first element, and are combined in the order of the parameters'
-names. So the norm does not depend on units, chunks or threads.
+cpu_adam.BLOCK elements, counted from each parameter's first element. The norm is the root of their exact sum,
+which is rounded once (infinity/gradients/exact_sum.py). So the norm depends on no order, and not on units,
+chunks or threads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from infinity import cpu_adam
 from infinity.errors import ConfigError
 from infinity.gradients.device import DeviceUnits
+from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.failure import GradientFailure
 from infinity.gradients.loss_scale import LossScale
 from infinity.gradients.staged_chunks import StagedChunks
@@ -67,12 +69,6 @@ class Gradients:
         self._failure = GradientFailure()
         self.staged = StagedChunks(pages, store, self._failure, ring=ring)
         self._on_device = on_device
-        self._names = sorted(
-            (parameter.names[0], unit, index)
-            for unit, page in pages.items()
-            for index, parameter in enumerate(page.layout.parameters)
-            if parameter.trainable
-        )
 
     @property
     def unscale(self) -> float:
@@ -183,8 +179,9 @@ class Gradients:
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
 
-    def norm(self) -> float:
-        """Wait until all gradients have been added, and return their 2-norm as the optimizer would see it.
+    def squares(self) -> ExactSum:
+        """Wait until all gradients have been added, and return the exact sum of the sums of squares of all
+        blocks of the stored gradients, without the factor `unscale`.
 
         Raises the errors of `check`.
         """
@@ -193,12 +190,21 @@ class Gradients:
         self.check()
         if self._on_device is not None:
             self._on_device.copy_to_host()
-        squares = 0.0
-        for _, unit, index in self._names:
-            page = self.pages[unit]
-            if index in page.content:
-                squares += page.squares(index)
-        return math.sqrt(squares) * self.unscale
+        sums = [
+            each for page in self.pages.values() for index in page.content for each in page.squares(index)
+        ]
+        found = ExactSum()
+        if sums:
+            found.add(np.concatenate(sums))
+        return found
+
+    def norm(self) -> float:
+        """Wait until all gradients have been added, and return their 2-norm as the optimizer would see it:
+        the root of the sum of `squares`, rounded to float64 once, times `unscale`.
+
+        Raises the errors of `check`.
+        """
+        return math.sqrt(self.squares().value()) * self.unscale
 
     def finite(self) -> bool:
         """Wait until all gradients have been added, and return whether all their elements are finite.

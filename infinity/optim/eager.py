@@ -15,7 +15,6 @@ remain, and they count as steps.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,7 +62,7 @@ class EagerStep:
             return False
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
-        self._broken = not all(math.isfinite(gradients.squares(index)) for index in gradients.content)
+        self._broken = not all(gradients.finite(index) for index in gradients.content)
         return not self._broken
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity import cpu_adam
 from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.layout.chunks import UnitLayout
@@ -49,9 +48,9 @@ class GradientChunk:
     """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
     """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums
-    of squares of parts of the parameter's gradient. All sums of a parameter, over all chunks, add up to the
-    sum of squares of its gradient. An array is empty if the sums of this chunk's part are in the array of
-    an earlier chunk.
+    of squares of blocks of the parameter's gradient. A block is cpu_adam.BLOCK elements, counted from the
+    parameter's first element, and has its sum in one array of one chunk. An array is empty if the sums of
+    this chunk's part are in the array of an earlier chunk.
     """
 
 
@@ -231,17 +230,23 @@ class GradientPage:
         count = self.layout.chunks[chunk_index].count
         return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])
 
-    def squares(self, parameter: int) -> float:
-        """Return the sum of squares of a parameter's stored gradient: finite if and only if all elements
-        are finite.
+    def squares(self, parameter: int) -> list[npt.NDArray[np.float64]]:
+        """Return the sums of squares of a parameter's stored gradient: arrays that hold together one sum for
+        each block of cpu_adam.BLOCK elements, counted from the parameter's first element.
 
         Waits until the gradient has arrived in host RAM. Raises the gradient ring's `failure` if a gradient
         was lost there.
         """
-        total = 0.0
+        found = []
         for chunk_index, piece in self.layout.pieces(parameter):
             self.settle(chunk_index)
-            sums = self.chunks[chunk_index].blocks[parameter, piece.start]
-            if sums.size:
-                total = cpu_adam.sum_in_order(sums, total)
-        return total
+            found.append(self.chunks[chunk_index].blocks[parameter, piece.start])
+        return found
+
+    def finite(self, parameter: int) -> bool:
+        """Return whether all elements of a parameter's stored gradient are finite.
+
+        Waits and raises as `squares` does.
+        """
+        # The square of a finite element is far below the largest float64, so only others spoil a sum.
+        return all(np.isfinite(sums).all() for sums in self.squares(parameter))
