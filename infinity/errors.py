@@ -130,6 +130,24 @@ class IncompatibleCheckpoint(InfinityError, ValueError):
     """A checkpoint is whole, but cannot be loaded into this model, with these options, or by this version."""
 
 
+class RankDivergence(InfinityError, RuntimeError):
+    """The ranks of a run do not do the same: they make different calls, or one of them does not come."""
+
+
+class RankFailure(InfinityError, RuntimeError):
+    """Another rank of the run has failed, was killed, hangs or has left.
+
+    `rank` is the rank's number in the mesh, or None where it is not known which rank it is.
+    """
+
+    def __init__(self, cause: str, cure: str, *, rank: int | None) -> None:
+        super().__init__(cause, cure)
+        self.rank = rank
+
+    def _keywords(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+
 _FULL = "Free space on that file system, lower the nvme budget, or add another path."
 _CURES = {
     errno_codes.ENOSPC: _FULL,
@@ -213,3 +231,12 @@ def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
         name, "Look at the kernel log (dmesg) and nvidia-smi for what the device reports, and start anew."
     )
     return DeviceError(cause, cure, call=call, code=code, name=name)
+
+
+def rank_failure(rank: int, what: str) -> RankFailure:
+    """The RankFailure of a rank. what: words that go on after "Rank 3", without a full stop."""
+    cure = (
+        "Look at that rank's own error, then start all ranks again: with commits on, resume= goes on from "
+        "the last commit."
+    )
+    return RankFailure(f"Rank {rank} {what}.", cure, rank=rank)

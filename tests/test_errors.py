@@ -12,10 +12,12 @@ from infinity.errors import (
     IncompatibleCheckpoint,
     InfinityError,
     NonFiniteGradient,
+    RankDivergence,
     StorageError,
     StorageFull,
     UnsupportedOptimizer,
     device_error,
+    rank_failure,
     storage_error,
 )
 
@@ -31,6 +33,8 @@ ERRORS = [
     StorageError("It broke.", "Mend it.", path="/a", offset=0, errno=errno.EIO),
     storage_error("write", "/a", 8192, errno.ENOSPC),
     storage_error("open", "/a", None, errno.ENOENT),
+    RankDivergence("It broke.", "Mend it."),
+    rank_failure(3, "was killed"),
     device_error("cuMemcpyAsync", 700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access"),
 ]
 
@@ -41,7 +45,7 @@ def test_errors_survive_the_way_between_processes(error: InfinityError, again) -
     twin = again(error)
     assert type(twin) is type(error)
     assert str(twin) == str(error) == f"{error.cause} {error.cure}"
-    for name in ("needed", "call", "code", "name", "path", "offset", "errno", "strerror", "filename"):
+    for name in ("needed", "rank", "call", "code", "name", "path", "offset", "errno", "strerror", "filename"):
         assert getattr(twin, name, None) == getattr(error, name, None)
 
 
@@ -73,3 +77,9 @@ def test_every_errno_has_a_cure(number: int) -> None:
     error = storage_error("open", "/a", None, number)
     assert error.cure
     assert " at byte " not in error.cause
+
+
+def test_rank_failures_name_the_rank() -> None:
+    error = rank_failure(3, "was killed")
+    assert (error.rank, error.cause) == (3, "Rank 3 was killed.")
+    assert isinstance(error, RuntimeError)
