@@ -7,6 +7,7 @@ from torch import nn
 
 from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
+from infinity.layout.shards import ALONE, part_bytes
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, make_plan
@@ -47,6 +48,7 @@ def planned(
     commits=False,
     slab_directory=None,
     prefer=None,
+    share=ALONE,
     **budget,
 ) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -66,6 +68,7 @@ def planned(
         commits=commits,
         slab_directory=slab_directory,
         prefer=prefer,
+        share=share,
     )
 
 
@@ -78,7 +81,10 @@ def check(made: Plan, budget: Budget) -> None:
     away = [
         unit.nbytes
         for index, (unit, homes) in enumerate(zip(made.layout.units, made.homes, strict=True))
-        if homes[Kind.PARAMETER] is not (Tier.HOST if made.unified else Tier.DEVICE)
+        if (
+            not made.share.whole_parameters
+            or homes[Kind.PARAMETER] is not (Tier.HOST if made.unified else Tier.DEVICE)
+        )
         and index not in made.mirrored
     ]
     assert made.resident_bytes >= max(away, default=0)
@@ -90,17 +96,22 @@ def check(made: Plan, budget: Budget) -> None:
         for number, chunk in enumerate(unit.chunks):
             dtype = unit.regions[chunk.region].dtype
             summed = torch.float32 if made.precision.accumulate == "fp32" else dtype
-            itemsize = (dtype if made.accumulation == 1 else summed).itemsize
+            single = made.accumulation == 1 and made.share.ranks == 1
+            itemsize = (dtype if single else summed).itemsize
             gradients = -(-chunk.count * itemsize // 4096) * 4096 if made.rule else 0
             states = made.state_format(index, number).nbytes
             assert made.gradient_offset(index, number) == ends[Kind.GRADIENT]
             assert made.state_offset(index, number) == ends[Kind.OPTIMIZER]
-            ends[Kind.GRADIENT] += gradients
-            ends[Kind.OPTIMIZER] += states
+            owned = number % made.share.ranks == made.share.rank
+            ends[Kind.GRADIENT] += gradients * (owned or made.share.whole_gradients)
+            ends[Kind.OPTIMIZER] += states * (owned or made.share.whole_states)
             assert made.chain_bytes >= -(-chunk.count * dtype.itemsize // 4096) * 4096 + gradients + states
         for kind, end in ends.items():
             assert made.page_bytes(index, kind) == end
             assert (made.homes[index][kind] is None) == (end == 0)
+        ranks = 1 if made.share.whole_parameters else made.share.ranks
+        assert made.page_bytes(index, Kind.PARAMETER) == part_bytes(unit, ranks)
+    check_exchange(made)
     total = sum(made.page_bytes(unit, kind) for unit in range(len(made.homes)) for kind in Kind)
     assert sum(made.home_bytes.values()) == total
     assert made.host_bytes <= made.budgets[Tier.HOST]
@@ -111,3 +122,14 @@ def check(made: Plan, budget: Budget) -> None:
     if not made.unified:
         assert made.device_bytes <= made.budgets[Tier.DEVICE]
     assert all(row["free"] >= 0 for row in made.rows())
+
+
+def check_exchange(made: Plan) -> None:
+    """Assert that exchange buffers hold any chunk in fp32, and that one rank has none."""
+    if made.share.ranks == 1:
+        assert (made.exchange_block_bytes, made.exchange_bytes) == (0, 0)
+        return
+    counts = [chunk.count for unit in made.layout.units for chunk in unit.chunks]
+    assert made.exchange_block_bytes >= 4 * max(counts, default=0)
+    assert made.exchange_block_bytes % 4096 == 0
+    assert made.exchange_bytes in (2 * made.exchange_block_bytes, 8 * made.exchange_block_bytes)

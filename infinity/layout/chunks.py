@@ -4,11 +4,21 @@ A unit is a group of parameters that are fetched together, and its parameter pag
 consists of at most two regions for each dtype: the trainable parameters of the dtype, laid one behind the
 other, and the frozen ones. A region of trainable parameters is divided into chunks, and every chunk is
 updated by a job of its own. The functions here read shapes and dtypes, and no tensor data.
+
+[Note: stripes]
+N ranks divide the chunks of a region among them: rank r owns every N-th chunk, beginning with chunk r. N
+chunks of equal length, one for each rank, are a stripe. A region consists of whole stripes, so that all
+ranks own equally many bytes of it. All stripes have the longest chunks that the plan allows, except the last
+stripe. Its chunks are as short as the rest of the region permits, because padding is a cost on every rank.
+The region's end is padded until the last stripe is whole, and a chunk may consist of padding alone. With one
+rank a stripe is a chunk, and the last chunk ends with the last parameter, without padding.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -61,9 +71,15 @@ class Region:
     dtype: torch.dtype
     trainable: bool
     elements: int
-    """Length of the region in elements, including gaps between parameters."""
+    """Length of the region in elements, including gaps between parameters and, with several ranks, the
+    padding behind the last of them.
+    """
     byte_offset: int
     """Distance in bytes from the start of the parameter page to the region; a multiple of 4096."""
+    chunk_elements: int
+    """Length in elements of the region's chunks, except those of its last stripe; see [Note: stripes]. In a
+    frozen region, which has no chunks: the length that chunks would have.
+    """
 
 
 @dataclass(frozen=True)
@@ -97,8 +113,9 @@ class Chunk:
     start: int
     """Distance in elements from the region's start to the chunk; a multiple of 4096."""
     count: int
-    """Length of the chunk in elements, including gaps between parameters."""
+    """Length of the chunk in elements, including gaps between parameters and padding."""
     pieces: tuple[Piece, ...]
+    """In memory order. With several ranks a chunk may have no piece: it then consists of padding."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,8 @@ class UnitLayout:
     chunks: tuple[Chunk, ...]
     """The chunks of all trainable regions, in the order of the page.
 
-    A chunk has `ModelLayout.chunk_elements` elements. Only the last chunk of a region may be shorter.
+    A chunk has `Region.chunk_elements` elements. Only the chunks of a region's last stripe may be shorter:
+    with one rank, the last chunk; see [Note: stripes].
     """
     nbytes: int
     """Size of the parameter page in bytes: a multiple of 4096, and at least 4096."""
@@ -150,6 +168,9 @@ class ModelLayout:
 
     units: tuple[UnitLayout, ...]
     chunk_elements: int
+    """Greatest length of a stripe in elements: with one rank, of a chunk. It is exceeded only where a stripe
+    of one block of 4096 elements for each rank is longer.
+    """
 
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
@@ -169,22 +190,25 @@ class RegionSize:
     dtype: torch.dtype
     trainable: bool
     elements: int
+    chunk_elements: int
+    ranks: int = 1
+    """Number of chunks in a stripe; see [Note: stripes]."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the region takes in the page; a multiple of 4096."""
-        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT)
+        """Bytes that the region takes in the page; a multiple of 4096, and of 4096 bytes for each rank."""
+        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT * self.ranks)
 
-    def counts(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
+    def counts(self) -> Iterator[tuple[int, int]]:
         """Yield (length in elements, number of chunks that have this length) for the region's chunks.
 
-        chunk_elements: length in elements of all chunks but the last.
+        For a frozen region, these are the chunks that it would have.
         """
-        full, rest = divmod(self.elements, chunk_elements)
-        if full:
-            yield chunk_elements, full
+        stripes, rest = divmod(self.elements, self.chunk_elements * self.ranks)
+        if stripes:
+            yield self.chunk_elements, stripes * self.ranks
         if rest:
-            yield rest, 1
+            yield rest // self.ranks, self.ranks
 
 
 def page_bytes(regions: Sequence[RegionSize]) -> int:
@@ -192,65 +216,134 @@ def page_bytes(regions: Sequence[RegionSize]) -> int:
     return max(PAGE_ALIGNMENT, sum(region.nbytes for region in regions))
 
 
-def build(surveyed: Survey, groups: Grouping, chunk_elements: int) -> ModelLayout:
+def build(surveyed: Survey, groups: Grouping, chunk_elements: int, ranks: int = 1) -> ModelLayout:
     """Lay out the parameter pages of all units of a model.
 
-    surveyed: the model's parameters. groups: the units, from `surveyed.group`. chunk_elements: length of a
-    chunk in elements, a positive multiple of 4096. Raises ConfigError for any other length.
+    surveyed: the model's parameters. groups: the units, from `surveyed.group`. chunk_elements: greatest
+    length of a stripe in elements, a positive multiple of 4096. ranks: number of ranks, which is the number
+    of chunks in a stripe. Raises ConfigError for any other length.
     """
     _check_chunk(chunk_elements)
     units = (
-        _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements)
+        _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements, ranks)
         for name, members in groups
     )
     return ModelLayout(tuple(units), chunk_elements)
 
 
-def region_sizes(parameters: Sequence[SurveyedParameter], chunk_elements: int) -> tuple[RegionSize, ...]:
+def region_sizes(
+    parameters: Sequence[SurveyedParameter], chunk_elements: int, ranks: int = 1
+) -> tuple[RegionSize, ...]:
     """The regions of the parameter page of a unit that consists of `parameters`.
 
     There is one region for each pair of dtype and `trainable` among the parameters, in the order in which the
-    pairs first occur. A region holds the parameters with its pair, laid one behind the other. chunk_elements:
-    length of a chunk in elements, on which the gaps between the parameters depend.
+    pairs first occur. A region holds the parameters with its pair, laid one behind the other. chunk_elements,
+    ranks: as in `build`; the gaps between the parameters and the padding depend on them.
     """
-    return _place(parameters, chunk_elements)[0]
+    return _place(parameters, chunk_elements, ranks)[0]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The chunks' ends in a region of trainable parameters. All lengths are elements, multiples of BLOCK."""
+
+    length: int
+    """Length of the chunks before `last_stripe`."""
+    last_stripe: int
+    """Distance from the region's start to the last stripe; see [Note: stripes]."""
+    last_length: int
+    """Length of the chunks of the last stripe."""
+
+    def around(self, place: int) -> tuple[int, int]:
+        """Return the start and the end of the chunk in which `place` lies. All three are distances in
+        elements from the region's start.
+        """
+        length, base = self.length, 0
+        if place >= self.last_stripe:
+            length, base = self.last_length, self.last_stripe
+        start = place - (place - base) % length
+        return start, start + length
 
 
 def _place(
-    parameters: Sequence[SurveyedParameter], chunk_elements: int
+    parameters: Sequence[SurveyedParameter], chunk_elements: int, ranks: int
 ) -> tuple[tuple[RegionSize, ...], list[tuple[int, int]]]:
     """Return the regions of a unit that consists of `parameters`, and the place of each parameter.
 
     A place is (index of the region, offset of the parameter in the region in elements).
     """
-    regions: dict[tuple[torch.dtype, bool], int] = {}
-    ends: list[int] = []
-    places = []
-    for parameter in parameters:
-        region = regions.setdefault((parameter.dtype, parameter.trainable), len(regions))
-        if region == len(ends):
-            ends.append(0)
-        if not parameter.numel:  # takes no room, and the region's end may be outside of the page
-            places.append((region, 0))
-            continue
-        offset = round_up(ends[region], PARAMETER_ALIGNMENT // parameter.dtype.itemsize)
-        if parameter.trainable:
-            offset = _start(offset, parameter.numel, chunk_elements)
-        ends[region] = offset + parameter.numel
-        places.append((region, offset))
-    found = (RegionSize(dtype, trainable, ends[region]) for (dtype, trainable), region in regions.items())
+    length = chunk_elements if ranks == 1 else max(BLOCK, chunk_elements // ranks // BLOCK * BLOCK)
+    regions: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        regions.setdefault((parameter.dtype, parameter.trainable), []).append(index)
+    places = [(0, 0)] * len(parameters)
+    found = []
+    for region, ((dtype, trainable), members) in enumerate(regions.items()):
+        numels = [parameters[index].numel for index in members]
+        alignment = PARAMETER_ALIGNMENT // dtype.itemsize
+        if trainable:
+            elements, offsets = _in_stripes(numels, alignment, length, ranks)
+        else:
+            elements, offsets = _in_line(numels, alignment, None)
+            if ranks > 1:  # the ranks' parts of a frozen region are whole pages of equal bytes
+                elements = round_up(elements * dtype.itemsize, ranks * PAGE_ALIGNMENT) // dtype.itemsize
+        found.append(RegionSize(dtype, trainable, elements, length, ranks))
+        for index, offset in zip(members, offsets, strict=True):
+            places[index] = (region, offset)
     return tuple(found), places
 
 
-def _start(aligned: int, numel: int, chunk_elements: int) -> int:
+def _in_stripes(numels: Sequence[int], alignment: int, length: int, ranks: int) -> tuple[int, list[int]]:
+    """Lay the parameters of a trainable region one behind the other; see [Note: stripes].
+
+    numels: the parameters' numbers of elements. alignment: that of each parameter's start, in elements.
+    length: length of the chunks in elements, except those of the last stripe. Returns the region's length
+    with padding, and the offsets of the parameters, in elements.
+    """
+    end, offsets = _in_line(numels, alignment, _Cut(length, 0, length))
+    if ranks == 1 or not end:
+        return end, offsets
+    last_stripe = (end - 1) // (length * ranks) * length * ranks
+    # The parameters before the last stripe keep their places, whatever the length of its chunks is.
+    content = 0
+    for numel, offset in zip(numels, offsets, strict=True):
+        taken = round_up(numel, alignment)
+        content += min(taken, max(0, offset + taken - last_stripe))
+    # Gaps take less than two blocks of each chunk, so that the loop ends after at most three steps.
+    for last_length in range(round_up(-(-content // ranks), BLOCK), length, BLOCK):
+        tried, shorter = _in_line(numels, alignment, _Cut(length, last_stripe, last_length))
+        if tried <= last_stripe + last_length * ranks:
+            return last_stripe + last_length * ranks, shorter
+    return last_stripe + length * ranks, offsets
+
+
+def _in_line(numels: Sequence[int], alignment: int, cut: _Cut | None) -> tuple[int, list[int]]:
+    """Lay the parameters of a region one behind the other; returns the end of the last one and all offsets.
+
+    Arguments and results are those of `_in_stripes`. cut: the chunks' ends; None in a frozen region.
+    """
+    end, offsets = 0, []
+    for numel in numels:
+        if not numel:  # takes no room, and the region's end may be outside of the page
+            offsets.append(0)
+            continue
+        offset = round_up(end, alignment)
+        if cut is not None:
+            offset = _start(offset, numel, *cut.around(offset))
+        end = offset + numel
+        offsets.append(offset)
+    return end, offsets
+
+
+def _start(aligned: int, numel: int, chunk_start: int, chunk_end: int) -> int:
     """Return where in a trainable region the next parameter starts, in elements from the region's start.
 
     aligned: the first place behind the earlier parameters that has PARAMETER_ALIGNMENT. numel: the
-    parameter's number of elements. If a chunk's end cuts the parameter, each of its pieces must begin at a
-    multiple of BLOCK elements from the parameter's start. A gap is left before the parameter where only a
-    place later than `aligned` achieves this.
+    parameter's number of elements. chunk_start, chunk_end: the ends of the chunk in which `aligned` lies. If
+    a chunk's end cuts the parameter, each of its pieces must begin at a multiple of BLOCK elements from the
+    parameter's start. A gap is left before the parameter where only a place later than `aligned` achieves
+    this.
     """
-    chunk_end = aligned - aligned % chunk_elements + chunk_elements
     if aligned + numel <= chunk_end:
         return aligned
     on_block = round_up(aligned, BLOCK)
@@ -258,11 +351,13 @@ def _start(aligned: int, numel: int, chunk_elements: int) -> int:
     # is therefore cut at multiples of BLOCK from its own start, too.
     if numel >= BLOCK and chunk_end - on_block >= BLOCK:
         return on_block
-    return aligned if aligned % chunk_elements == 0 else chunk_end
+    return aligned if aligned == chunk_start else chunk_end
 
 
-def _build_unit(name: str, members: Sequence[SurveyedParameter], chunk_elements: int) -> UnitLayout:
-    found, places = _place(members, chunk_elements)
+def _build_unit(
+    name: str, members: Sequence[SurveyedParameter], chunk_elements: int, ranks: int
+) -> UnitLayout:
+    found, places = _place(members, chunk_elements, ranks)
     parameters = tuple(
         ParameterLayout(
             names=member.names,
@@ -278,38 +373,31 @@ def _build_unit(name: str, members: Sequence[SurveyedParameter], chunk_elements:
     )
     regions, byte_offset = [], 0
     for size in found:
-        regions.append(Region(size.dtype, size.trainable, size.elements, byte_offset))
+        regions.append(Region(size.dtype, size.trainable, size.elements, byte_offset, size.chunk_elements))
         byte_offset += size.nbytes
-    return UnitLayout(
-        name,
-        parameters,
-        tuple(regions),
-        tuple(_chunks(parameters, regions, chunk_elements)),
-        page_bytes(found),
-    )
+    chunks = (chunk for index in range(len(found)) for chunk in _chunks(parameters, index, found[index]))
+    return UnitLayout(name, parameters, tuple(regions), tuple(chunks), page_bytes(found))
 
 
-def _chunks(
-    parameters: Sequence[ParameterLayout], regions: Sequence[Region], chunk_elements: int
-) -> Iterator[Chunk]:
-    for region_index, region in enumerate(regions):
-        if not region.trainable:
+def _chunks(parameters: Sequence[ParameterLayout], region: int, size: RegionSize) -> Iterator[Chunk]:
+    """Yield the chunks of one region, none if it is frozen. region: the region's index. size: its size."""
+    if not size.trainable:
+        return
+    ends = list(itertools.accumulate(count for count, times in size.counts() for _ in range(times)))
+    pieces: list[list[Piece]] = [[] for _ in ends]
+    for index, parameter in enumerate(parameters):
+        if parameter.region != region or not parameter.numel:
             continue
-        count = -(-region.elements // chunk_elements)
-        pieces: list[list[Piece]] = [[] for _ in range(count)]
-        for index, parameter in enumerate(parameters):
-            if parameter.region != region_index:
-                continue
-            done = 0
-            while done < parameter.numel:
-                chunk, offset = divmod(parameter.offset + done, chunk_elements)
-                part = min(chunk_elements - offset, parameter.numel - done)
-                pieces[chunk].append(Piece(index, done, offset, part))
-                done += part
-        for chunk, inside in enumerate(pieces):
-            start = chunk * chunk_elements
-            length = min(chunk_elements, region.elements - start)
-            yield Chunk(region_index, start, length, tuple(inside))
+        done = 0
+        chunk = bisect.bisect_right(ends, parameter.offset)
+        while done < parameter.numel:
+            offset = parameter.offset + done - (ends[chunk - 1] if chunk else 0)
+            part = min(ends[chunk] - parameter.offset, parameter.numel) - done
+            pieces[chunk].append(Piece(index, done, offset, part))
+            done += part
+            chunk += 1
+    for start, end, inside in zip([0, *ends], ends, pieces, strict=False):
+        yield Chunk(region, start, end - start, tuple(inside))
 
 
 def _check_chunk(chunk_elements: int) -> None:

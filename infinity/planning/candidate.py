@@ -12,6 +12,11 @@ placed first-fit, so that some pages behind a cut may fill room that is left in 
 With commits, the NVMe tier holds images of all parameter and optimizer pages, wherever these pages are at
 home (infinity/planning/slab_layout.py). Behind the second cut only gradient pages then take further bytes of
 the tier. These bytes, too, never grow as the cut moves along the line, so that all of the above still holds.
+
+With several ranks the line consists of the homes on one rank, which hold whole pages or only the rank's part
+(infinity/layout/shards.py). If the homes of parameters hold parts, the model can use none of them in place.
+The pool of resident pages then has room for whole pages, wherever the cut is. That is the same number of
+bytes at every cut, so that all of the above still holds.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule, state_format
 from infinity.layout.chunks import RegionSize, page_bytes, region_sizes
+from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.placement import DtypeOf, Kind, Placement, Room
 from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
@@ -36,7 +42,10 @@ _LARGEST_TRANSIT_BUFFER = 4 << 20
 links reach their full rate with transfers of this size, which is small compared with a page.
 """
 
-_SMALLEST_TRANSIT_BUFFER = 4 * BLOCK
+_LARGEST_ITEM = 4
+"""Bytes of an element of float32, the largest dtype of gradients."""
+
+_SMALLEST_TRANSIT_BUFFER = _LARGEST_ITEM * BLOCK
 """Bytes of the smallest transit buffer, a buffer in host RAM through which pages pass from disk: BLOCK
 elements of float32, the largest dtype of gradients. The ring, the buffer through which gradients leave the
 device, consists of parts of the same size.
@@ -57,19 +66,20 @@ class Candidate:
         line: Sequence[Kind],
         ring: bool = False,
         commits: bool = False,
+        share: Share = ALONE,
     ) -> None:
         """Compute the bytes of pages and buffers for one grouping of parameters into units.
 
-        surveyed: the model's parameters. chunk_elements: length of the chunks in elements. gradient_dtype:
+        surveyed: the model's parameters. chunk_elements: length of a stripe in elements. gradient_dtype:
         maps the dtype of a parameter page to the dtype of its gradients. rule: the optimizer's rule; None
         for inference. line: the kinds of pages in the order in which they get room, parameters first; see
         `line_of`. ring: whether gradients leave the device through a ring buffer. commits: whether the NVMe
-        tier holds the durable images of pages.
+        tier holds the durable images of pages. share: the rank whose homes and buffers are computed.
         """
         self.grouping = grouping
         self.chunk_elements = chunk_elements
         units = [
-            region_sizes([surveyed.parameters[index] for index in members], chunk_elements)
+            region_sizes([surveyed.parameters[index] for index in members], chunk_elements, share.ranks)
             for _, members in grouping
         ]
         self.chain_bytes = 0
@@ -82,9 +92,19 @@ class Candidate:
         _LARGEST_TRANSIT_BUFFER.
         """
         self._largest_unit = 0
-        """The most bytes that all chains (updates of chunks) of a single unit take together."""
+        """The most bytes that all chains (updates of chunks) of a single unit take together on this rank."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
+        self._share = share
+        longest = max((count for unit in units for region in unit for count, _ in region.counts()), default=0)
+        self.exchange_block_bytes = (
+            0 if share.ranks == 1 else round_up(longest * _LARGEST_ITEM, PAGE_ALIGNMENT)
+        )
+        """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
+        self._whole = [page_bytes(unit) for unit in units]
+        """Bytes of each unit's whole parameter page, which are more than those of its home if the home holds
+        only this rank's part.
+        """
         self.pages: dict[Kind, list[int]] = {kind: [] for kind in line}
         for unit in units:
             self._measure(unit, gradient_dtype, rule)
@@ -110,9 +130,10 @@ class Candidate:
 
     def _measure(self, unit: Sequence[RegionSize], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
         gradient = optimizer = chains = 0
+        share = self._share
         for region in unit:
             trained = rule is not None and region.trainable
-            for count, times in region.counts(self.chunk_elements):
+            for count, times in region.counts():
                 chain = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
                 self.transit_buffer_bytes = max(
                     self.transit_buffer_bytes, min(chain, _LARGEST_TRANSIT_BUFFER)
@@ -122,11 +143,13 @@ class Candidate:
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = state_format(rule.arrays(region.dtype), count).nbytes
                     chain += gradients + states
-                    gradient += times * gradients
-                    optimizer += times * states
-                    chains += times * chain
+                    updated = share.kept(times, whole=share.whole_states)
+                    gradient += share.kept(times, whole=share.whole_gradients) * gradients
+                    optimizer += updated * states
+                    chains += updated * chain
                 self.chain_bytes = max(self.chain_bytes, chain)
-        self.pages[Kind.PARAMETER].append(page_bytes(unit))
+        part = max(PAGE_ALIGNMENT, sum(region.nbytes for region in unit) // share.ranks)
+        self.pages[Kind.PARAMETER].append(page_bytes(unit) if share.whole_parameters else part)
         self.pages[Kind.GRADIENT].append(gradient)
         self.pages[Kind.OPTIMIZER].append(optimizer)
         self._largest_unit = max(self._largest_unit, chains)
@@ -167,12 +190,13 @@ class Candidate:
         return level.ring(room.device, _SMALLEST_TRANSIT_BUFFER)
 
     def working(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of host RAM for data on the move: staging, transit buffers, and the buffer that receives
-        gradients.
+        """Bytes of host RAM for data on the move: staging, transit buffers, the buffer that receives
+        gradients, and exchange buffers.
 
         level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
-        return self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
+        local = self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
+        return local + level.exchange(self.exchange_block_bytes)
 
     @property
     def least_near(self) -> int:
@@ -196,10 +220,11 @@ class Candidate:
         before the cut are at home there and need no room in the pool; see [Note: one order, two cuts]. The
         result's item n is for a cut behind the first n pages. It is the larger of two sums over parameter
         pages behind the cut: the bytes of the largest ones, `pages` in number, and the most bytes of those
-        that must be resident at the same time.
+        that must be resident at the same time. If homes hold parts of parameter pages, all pages need room
+        in the pool, and all items are equal.
         """
         if pages not in self._residents:
-            parameters = self.pages[Kind.PARAMETER]
+            parameters = self._whole
             largest: list[int] = []
             backwards = [0]
             for nbytes in reversed(parameters):
@@ -212,6 +237,8 @@ class Candidate:
             for units in self._together:
                 for place in range(units[-1] + 1):
                     found[place] = max(found[place], sum(parameters[unit] for unit in units if unit >= place))
+            if not self._share.whole_parameters:
+                found = [found[0]] * len(found)
             self._residents[pages] = found
         return self._residents[pages]
 
@@ -316,8 +343,8 @@ class Candidate:
         for kind, unit in self._line:
             homes[unit][kind] = _first_fit(self.pages[kind][unit], left)
         away = [
-            0 if home[Kind.PARAMETER] is computes_in else nbytes
-            for nbytes, home in zip(self.pages[Kind.PARAMETER], homes, strict=True)
+            0 if home[Kind.PARAMETER] is computes_in and self._share.whole_parameters else nbytes
+            for nbytes, home in zip(self._whole, homes, strict=True)
         ]
         together = (sum(away[unit] for unit in units) for units in self._together)
         return Placement(
@@ -330,6 +357,8 @@ class Candidate:
             transit_bytes=self.transit(level, room),
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=self.ring(level, room),
+            exchange_block_bytes=self.exchange_block_bytes,
+            exchange_bytes=level.exchange(self.exchange_block_bytes),
         )
 
 

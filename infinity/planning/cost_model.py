@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from infinity.errors import ConfigError
+from infinity.layout.shards import ALONE, Share
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
 from infinity.telemetry.stats import Edge, Stats
@@ -186,15 +187,18 @@ def traffic(
     computes_in_ram: bool,
     updated_on_device: Collection[int] = (),
     mirrored: Collection[int] = (),
+    share: Share = ALONE,
+    whole: Sequence[int] | None = None,
 ) -> Traffic:
     """Compute, from the homes of all pages, the bytes that one step moves.
 
-    pages: bytes of every page, by kind and unit. trained: for each unit, the bytes of its parameter page
-    that are updated. resident: bytes of the pool of resident pages. update: the time when updates run.
-    unified: whether device and host are the same RAM. computes_in_ram: whether the device is the CPU; the
-    CPU may have a device budget apart from the host budget. updated_on_device: units whose pages all rest
-    on the device, where they are updated. mirrored: units with a copy of their parameters on the device;
-    see infinity/planning/mirror.py.
+    pages: bytes of the home of every page, by kind and unit. trained: for each unit, the bytes of its
+    parameter page that are updated, by all ranks together. resident: bytes of the pool of resident pages.
+    update: the time when updates run. unified: whether device and host are the same RAM. computes_in_ram:
+    whether the device is the CPU; the CPU may have a device budget apart from the host budget.
+    updated_on_device: units whose pages all rest on the device, where they are updated. mirrored: units with
+    a copy of their parameters on the device; see infinity/planning/mirror.py. share: the rank whose bytes are
+    computed. whole: for each unit, the bytes of its whole parameter page; None if its home holds all of it.
 
     Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
     All other bytes of these pages are brought up for forward, and again for backward. An update
@@ -202,13 +206,18 @@ def traffic(
     once in the backward and read once in the update. With eager updates, gradients whose home is on NVMe
     are neither written nor read in the last backward. Units that are updated on the device move no further
     bytes. Parameters of mirrored units go to the device once, after the update.
+
+    With several ranks the bytes of the network are not counted. Homes that hold parts of parameter pages are
+    read whenever the whole pages are brought up, in every tier. A rank's update reads the chunks that the
+    rank owns; homes that hold whole pages also take in what the other ranks have updated.
     """
+    whole = pages[Kind.PARAMETER] if whole is None else whole
     training = any(pages[Kind.GRADIENT])
     near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
     away = sum(
         nbytes
-        for unit, (nbytes, home) in enumerate(zip(pages[Kind.PARAMETER], homes, strict=True))
-        if home[Kind.PARAMETER] not in near and unit not in mirrored
+        for unit, (nbytes, home) in enumerate(zip(whole, homes, strict=True))
+        if not (share.whole_parameters and home[Kind.PARAMETER] in near) and unit not in mirrored
     )
     missing = 1 - min(1.0, resident / away) if away else 0.0
     forward = backward = accumulation = updating = PhaseBytes()
@@ -225,10 +234,13 @@ def traffic(
             backward += brought
         if unit in updated_on_device:
             continue
-        sizes = {Kind.PARAMETER: trained[unit], Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
+        own = share.kept(trained[unit], whole=share.whole_states)
+        sizes = {Kind.PARAMETER: own, Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         updating += _updating(home, sizes, update, unified)
         if unit in mirrored:
             updating += PhaseBytes(to_device=trained[unit])
+        if share.whole_parameters and own < trained[unit]:
+            updating += _received(parameter_home, trained[unit] - own, unified)
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
@@ -260,6 +272,15 @@ def _updating(
         elif home[kind] is Tier.DEVICE and not unified:
             moved += PhaseBytes(to_host=nbytes, to_device=written)
     return moved
+
+
+def _received(home: Tier | None, nbytes: int, unified: bool) -> PhaseBytes:
+    """Bytes that move as a home takes in `nbytes` of parameters that other ranks have updated.
+
+    home: the tier of the parameter page. unified: whether device and host are the same RAM.
+    """
+    to_device = nbytes if home is Tier.DEVICE and not unified else 0
+    return PhaseBytes(host=nbytes, to_device=to_device, disk_write=nbytes if home is Tier.NVME else 0)
 
 
 def _gradient(

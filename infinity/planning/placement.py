@@ -78,3 +78,5 @@ class Placement:
     transit_bytes: int
     resident_bytes: int
     ring_bytes: int
+    exchange_block_bytes: int
+    exchange_bytes: int

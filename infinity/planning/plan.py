@@ -16,6 +16,7 @@ from infinity.config import Precision, round_up
 from infinity.device_update.workspace import workspace_of
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
+from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.cost_model import MachineRates, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
@@ -64,7 +65,7 @@ class Plan:
     """
     resident_bytes: int
     """Bytes of the pool to which parameter pages are brought while the model uses them. 0 if all parameters
-    are at home where the model computes.
+    are at home where the model computes. Pages in the pool are whole, also if homes hold parts of them.
     """
     budgets: dict[Tier, int]
     """Bytes that the plan may use in each tier. Tiers without a budget are absent."""
@@ -117,26 +118,39 @@ class Plan:
     """Bytes of the NVMe budget that the headers of the slab files take; 0 without commits."""
     commit_interval: int | None = None
     """Steps between commits; None if unknown, and without commits."""
+    share: Share = ALONE
+    """The rank that follows this plan, and what it keeps of each kind of page. All bytes are this rank's."""
+    exchange_block_bytes: int = 0
+    """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
+    exchange_bytes: int = 0
+    """Bytes of all exchange buffers, the host RAM in which chunks wait that are sent to other ranks or were
+    received from them. A multiple of `exchange_block_bytes`; 0 with one rank.
+    """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
-        """Bytes of a unit's page of one kind; a multiple of 4096."""
+        """Bytes of the home of a unit's page of one kind on this rank; a multiple of 4096.
+
+        With several ranks a home may hold only a part of the page; see `PageShard` for parameters, and
+        `gradient_offset` and `state_offset`.
+        """
         return self.page_sizes[kind][unit]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the elements of a gradient page, for parameters whose page has the dtype `dtype`."""
-        return self.precision.gradient_dtype(dtype, self.accumulation)
+        gradients = None if self.accumulation is None else self.accumulation * self.share.ranks
+        return self.precision.gradient_dtype(dtype, gradients)
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of the unit's gradient page to the gradients of a chunk; a multiple of 4096.
 
-        chunk: index of the chunk in the unit.
+        chunk: index of the chunk in the unit. A chunk whose gradients this rank does not keep takes no bytes.
         """
         return self._gradient_ends[unit][chunk]
 
     def state_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of the unit's optimizer page to the states of a chunk; a multiple of 4096.
 
-        chunk: index of the chunk in the unit.
+        chunk: index of the chunk in the unit. A chunk whose states this rank does not keep takes no bytes.
         """
         return self._state_ends[unit][chunk]
 
@@ -187,7 +201,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of the host arena, in sum: pages at home in RAM, staging, transit buffers, the buffer that
-        receives gradients and, if `unified`, the pool of resident pages.
+        receives gradients, exchange buffers and, if `unified`, the pool of resident pages.
         """
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
@@ -199,7 +213,7 @@ class Plan:
 
     @property
     def _working_in_ram(self) -> int:
-        return self.staging_bytes + self.transit_bytes + self.ring_bytes
+        return self.staging_bytes + self.transit_bytes + self.ring_bytes + self.exchange_bytes
 
     @property
     def ram_bytes(self) -> int:
@@ -297,6 +311,8 @@ class Plan:
             computes_in_ram=self.device.type == "cpu",
             updated_on_device=self.updated_on_device,
             mirrored=self.mirrored,
+            share=self.share,
+            whole=[unit.nbytes for unit in self.layout.units],
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
@@ -314,7 +330,8 @@ class Plan:
 
         "params" counts the parameters of mirrored units twice: in host RAM and on the device. "working" is
         the sum of all working buffers (staging, transit buffers, the pool of resident pages, the buffers
-        through which gradients leave the device, the workspace of updates on the device) and of `headroom`.
+        through which gradients leave the device, exchange buffers, the workspace of updates on the device)
+        and of `headroom`.
         On NVMe it is the bytes that commits take beside pages at home there: other images, and headers.
         "activations" is None if the bytes of activations are unknown.
         """
@@ -361,9 +378,10 @@ class Plan:
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:
-        """Bytes of every page: for each kind, a list indexed by unit."""
+        """Bytes of the homes of all pages: for each kind, a list indexed by unit."""
+        ranks = 1 if self.share.whole_parameters else self.share.ranks
         return {
-            Kind.PARAMETER: [unit.nbytes for unit in self.layout.units],
+            Kind.PARAMETER: [part_bytes(unit, ranks) for unit in self.layout.units],
             Kind.GRADIENT: [ends[-1] for ends in self._gradient_ends],
             Kind.OPTIMIZER: [ends[-1] for ends in self._state_ends],
         }
@@ -376,15 +394,20 @@ class Plan:
     def _state_ends(self) -> list[list[int]]:
         units = enumerate(self.layout.units)
         return [
-            [*_ends(self.state_format(index, chunk).nbytes for chunk in range(len(unit.chunks)))]
+            [*_ends(self._state_bytes(index, chunk) for chunk in range(len(unit.chunks)))]
             for index, unit in units
         ]
 
     def _gradient_sizes(self, unit: int) -> Iterator[int]:
         layout = self.layout.units[unit]
-        for chunk in layout.chunks:
+        for index, chunk in enumerate(layout.chunks):
             dtype = self.gradient_dtype(layout.regions[chunk.region].dtype)
-            yield round_up(chunk.count * dtype.itemsize, PAGE_ALIGNMENT) if self.rule else 0
+            kept = self.rule is not None and (self.share.whole_gradients or self.share.owns(index))
+            yield round_up(chunk.count * dtype.itemsize, PAGE_ALIGNMENT) if kept else 0
+
+    def _state_bytes(self, unit: int, chunk: int) -> int:
+        kept = self.share.whole_states or self.share.owns(chunk)
+        return self.state_format(unit, chunk).nbytes if kept else 0
 
     def _bytes_off_disk(self, kind: Kind, sizes: Sequence[int]) -> int:
         """The sum of `sizes`, one number for each unit, over units whose page of a kind is not on NVMe."""

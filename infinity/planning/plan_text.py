@@ -24,6 +24,7 @@ def text_of(plan: Plan) -> str:
     lines = [
         render(plan.rows()),
         _step(plan),
+        *_ranks(plan),
         *_share(plan),
         *_headroom(plan),
         *_commits(plan),
@@ -63,6 +64,19 @@ def _wear(plan: Plan) -> list[str]:
         return [written]
     lasts = f"{_RATING} TBW last {days:.{0 if days >= 10 else 1}f} days"
     return [written, f"{lasts} without commits" if apart else lasts]
+
+
+_DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer states are", "all pages are")
+"""What the ranks divide among them, by stage of ZeRO."""
+
+
+def _ranks(plan: Plan) -> list[str]:
+    """The line on the rank that the plan is for. No line with one rank."""
+    share = plan.share
+    if share.ranks == 1:
+        return []
+    line = f"rank {share.rank} of {share.ranks} · stage {share.stage}: {_DIVIDED[share.stage]} divided"
+    return [f"{line} · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"]
 
 
 def _share(plan: Plan) -> list[str]:

@@ -18,6 +18,7 @@ from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import build
 from infinity.layout.division import Division
+from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Survey, survey
 from infinity.planning import mirror, twin_flow
 from infinity.planning.budget_errors import format_count, nvme_budget_for, shortage, usable_nvme
@@ -51,10 +52,13 @@ class Available:
     """
 
     @staticmethod
-    def now(device: torch.device) -> Available:
-        """The free bytes of `device` (0 for the CPU) and of this machine's RAM, each less a safety margin."""
+    def now(device: torch.device, on_node: int = 1) -> Available:
+        """The free bytes of `device` (0 for the CPU) and of this machine's RAM, each less a safety margin.
+
+        on_node: number of ranks that share the RAM equally.
+        """
         near = available_bytes(device) if device.type == "cuda" else 0
-        return Available(near, available_ram(), Headroom.of(device))
+        return Available(near, available_ram() // on_node, Headroom.of(device))
 
 
 def make_plan(
@@ -73,6 +77,7 @@ def make_plan(
     commits: bool = False,
     slab_directory: str | None = None,
     prefer: Division | None = None,
+    share: Share = ALONE,
 ) -> Plan:
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
@@ -88,9 +93,18 @@ def make_plan(
     which has no budget, and no page is at home on NVMe. prefer: the division of the model into units and
     chunks that is taken, with working buffers of any size, if it is one of this model and fits the budget.
 
+    share: the rank for which the plan is made; the budgets are this rank's. With several ranks the device
+    runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
+
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
-    Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
+    Raises ConfigError for a model that `infinity.layout.units.survey` refuses, and for commits with several
+    ranks.
     """
+    if commits and share.ranks > 1:
+        raise ConfigError(
+            f"Commits were asked for with {share.ranks} ranks, and commits over ranks are not there yet.",
+            "Train without a checkpoint directory, or with one rank.",
+        )
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
     budgets = _budgets(budget, available, unified=unified)
@@ -102,16 +116,20 @@ def make_plan(
     )
     search = Search(
         surveyed,
-        functools.partial(precision.gradient_dtype, accumulation=accumulation),
+        functools.partial(
+            precision.gradient_dtype,
+            accumulation=None if accumulation is None else accumulation * share.ranks,
+        ),
         rule,
         line=line_of(accumulation),
         own_memory=not (unified or is_direct(device)),
         commits=commits and bool(budget.nvme_bytes),
         prefer=prefer,
+        share=share,
     )
     paths = len(budget.nvme_bytes)
     header = SLAB_HEADER_BYTES if commits else 0
-    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes, header), unified)
+    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes, header), unified, share)
     placement = search.place(draft.room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
@@ -157,6 +175,7 @@ class _Draft:
     nvme: int
     """Bytes of pages that the NVMe tier can hold."""
     unified: bool
+    share: Share
 
     @property
     def computes_in(self) -> Tier:
@@ -188,11 +207,12 @@ class _Draft:
             **others,
         )
         found = planned(placement)
-        if not self.unified and twin_flow.has_kernels(device):
+        alone = self.share.ranks == 1
+        if alone and not self.unified and twin_flow.has_kernels(device):
             found = self._with_updates_on_device(
                 found, self.room(reserve), planned, preferred=self.search.prefers(placement)
             )
-        if not self.unified:
+        if alone and not self.unified:
             found = self._with_mirrors(found)
         return replace(found, prediction=found.predict())
 
@@ -205,7 +225,7 @@ class _Draft:
 
     def _planned(self, placement: Placement, **others: Any) -> Plan:
         return Plan(
-            layout=build(self.surveyed, placement.grouping, placement.chunk_elements),
+            layout=build(self.surveyed, placement.grouping, placement.chunk_elements, self.share.ranks),
             unified=self.unified,
             homes=placement.homes,
             chain_bytes=placement.chain_bytes,
@@ -214,6 +234,9 @@ class _Draft:
             transit_bytes=placement.transit_bytes,
             resident_bytes=placement.resident_bytes,
             ring_bytes=placement.ring_bytes,
+            exchange_block_bytes=placement.exchange_block_bytes,
+            exchange_bytes=placement.exchange_bytes,
+            share=self.share,
             budgets=self.budgets,
             **others,
         )

@@ -10,6 +10,7 @@ from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.division import Division
+from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.candidate import Candidate
 from infinity.planning.placement import DtypeOf, Kind, Placement, Room
@@ -51,6 +52,7 @@ class Search:
         own_memory: bool = False,
         commits: bool = False,
         prefer: Division | None = None,
+        share: Share = ALONE,
     ) -> None:
         """Prepare to search the ways to divide a surveyed model.
 
@@ -60,12 +62,13 @@ class Search:
         infinity/planning/placement.py. own_memory: whether the device has memory that the CPU cannot use. If
         so, gradients leave the device through a ring buffer, and long chunks are tried. commits: whether the
         NVMe tier holds the durable images of pages. prefer: a division that is tried before all others,
-        unless it is one of another model; see `Division.grouping`.
+        unless it is one of another model; see `Division.grouping`. share: the rank that is planned for.
         """
         self._surveyed = surveyed
         self._line = line
         self._own_memory = own_memory
         self._commits = commits
+        self._share = share
         self._gradient_dtype = gradient_dtype
         self._rule = rule
         self._groupings = _groupings(surveyed)
@@ -176,6 +179,7 @@ class Search:
             line=self._line,
             ring=self._own_memory,
             commits=self._commits,
+            share=self._share,
         )
 
 

@@ -32,6 +32,11 @@ _LARGEST_RING = 64 << 20
 in 1.3 ms, and the threads that empty the ring are seldom delayed for longer.
 """
 
+_EXCHANGE_BUFFERS = 8
+"""Number of exchange buffers where memory is not at its least: enough for several transfers to be on their
+way while others are read or added.
+"""
+
 
 @dataclass(frozen=True)
 class WorkingRoom:
@@ -73,6 +78,14 @@ class WorkingRoom:
         if self.transit_buffers == 1:
             return 2 * block
         return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
+
+    def exchange(self, block: int) -> int:
+        """Bytes of the exchange buffers, the host RAM in which chunks wait that are sent to other ranks or
+        were received from them.
+
+        block: bytes of one buffer. There are two at the least, one for each direction.
+        """
+        return (2 if self.transit_buffers == 1 else _EXCHANGE_BUFFERS) * block
 
 
 AMPLE_PAGES = 12

@@ -1,0 +1,217 @@
+"""Shards: which ranks own which ranges of a unit's pages, and where a rank's home holds them. Pure.
+
+The ranks are the processes that train one model together. ZeRO (Rajbhandari et al., 2020) has each of N ranks
+keep 1/N of the optimizer states (stage 1), also of the gradients (stage 2), or also of the parameters
+(stage 3). How the chunks of a unit are divided is told in [Note: stripes] in infinity/layout/chunks.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.layout.chunks import UnitLayout
+from infinity.tiers import PAGE_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's place among the ranks, and what the ranks divide among them."""
+
+    rank: int = 0
+    ranks: int = 1
+    """Number of ranks. A single rank keeps everything, at every stage."""
+    stage: int = 0
+    """The stage of ZeRO, from 0 to 3. At stage 0 every rank keeps everything."""
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.ranks, (self.rank, self.ranks)
+        assert 0 <= self.stage <= 3, self.stage
+
+    @property
+    def whole_parameters(self) -> bool:
+        """Whether this rank's homes hold whole parameter pages."""
+        return self.ranks == 1 or self.stage < 3
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether this rank's homes hold the gradients of all chunks."""
+        return self.ranks == 1 or self.stage < 2
+
+    @property
+    def whole_states(self) -> bool:
+        """Whether this rank's homes hold the optimizer states of all chunks, so that it updates all."""
+        return self.ranks == 1 or self.stage < 1
+
+    def kept(self, number: int, *, whole: bool) -> int:
+        """How many of `number` things that all ranks together have, and own equally many of, this rank keeps:
+        all if `whole`, and else its own.
+        """
+        return number if whole else number // self.ranks
+
+    def owner(self, chunk_index: int) -> int:
+        """The rank that owns a chunk. chunk_index: index of the chunk in its unit."""
+        return chunk_index % self.ranks
+
+    def owns(self, chunk_index: int) -> bool:
+        """Whether this rank owns a chunk. chunk_index: index of the chunk in its unit."""
+        return self.owner(chunk_index) == self.rank
+
+
+ALONE = Share()
+"""The share of a process that trains by itself."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of a unit's parameter page that one rank owns. All numbers but `owner` are bytes, multiples of
+    4096.
+    """
+
+    owner: int
+    """The rank that owns the range."""
+    start: int
+    """Distance from the page's start to the range."""
+    nbytes: int
+    at: int
+    """Distance from the start of the owner's part to the range. A rank's part is the concatenation of the
+    rank's spans in page order.
+    """
+
+
+def spans(layout: UnitLayout, ranks: int) -> tuple[Span, ...]:
+    """Divide a unit's parameter page into spans, in page order and without gaps.
+
+    layout: laid out for this number of ranks. Each chunk is a span. A frozen region has a span of equal
+    length for each rank, in the order of ranks. With one rank, the whole page is a span. Otherwise a page
+    without elements has no spans.
+    """
+    if ranks == 1:
+        return (Span(0, 0, layout.nbytes, 0),)
+    found = []
+    ends = [0] * ranks
+    for owner, start, nbytes in _owned(layout, ranks):
+        found.append(Span(owner, start, nbytes, ends[owner]))
+        ends[owner] += nbytes
+    assert len(set(ends)) == 1, "the unit is laid out for another number of ranks"
+    return tuple(found)
+
+
+def part_bytes(layout: UnitLayout, ranks: int) -> int:
+    """Bytes of any rank's part of a unit's parameter page: a multiple of 4096, at least 4096.
+
+    layout: laid out for this number of ranks, to which the part's size is the same.
+    """
+    if ranks == 1:
+        return layout.nbytes
+    return max(PAGE_ALIGNMENT, sum(nbytes for owner, _, nbytes in _owned(layout, ranks) if owner == 0))
+
+
+def _owned(layout: UnitLayout, ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (owner, bytes from the page's start, length in bytes) for all ranges with one owner, in page
+    order.
+    """
+    chunks = iter(enumerate(layout.chunks))
+    for region in layout.regions:
+        nbytes = region.elements * region.dtype.itemsize
+        if not region.trainable:
+            assert nbytes % (ranks * PAGE_ALIGNMENT) == 0, "the unit is laid out for another number of ranks"
+            for owner in range(ranks) if nbytes else ():
+                yield owner, region.byte_offset + nbytes // ranks * owner, nbytes // ranks
+            continue
+        end = region.byte_offset
+        while end < region.byte_offset + nbytes:
+            index, chunk = next(chunks)
+            yield index % ranks, end, chunk.count * region.dtype.itemsize
+            end += chunk.count * region.dtype.itemsize
+
+
+class HomeRange(NamedTuple):
+    """A range of a parameter page and its place in the page's home on one rank, in bytes."""
+
+    page_start: int
+    home_start: int
+    nbytes: int
+
+
+class PageShard:
+    """Where the home of a unit's parameter page has the ranges of the page, on one rank.
+
+    The home holds the whole page if `share.whole_parameters`, and otherwise only the rank's own part.
+    """
+
+    def __init__(self, layout: UnitLayout, share: Share) -> None:
+        """layout: the unit, laid out for `share.ranks` ranks."""
+        self._layout = layout
+        self._spans = spans(layout, share.ranks)
+        self._share = share
+
+    @property
+    def share(self) -> Share:
+        """The rank's place among the ranks."""
+        return self._share
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the home."""
+        if self._share.whole_parameters:
+            return self._layout.nbytes
+        return part_bytes(self._layout, self._share.ranks)
+
+    @functools.cached_property
+    def own(self) -> tuple[HomeRange, ...]:
+        """The ranges that this rank owns, in page order."""
+        whole, rank = self._share.whole_parameters, self._share.rank
+        return tuple(
+            HomeRange(span.start, span.start if whole else span.at, span.nbytes)
+            for span in self._spans
+            if span.owner == rank
+        )
+
+    @functools.cached_property
+    def held(self) -> tuple[HomeRange, ...]:
+        """The ranges that the home holds, in page order: the whole page as one range, or else `own`."""
+        return (HomeRange(0, 0, self._layout.nbytes),) if self._share.whole_parameters else self.own
+
+    @functools.cached_property
+    def others(self) -> dict[int, tuple[Span, ...]]:
+        """The spans that other ranks own, by their owner and in page order; none with one rank.
+
+        The home lacks them, unless it holds the whole page.
+        """
+        found = {}
+        for rank in range(self._share.ranks):
+            if rank != self._share.rank:
+                found[rank] = tuple(span for span in self._spans if span.owner == rank)
+        return found
+
+    def home_start(self, chunk_index: int) -> int:
+        """Distance in bytes from the home's start to a chunk that the home holds; a multiple of 4096.
+
+        chunk_index: index of the chunk in the unit.
+        """
+        start = self._layout.chunk_start(chunk_index)
+        found = self.pieces(start, PAGE_ALIGNMENT)
+        assert found, f"the home does not hold chunk {chunk_index}"
+        return found[0].home_start
+
+    def pieces(self, start: int, nbytes: int) -> list[HomeRange]:
+        """The parts of a range of the page that the home holds, in page order; the list may be empty.
+
+        start: distance in bytes from the page's start to the range. nbytes: length of the range, which must
+        lie inside the page.
+        """
+        end = start + nbytes
+        assert 0 <= start <= end <= self._layout.nbytes, (start, nbytes)
+        found = []
+        first = bisect.bisect_right(self.held, start, key=lambda each: each.page_start + each.nbytes)
+        for each in self.held[first:]:
+            low, high = max(start, each.page_start), min(end, each.page_start + each.nbytes)
+            if each.page_start >= end:
+                break
+            if low < high:
+                found.append(HomeRange(low, each.home_start + low - each.page_start, high - low))
+        return found

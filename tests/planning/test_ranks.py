@@ -1,0 +1,217 @@
+"""Tests of plans for one of several ranks: bytes by stage, smallest budgets, and what several ranks lack."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_models import MiB, check, planned, stack
+
+from infinity.config import Budget
+from infinity.errors import BudgetError, ConfigError
+from infinity.formats.optimizer_rules import Rule
+from infinity.layout.shards import Share
+from infinity.planning import twin_flow
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.planning.stage_table import bytes_by_stage
+from infinity.tiers import Tier
+
+ROOMY = {"host": 64 * MiB}
+DIVIDED_FROM = {Kind.OPTIMIZER: 1, Kind.GRADIENT: 2, Kind.PARAMETER: 3}
+"""The stage from which each kind is divided."""
+shares = st.tuples(st.integers(2, 5), st.integers(0, 4), st.integers(0, 3)).map(
+    lambda each: Share(each[1] % each[0], each[0], each[2])
+)
+sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
+
+
+def model():
+    return stack([512, 300, 300, 64], frozen={2})
+
+
+def total(made: Plan, kind: Kind) -> int:
+    return sum(made.page_sizes[kind])
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_by_stage(stage, ranks) -> None:
+    plans = [planned(model(), **ROOMY, share=Share(rank, ranks, stage)) for rank in range(ranks)]
+    layouts = [each.layout for each in plans]
+    assert all(each == layouts[0] for each in layouts)
+    regions = [region for unit in layouts[0].units for region in unit.regions]
+    trained = sum(region.elements for region in regions if region.trainable)
+    # bf16 parameters, fp32 sums, and of each parameter two fp32 moments and half a master.
+    whole = {
+        Kind.PARAMETER: sum(region.elements * 2 for region in regions),
+        Kind.GRADIENT: trained * 4,
+        Kind.OPTIMIZER: trained * 10,
+    }
+    for kind, nbytes in whole.items():
+        found = [total(made, kind) for made in plans]
+        assert len(set(found)) == 1
+        assert found[0] == (nbytes // ranks if stage >= DIVIDED_FROM[kind] else nbytes)
+    # One rank's plan has as many bytes but for padding: less than two blocks of each last chunk of a region.
+    alone = planned(model(), **ROOMY)
+    alone_trained = sum(
+        region.elements for unit in alone.layout.units for region in unit.regions if region.trainable
+    )
+    padding = trained - alone_trained
+    assert 0 <= padding < ranks * 2 * 4096 * len(regions)
+    assert whole[Kind.GRADIENT] - total(alone, Kind.GRADIENT) <= 4 * padding
+    assert whole[Kind.OPTIMIZER] - total(alone, Kind.OPTIMIZER) <= 10 * padding
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_one_rank_has_the_same_plan_at_every_stage(stage) -> None:
+    made = planned(model(), **ROOMY, share=Share(0, 1, stage))
+    assert dataclasses.replace(made, share=Share()) == planned(model(), **ROOMY)
+    assert made.page_sizes == planned(model(), **ROOMY).page_sizes
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    share=shares,
+    frozen=st.sets(st.integers(0, 5), max_size=2),
+    optimizer=st.sampled_from([None, torch.optim.AdamW, torch.optim.SGD]),
+    accumulation=st.sampled_from([None, 1]),
+    room=st.tuples(st.none() | sizes, sizes, st.none() | sizes),
+)
+def test_needed_is_enough(share, frozen, optimizer, accumulation, room) -> None:
+    budget = {"device": room[0], "host": room[1], "nvme": room[2] and {"/nowhere": room[2]}}
+    others = {"optimizer": optimizer, "accumulation": accumulation, "share": share}
+    short: list[str] = []
+    for _ in range(4):
+        try:
+            made = planned(stack([64, 90, 130], frozen), **others, **budget)
+        except BudgetError as error:
+            tier = next(each for each in ("device", "host", "nvme") if f"the {each} tier" in error.cause)
+            assert error.needed is not None
+            short.append(tier)
+            budget = {**budget, tier: {"/nowhere": error.needed} if tier == "nvme" else error.needed}
+        else:
+            break
+    assert len(short) <= (2 if short[:1] == ["device"] else 1)
+    check(made, Budget(**budget))
+
+
+@settings(max_examples=40, deadline=None)
+@given(share=shares, device=st.none() | sizes, nvme=st.booleans())
+def test_the_smallest_budgets_do(share, device, nvme) -> None:
+    given_nvme = {"/nowhere": 64 * MiB} if nvme else None
+    roomy = planned(model(), device=device and 64 * MiB, host=64 * MiB, nvme=given_nvme, share=share).smallest
+    budget = {tier.value: nbytes for tier, nbytes in roomy.items()}
+    if nvme:
+        budget["nvme"] = {"/nowhere": budget.get("nvme", 1)}
+    check(planned(model(), **budget, share=share), Budget(**budget))
+
+
+def test_more_ranks_need_less_at_a_stage_that_divides() -> None:
+    needs = [
+        sum(planned(model(), **ROOMY, share=Share(0, ranks, 3)).home_bytes.values()) for ranks in (1, 2, 4)
+    ]
+    assert needs[1] < 0.6 * needs[0]
+    assert needs[2] < 0.6 * needs[1]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+def test_at_stage_3_every_page_that_computes_is_in_the_pool(unified) -> None:
+    budget = {"host": 64 * MiB} if unified else {"host": 64 * MiB, "device": 64 * MiB}
+    whole, parts = (planned(model(), **budget, share=Share(1, 2, stage)) for stage in (2, 3))
+    near = Tier.HOST if unified else Tier.DEVICE
+    assert {home[Kind.PARAMETER] for made in (whole, parts) for home in made.homes} == {near}
+    assert whole.resident_bytes == 0
+    largest = sorted((unit.nbytes for unit in parts.layout.units), reverse=True)
+    assert parts.resident_bytes == sum(largest[:3])
+    check(parts, Budget(**budget))
+
+
+def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:
+    roomy = planned(model(), **ROOMY, share=Share(0, 2, 2))
+    assert roomy.exchange_bytes == 8 * roomy.exchange_block_bytes > 0
+    assert roomy.rows()[0]["working"] == roomy.transit_bytes + roomy.exchange_bytes
+    least = planned(model(), host=roomy.smallest[Tier.HOST], share=Share(0, 2, 2))
+    assert least.exchange_bytes == 2 * least.exchange_block_bytes > 0
+
+
+def test_disk_bytes_are_this_ranks() -> None:
+    def moved(ranks: int, stage: int) -> Plan:
+        smallest = planned(model(), host=64 * MiB, nvme={"/n": 64 * MiB}).smallest
+        made = planned(
+            model(),
+            host=2 * smallest[Tier.HOST],
+            nvme={"/n": 64 * MiB},
+            share=Share(0, ranks, stage),
+            update="sync",
+        )
+        homes = tuple({kind: tier and Tier.NVME for kind, tier in home.items()} for home in made.homes)
+        return dataclasses.replace(made, homes=homes, resident_bytes=0)
+
+    for stage in range(4):
+        made = moved(2, stage)
+        trained = sum(
+            region.elements * 2 for unit in made.layout.units for region in unit.regions if region.trainable
+        )
+        own = trained if stage == 0 else trained // 2
+        update = made.traffic.update
+        states, gradients = total(made, Kind.OPTIMIZER), total(made, Kind.GRADIENT)
+        assert update.disk_read == own + states + gradients
+        # Whole homes also take in what the other rank has updated.
+        assert update.disk_write == states + (trained if stage < 3 else own)
+        assert made.traffic.forward.disk_read == total(made, Kind.PARAMETER)
+
+
+def test_commits_over_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="commits over ranks are not there yet"):
+        planned(model(), **ROOMY, commits=True, slab_directory="/x", share=Share(0, 2, 1))
+    assert planned(model(), **ROOMY, commits=True, slab_directory="/x", share=Share(0, 1, 1)).commits
+
+
+def test_updates_on_the_device_and_mirrors_are_for_one_rank(monkeypatch) -> None:
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
+    states = {"device": 64 * MiB, "host": 64 * MiB}
+    near = {"device": 4 * MiB, "host": 64 * MiB}
+    assert planned(model(), **states).updated_on_device
+    assert planned(model(), **near).mirrored
+    for budget in (states, near):
+        made = planned(model(), **budget, share=Share(0, 2, 0))
+        assert (made.updated_on_device, made.mirrored, made.workspace_bytes) == (frozenset(), frozenset(), 0)
+
+
+@pytest.mark.parametrize("states", ["fp32", "int8"])
+def test_bytes_by_stage_are_those_of_the_formulas_and_padding(states) -> None:
+    parameters = stack([512, 300, 300, 64], frozen={2})
+    rule = Rule.of(
+        torch.optim.AdamW([each for each in parameters.parameters() if each.requires_grad]), states
+    )
+    made = dataclasses.replace(planned(parameters, **ROOMY, share=Share(0, 4, 1)), rule=rule)
+    numel = sum(each.numel() for each in parameters.parameters())
+    trained = sum(each.numel() for each in parameters.parameters() if each.requires_grad)
+    found = {(each.stage, each.kind): each for each in bytes_by_stage(made)}
+    for (stage, kind), each in found.items():
+        elements = numel if kind is Kind.PARAMETER else trained
+        # bf16 parameters, fp32 sums, half a master, and two moments: of fp32, or of codes with few scales.
+        itemsize = {Kind.PARAMETER: 2, Kind.GRADIENT: 4, Kind.OPTIMIZER: 10 if states == "fp32" else 4}[kind]
+        ranks = 4 if stage >= DIVIDED_FROM[kind] else 1
+        assert each.formula == pytest.approx(itemsize * elements / ranks, rel=0.02)
+        assert each.formula <= each.planned <= 1.25 * each.formula
+    assert sum(each.planned for each in found.values() if each.stage == 1) == sum(
+        total(made, kind) for kind in Kind
+    )
+
+
+def test_the_text_tells_the_rank() -> None:
+    assert "rank" not in str(planned(model(), **ROOMY))
+    text = str(planned(model(), **ROOMY, share=Share(1, 4, 2)))
+    assert "rank 1 of 4 · stage 2: gradients and optimizer states are divided" in text
+
+
+def test_a_plan_for_inference_has_parts_of_frozen_pages() -> None:
+    parameters = model()
+    made = planned(parameters, optimizer=None, **ROOMY, share=Share(2, 4, 3))
+    assert 4 * total(made, Kind.PARAMETER) == sum(unit.nbytes for unit in made.layout.units)
+    assert total(made, Kind.GRADIENT) == total(made, Kind.OPTIMIZER) == 0
