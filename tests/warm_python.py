@@ -36,6 +36,9 @@ _FREE = 64
 moved to this number and above, so that none is overwritten before it has got its own number.
 """
 
+_PATIENCE = 60.0
+"""Seconds for which an answer is waited for, the first of which come when torch is imported."""
+
 _Popen = subprocess.Popen
 
 
@@ -83,10 +86,15 @@ class _Server:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._lock = threading.Lock()
+        self._start()
+
+    def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno())]
-            self.process = _Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # A test may have set a PYTHONPATH of its own, which the forks of other tests must not lack.
+            bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            self.process = _Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=bare)
 
     def fork(self, request: dict[str, Any], descriptors: list[int]) -> int:
         """Have a process forked that runs a program and is a child of this process. Returns its process id.
@@ -97,10 +105,23 @@ class _Server:
         request["descriptors"].
         """
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            answer = self._socket.recv(64)
+            answer = self._ask(request, descriptors)
+            if answer is None:  # a stopped process answers nothing: go on with another
+                self.process.kill()
+                self.end()
+                self._start()
+                answer = self._ask(request, descriptors)
         assert answer, "the process that forks has ended"
         return int(answer)
+
+    def _ask(self, request: dict[str, Any], descriptors: list[int]) -> bytes | None:
+        """The answer to a request; None if none comes within a minute."""
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        self._socket.settimeout(_PATIENCE)
+        try:
+            return self._socket.recv(64)
+        except TimeoutError:
+            return None
 
     def end(self) -> None:
         self._socket.close()
@@ -209,8 +230,7 @@ def _run(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    _BASE = [each for each in sys.path[1:] if each not in _given]
+    _BASE = sys.path[1:]
     """The import path that every interpreter of this installation has."""
     import torch._dynamo  # noqa: F401
 

@@ -1,0 +1,97 @@
+"""Agreements: calls that all ranks make together, found out by ballots that each casts to all others."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.mesh import Ranks
+from infinity.distributed.message import Kind
+from infinity.distributed.wire import Wire
+from infinity.errors import RankDivergence, rank_failure
+
+_SAME = "Make the same calls in the same order on all ranks."
+
+
+class Ballots:
+    """Casts this rank's ballots, and collects those of the others. Used by the thread that trains alone."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        wire: Wire,
+        released: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """released: makes the context in which ballots are waited for, such as `TrainerLock.released`."""
+        self._ranks = ranks
+        self._wire = wire
+        self._released = released
+        self._cast: dict[int, dict[int, tuple[str, Any]]] = {}
+        """Number of an agreement -> rank -> (call, facts). Agreements that are over are not in it."""
+        self._last: dict[int, str] = {}
+        """Rank -> the call in which it was last known to be."""
+        self._number = 0
+
+    def agree(self, call: str, facts: Any = None, *, patient: bool = False) -> dict[int, Any]:
+        """Say that this rank makes a call, and wait until all ranks have said so.
+
+        call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: wait as
+        long as all ranks live. Returns the facts of all ranks: rank -> facts, in the order of ranks. Raises
+        RankDivergence if a rank makes another call or does not come within the bell's time-out, and
+        RankFailure if one is lost or has left.
+        """
+        if self._wire.failure is not None:
+            raise self._wire.failure.again()
+        self._number += 1
+        number = self._number
+        ballots = self._cast.setdefault(number, {})
+        ballots[self._ranks.rank] = call, facts
+        for peer in self._ranks.peers:
+            self._wire.post(peer, Kind.BALLOT, number, call, facts)
+        with self._released():
+            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient:
+                pass
+        if any(each != call for each, _ in tuple(ballots.values())):
+            raise RankDivergence(
+                _sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME
+            )
+        absent = [peer for peer in self._ranks.peers if peer not in ballots]
+        if absent and self._wire.failure is not None:
+            raise self._wire.failure.again()
+        for peer in absent:
+            if self._wire.left(peer) is not None:
+                raise rank_failure(peer, f"closed its runtime while rank {self._ranks.rank} was in {call}")
+        if absent:
+            raise self._late(absent[0], call)
+        del self._cast[number]
+        return {rank: ballots[rank][1] for rank in range(self._ranks.size)}
+
+    def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:
+        left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
+        while True:  # behind the line above, so that the last ballots of those that have left are here
+            try:
+                source, (_, fields) = self._wire.ballots.get_nowait()
+            except queue.Empty:
+                break
+            number, call, facts = fields
+            self._last[source] = call
+            self._cast.setdefault(number, {})[source] = call, facts
+        if len(ballots) == self._ranks.size or len({call for call, _ in ballots.values()}) > 1:
+            return True
+        return any(peer not in ballots for peer in left)
+
+    def _late(self, peer: int, call: str) -> RankDivergence:
+        last = f"it was last in {self._last[peer]}" if peer in self._last else "it has agreed to nothing yet"
+        return RankDivergence(
+            f"Rank {peer} did not come to {call} within {self._wire.bell.timeout:g} s: {last}.",
+            f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
+        )
+
+
+def _sentence(calls: dict[int, str]) -> str:
+    """Such as "Rank 0 is in step(), rank 1 is in clip_grad_norm_()."."""
+    text = ", ".join(f"rank {rank} is in {call}" for rank, call in calls.items())
+    return f"{text[0].upper()}{text[1:]}."

@@ -1,0 +1,74 @@
+"""Bell: the one condition on which all waits for other ranks wait, and the failure that ends all of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from infinity.errors import ConfigError, InfinityError
+
+TIMEOUT_VARIABLE = "INFINITY_RANK_TIMEOUT"
+DEFAULT_TIMEOUT = 600.0
+"""Seconds."""
+
+
+def rank_timeout() -> float:
+    """Seconds for which a rank waits for another one, from the environment. Raises ConfigError."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise ConfigError(
+            f"{TIMEOUT_VARIABLE}={text!r} is not a time.", "Give a positive number of seconds, such as 600."
+        )
+    return seconds
+
+
+class Bell:
+    """A condition with the first failure of the run. It never goes away: the runtime has ended then."""
+
+    def __init__(self, timeout: float | None = None) -> None:
+        """timeout: seconds that a wait lasts by default; None: `rank_timeout()`."""
+        self.timeout = rank_timeout() if timeout is None else timeout
+        self._condition = threading.Condition(threading.Lock())
+        self._failure: InfinityError | None = None
+
+    @property
+    def failure(self) -> InfinityError | None:
+        """The first failure, or None. Raise a copy of it (`again`)."""
+        return self._failure
+
+    def ring(self) -> None:
+        """Have all who wait look again. Call it after a change of what they wait for."""
+        with self._condition:
+            self._condition.notify_all()
+
+    def fail(self, error: InfinityError) -> bool:
+        """End all waits with `error`. Only the first failure counts; returns whether it was this one."""
+        with self._condition:
+            first = self._failure is None
+            if first:
+                self._failure = error.again()
+            self._condition.notify_all()
+        return first
+
+    def wait_for(self, come: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `come()` holds; return False if it does not within the time.
+
+        come: is called under the bell's own lock, so it must not wait or ring. timeout: seconds; None: the
+        bell's time-out. Raises the failure if there is one and `come()` does not hold.
+        """
+        with self._condition:
+            self._condition.wait_for(
+                lambda: come() or self._failure is not None, self.timeout if timeout is None else timeout
+            )
+        if come():
+            return True
+        if self._failure is not None:
+            raise self._failure.again()
+        return False

@@ -1,0 +1,156 @@
+"""Liveness: heartbeats in the ranks' store, and the first failure that a rank declares there.
+
+[Note: silence is counted] A rank's silence is counted in rounds of the one that watches, not in seconds: a
+process that was stopped itself does not take the others for dead when it goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+
+from infinity.distributed.bell import Bell
+from infinity.distributed.mesh import Ranks
+from infinity.errors import InfinityError, RankFailure, rank_failure
+
+_FAILURE = "failure"
+
+
+class Liveness:
+    """A thread that beats and looks at the others' beats, and one that watches whether the store answers.
+
+    What they find ends all waits (`Bell.fail`). A rank whose process lives but whose Python does not run, as
+    when native code keeps the GIL for longer than `patience`, is taken for dead.
+    """
+
+    def __init__(self, ranks: Ranks, bell: Bell, *, interval: float = 2.0, patience: float = 15.0) -> None:
+        """interval: seconds between beats. patience: seconds of silence that are taken for death."""
+        self._ranks = ranks
+        self._bell = bell
+        self._interval = interval
+        self._patience = patience
+        self._watched = dict.fromkeys(ranks.peers, 0)
+        """Rank -> its last beat. Ranks that have left are not in it."""
+        self._silent = dict.fromkeys(ranks.peers, 0)
+        """Rank -> rounds since its beat moved."""
+        self._rounds = 0
+        self._published = False
+        self._closing = self._leaving = False
+        self._wake = threading.Event()
+        self._ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, name=f"infinity {name}", daemon=True)
+            for target, name in ((self._beat, "heartbeat"), (self._watch, "watch"))
+        ]
+        for each in self._threads:
+            each.start()
+        # A thread that comes out of torch's C++ while Python ends aborts the process.
+        atexit.register(self._stop)
+
+    @property
+    def failure(self) -> InfinityError | None:
+        """The failure that ended the run, or None."""
+        return self._bell.failure
+
+    def declare(self, error: InfinityError) -> None:
+        """This rank has failed. The others raise RankFailure with this error's text."""
+        self._bell.fail(error)
+        self._wake.set()
+
+    def departed(self, rank: int) -> None:
+        """A rank has left on purpose, so that its silence means nothing. Called for BYE."""
+        self._watched.pop(rank, None)
+
+    def close(self) -> None:
+        """Leave: the others do not miss this rank. Waits for a store that does not answer 2 s at most."""
+        self._leaving = True
+        self._stop()
+        atexit.unregister(self._stop)
+
+    def _stop(self) -> None:
+        self._closing = True
+        self._wake.set()
+        self._threads[0].join(2.0)
+        self._ended.set()
+        self._threads[1].join()
+
+    # --- the heartbeat ------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        try:
+            while not self._closing:
+                self._round()
+                self._rounds += 1
+                self._wake.wait(self._interval)
+                self._wake.clear()
+            self._publish()
+            if self._leaving:
+                self._ranks.store.set(f"left/{self._ranks.rank}", "1")
+        except RuntimeError:
+            self._store_lost("is gone")
+        finally:
+            self._ended.set()
+
+    def _round(self) -> None:
+        store = self._ranks.store
+        store.add(f"beat/{self._ranks.rank}", 1)
+        self._publish()
+        if not self._published and store.check([_FAILURE]):
+            self._published = True
+            rank, what = json.loads(store.get(_FAILURE))
+            self._bell.fail(rank_failure(rank, what))
+        for rank, last in tuple(self._watched.items()):
+            beat = store.add(f"beat/{rank}", 0)
+            self._silent[rank] = 0 if beat != last else self._silent[rank] + 1
+            if rank in self._watched:
+                self._watched[rank] = beat
+            if self._silent[rank] * self._interval >= self._patience:
+                self._miss(rank)
+
+    def _miss(self, rank: int) -> None:
+        if self._watched.pop(rank, None) is None or self._ranks.store.check([f"left/{rank}"]):
+            return
+        what = f"has given no sign of life for {self._patience:g} s: it is dead, stopped, or its GIL is held"
+        self._bell.fail(rank_failure(rank, what))
+        self._publish()
+
+    def _publish(self) -> None:
+        """Tell the others of the failure that this rank knows of. The first cause stays."""
+        error = self._bell.failure
+        if error is None or self._published:
+            return
+        self._published = True
+        rank, what = self._ranks.rank, f"failed: {type(error).__name__}: {error}"
+        if isinstance(error, RankFailure) and error.rank is not None:
+            rank, what = error.rank, error.cause.removeprefix(f"Rank {error.rank} ")
+        self._ranks.store.compare_set(_FAILURE, "", json.dumps([rank, what.rstrip(".")]))
+
+    # --- the store ----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """A store whose host is stopped keeps whoever asks it: that no round ends shows it."""
+        seen, silent = -1, 0
+        while not self._ended.wait(self._interval):
+            silent = 0 if self._rounds != seen else silent + 1
+            seen = self._rounds
+            if silent * self._interval >= self._patience:
+                self._store_lost(f"has not answered for {self._patience:g} s")
+                return
+
+    def _store_lost(self, what: str) -> None:
+        """The store is kept by the launcher (torchrun), or else by rank 0 of the default group."""
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host = self._ranks.everywhere.index(0) if 0 in self._ranks.everywhere and not by_launcher else None
+        if self._closing or (host is not None and host != self._ranks.rank and host not in self._watched):
+            return
+        named = "the launcher" if by_launcher else "rank 0 of the default group"
+        self._bell.fail(
+            RankFailure(
+                f"The store of the ranks {what}, so {named}, which keeps it, is dead or stopped.",
+                "Look at its own error, then start all ranks again: with commits on, resume= goes on from "
+                "the last commit.",
+                rank=host,
+            )
+        )

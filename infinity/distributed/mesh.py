@@ -1,0 +1,251 @@
+"""Ranks: which ranks train one model together, the gloo group over which they speak, and their store."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
+from infinity.errors import ConfigError, RankDivergence, RankFailure
+
+FOREVER = timedelta(days=60)
+"""Give it to `wait` of what `Ranks.send` and `Ranks.receive` return: an operation that times out breaks its
+group, so time-outs are kept outside. The group's own time-out is for the time when its ranks connect.
+"""
+_LAST_SECONDS = 10.0
+"""Seconds for which the host of the store waits for the others to leave before it."""
+
+_met: Counter[tuple[int, ...]] = Counter()
+"""Global ranks of a mesh -> how many runtimes these ranks have met for in this process."""
+
+_idle: dict[tuple[int, ...], tuple[dist.ProcessGroup, Mapping[int, int]]] = {}
+"""Global ranks of a mesh that is not the whole world -> (group, sockets) that its next runtime takes.
+
+Torch names such a group by its ranks alone. A second one would find the addresses of the first in the store,
+as long as a rank has not put its new one there.
+"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one runtime. They are numbered in the mesh's order from 0."""
+
+    rank: int
+    """This process's number in the mesh."""
+    size: int
+    group: dist.ProcessGroup
+    """A gloo group of our own. Nothing but `send` and `receive` uses it."""
+    store: Store
+    """Keys of this runtime alone: a later runtime in the same processes has others."""
+    everywhere: tuple[int, ...]
+    """Number in the mesh -> number in the default group."""
+    sockets: Mapping[int, int] = field(default_factory=dict)
+    """Descriptor -> inode of the sockets that the group has opened."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
+        """Meet the other ranks of a mesh. All of them call this, as often and in the same order.
+
+        mesh: 1-D, or None for all ranks of the default group. If there is no default group yet, it is
+        initialised from the environment, as torchrun sets it. cuda: whether the default group is to serve
+        CUDA tensors, too. timeout: seconds to wait for the others; None: `rank_timeout()`. Raises
+        ConfigError, RankDivergence if a rank does not come, and RankFailure if one was not started.
+        """
+        seconds = rank_timeout() if timeout is None else timeout
+        if not dist.is_initialized():
+            _initialise(cuda, seconds)
+        everywhere = _global_ranks(mesh)
+        rank = everywhere.index(dist.get_rank())
+        store = _meet(everywhere, rank, seconds)
+        if everywhere in _idle:
+            group, sockets = _idle.pop(everywhere)
+            return cls(rank, len(everywhere), group, store, everywhere, sockets)
+        before = _sockets()
+        whole = len(everywhere) == dist.get_world_size()
+        try:
+            group = dist.new_group(
+                list(everywhere),
+                timeout=timedelta(seconds=seconds),
+                backend="gloo",
+                use_local_synchronization=not whole,
+            )
+        except RuntimeError as error:
+            raise _unconnected(error) from error
+        sockets = {number: inode for number, inode in _sockets().items() if before.get(number) != inode}
+        return cls(rank, len(everywhere), group, store, everywhere, sockets)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """All other ranks."""
+        return tuple(each for each in range(self.size) if each != self.rank)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
+        """Begin to send a contiguous CPU tensor. Returns work to wait for (FOREVER); the caller keeps it."""
+        return dist.isend(tensor, self.everywhere[to], group=self.group, tag=tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
+        """Begin to receive into a contiguous CPU tensor of the sent size. Returns work; wait FOREVER."""
+        return dist.irecv(tensor, self.everywhere[source], group=self.group, tag=tag)
+
+    def hang_up(self) -> None:
+        """End all connections at once, so that each thread that waits in one gets an error.
+
+        Gloo has no call for this. A thread that still waits while Python ends would abort the process.
+        """
+        for number, inode in _sockets().items():
+            if self.sockets.get(number) == inode:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # raises for the socket that listens, which gloo needs
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self, *, orderly: bool = True) -> None:
+        """Give the group back. Threads that still wait in it keep it until they end.
+
+        orderly: False after a failure: then the end of the process waits for no other rank.
+        """
+        if not orderly:
+            _leaving.alone = True
+        if orderly and len(self.everywhere) < dist.get_world_size():
+            _idle[self.everywhere] = self.group, self.sockets
+        elif dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+
+@dataclass
+class _Leaving:
+    """How this process leaves the default group."""
+
+    alone: bool = False
+
+
+_leaving = _Leaving()
+
+
+def _initialise(cuda: bool, timeout: float) -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ConfigError(
+            "There is no default process group, and WORLD_SIZE does not say that there are several ranks.",
+            "Start the program with torchrun, or call torch.distributed.init_process_group.",
+        )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method="env://",
+            timeout=timedelta(seconds=timeout),
+        )
+    except (ValueError, RuntimeError) as error:
+        if not isinstance(error, ValueError) and "EADDRINUSE" not in str(error):
+            raise _unconnected(error) from error
+        raise ConfigError(
+            f"The default process group could not be initialised from the environment: {error}",
+            "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
+        ) from error
+    # Not at `close`: a later runtime uses the default group again. To initialise it twice at one port does
+    # not work, because ranks that are quick find the first one's store.
+    atexit.register(_leave)
+
+
+def _sockets() -> dict[int, int]:
+    """Descriptor -> inode of all sockets of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it has been closed meanwhile
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def _unconnected(error: RuntimeError) -> RankFailure:
+    """The error of ranks of which one did not start, or ended while they connected."""
+    text = (str(error).splitlines() or [""])[0].rstrip(".")
+    return RankFailure(
+        f"The ranks could not be connected: {text}.",
+        f"Start all ranks, with the same MASTER_ADDR and MASTER_PORT; {TIMEOUT_VARIABLE} sets how long a "
+        "rank waits for the others, in seconds.",
+        rank=None,
+    )
+
+
+def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
+    if mesh is None:
+        return tuple(range(dist.get_world_size()))
+    if mesh.ndim != 1:
+        raise ConfigError(
+            f"The mesh has {mesh.ndim} dimensions, and pages are shared over one.",
+            'Give one dimension of it, such as mesh["data"].',
+        )
+    ranks = tuple(int(each) for each in mesh.mesh.tolist())
+    if dist.get_rank() not in ranks:
+        raise ConfigError(
+            f"Rank {dist.get_rank()} is not in the mesh, which has the ranks {list(ranks)}.",
+            "Call offload only on ranks of the mesh.",
+        )
+    return ranks
+
+
+def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
+    """Wait until all ranks are here. Returns the store of this meeting.
+
+    Making a group would wait as long as the group's own time-out.
+    """
+    name = f"infinity/{','.join(_spans(everywhere))}/{_met[everywhere]}"
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store.set(f"here/{rank}", "1")
+    keys = [f"here/{each}" for each in range(len(everywhere))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:
+        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise RankDivergence(
+            f"{_named(absent)} did not come to offload() within {timeout:g} s.",
+            f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
+        ) from error
+    _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
+    # A connection of its own: whoever waits for a key keeps all others from the same connection meanwhile.
+    return store.clone() if hasattr(store, "clone") else store
+
+
+def _named(ranks: list[int]) -> str:
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _spans(ranks: tuple[int, ...]) -> list[str]:
+    """The ranks as text, short where they follow each other: (0, 1, 2, 6) gives ["0-2", "6-6"]."""
+    spans: list[list[int]] = []
+    for each in ranks:
+        if spans and spans[-1][1] == each - 1:
+            spans[-1][1] = each
+        else:
+            spans.append([each, each])
+    return [f"{first}-{last}" for first, last in spans]
+
+
+def _leave() -> None:
+    """Destroy the default group that was initialised here, at the end of the process.
+
+    The process that hosts the store stays until the others have left, for 10 s at most.
+    """
+    if not dist.is_initialized():
+        return
+    store = dist.distributed_c10d._get_default_store()
+    with contextlib.suppress(RuntimeError):  # the others are gone without a word, or the store is
+        if not _leaving.alone:
+            store.set(f"infinity/gone/{dist.get_rank()}", "1")
+            if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                every = [f"infinity/gone/{each}" for each in range(dist.get_world_size())]
+                store.wait(every, timedelta(seconds=_LAST_SECONDS))
+    dist.destroy_process_group()

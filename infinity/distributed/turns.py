@@ -1,0 +1,184 @@
+"""Turns: the order in which contributions to a gradient are added at its owner. Pure.
+
+A sum's bits depend on the order of its terms, so the order may not depend on which rank is quick. Micro-batch
+m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a part of a gradient), micro-
+batches come in order, and in each the ranks' first contributions in the order of ranks. A rank that
+contributes to a key several times in one micro-batch, as shared parameters do, has its further contributions
+added after the first ones of all ranks, by rank and in their sequence.
+
+A contribution that is not there either comes yet, or never, as with experts that were not taken. Which of
+both is known once its rank has said that it is done with the micro-batch, or earlier if the rank has said
+which contributions its micro-batch will make.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+ALL = 1 << 62
+"""A number of backwards that no rank reaches."""
+
+Key = TypeVar("Key", bound=Hashable)
+Token = TypeVar("Token")
+
+
+@dataclass
+class _Line(Generic[Token]):
+    """What waits for its turn at one key."""
+
+    waiting: dict[tuple[int, int], deque[Token]] = field(default_factory=dict)
+    """(micro-batch, rank) -> contributions in their sequence; no empty ones."""
+    micro_batch: int = 0
+    rank: int = 0
+    """The rank whose first contribution is next; the number of ranks: further contributions are next."""
+    taking: int | None = None
+    """Micro-batch of the contribution that is being taken, or None."""
+
+    def take(self, micro_batch: int, rank: int) -> Token:
+        tokens = self.waiting[micro_batch, rank]
+        token = tokens.popleft()
+        if not tokens:
+            del self.waiting[micro_batch, rank]
+        self.taking = micro_batch
+        return token
+
+
+class Turns(Generic[Key, Token]):
+    """Gives the contributions of each key in their order, one at a time.
+
+    Every event returns the (key, token) pairs to take next. The caller adds each, then calls `taken`.
+    """
+
+    def __init__(self, ranks: int, whole_of: Callable[[Key], Hashable]) -> None:
+        """ranks: number of ranks. whole_of: function from a key to what `expects` names, of which the key is
+        a part.
+        """
+        self._ranks = ranks
+        self._whole_of = whole_of
+        self._begin()
+
+    def _begin(self) -> None:
+        self._done = [0] * self._ranks
+        self._lines: defaultdict[Key, _Line[Token]] = defaultdict(_Line)
+        self._blocked: defaultdict[tuple[int, int], set[Key]] = defaultdict(set)
+        """(rank, micro-batch) -> keys that go on once the rank is done with it."""
+        self._expected: dict[tuple[int, int], Container[Hashable]] = {}
+        """(rank, micro-batch) -> all that the rank contributes to, once each, if it has said so."""
+        self._left: Counter[int] = Counter()
+        """Micro-batch -> contributions not yet added; none at 0."""
+
+    def offered(self, key: Key, micro_batch: int, rank: int, token: Token) -> list[tuple[Key, Token]]:
+        """A contribution is there. Those of one key, micro-batch and rank come in their sequence.
+
+        micro_batch: counted by the rank itself, from 0 since `clear`.
+        """
+        assert micro_batch >= self._done[rank], "a rank contributes to a micro-batch that it has ended"
+        line = self._lines[key]
+        line.waiting.setdefault((micro_batch, rank), deque()).append(token)
+        self._left[micro_batch] += 1
+        return self._advance([key])
+
+    def expects(self, rank: int, micro_batch: int, wholes: Container[Hashable]) -> list[tuple[Key, Token]]:
+        """A rank will contribute to these in a micro-batch, once to each key, and to nothing else."""
+        self._expected[rank, micro_batch] = wholes
+        return self._advance(self._blocked.pop((rank, micro_batch), ()))
+
+    def done(self, rank: int, micro_batches: int) -> list[tuple[Key, Token]]:
+        """A rank has finished so many backwards since `clear`: what it has not offered for them is absent.
+
+        micro_batches: ALL if the rank contributes no more until `go_on`.
+        """
+        self._done[rank] = max(self._done[rank], micro_batches)
+        keys: list[Key] = []
+        for source, each in [*self._blocked]:
+            if source == rank and each < micro_batches:
+                keys += self._blocked.pop((source, each))
+        return self._advance(keys)
+
+    def go_on(self, micro_batches: int) -> None:
+        """All ranks have finished so many backwards, no matter what `done` said, and may contribute again."""
+        self._done = [micro_batches] * self._ranks
+
+    def taken(self, key: Key) -> list[tuple[Key, Token]]:
+        """The contribution that was given for `key` has been added."""
+        line = self._lines[key]
+        assert line.taking is not None, "nothing of this key is being taken"
+        self._left[line.taking] -= 1
+        if not self._left[line.taking]:
+            del self._left[line.taking]
+        line.taking = None
+        return self._advance([key])
+
+    def drained(self, micro_batches: int) -> bool:
+        """Whether all ranks have finished so many backwards, and all that they contributed has been added."""
+        return min(self._done) >= micro_batches and all(each >= micro_batches for each in self._left)
+
+    def complete(self, key: Key, micro_batches: int) -> bool:
+        """Whether all ranks have finished so many backwards, and what they contributed to `key` is added."""
+        if min(self._done) < micro_batches:
+            return False
+        line = self._lines.get(key)
+        if line is None:
+            return True
+        left = [micro_batch for micro_batch, _ in line.waiting]
+        if line.taking is not None:
+            left.append(line.taking)
+        return all(each >= micro_batches for each in left)
+
+    def clear(self) -> list[Token]:
+        """Begin anew with micro-batch 0. Returns the contributions that were never given."""
+        dropped = [token for line in self._lines.values() for each in line.waiting.values() for token in each]
+        self._begin()
+        return dropped
+
+    def _advance(self, keys: Iterable[Key]) -> list[tuple[Key, Token]]:
+        found = []
+        for key in keys:
+            line = self._lines[key]
+            place = self._next(key, line)
+            if place is not None:
+                found.append((key, line.take(*place)))
+        return found
+
+    def _next(self, key: Key, line: _Line[Token]) -> tuple[int, int] | None:
+        """Move a key's cursor on to the next contribution, its (micro-batch, rank).
+
+        None: there is none, one is being taken, or the key is blocked now.
+        """
+        while line.waiting and line.taking is None:
+            now = line.micro_batch
+            if line.rank < self._ranks:
+                rank = line.rank
+                there = (now, rank) in line.waiting
+                if not there and self._may_come(key, rank, now):
+                    self._blocked[rank, now].add(key)
+                    return None
+                line.rank += 1
+                if there:
+                    return now, rank
+                continue
+            behind = next((each for each in range(self._ranks) if self._may_come_again(each, now)), None)
+            if behind is not None:
+                self._blocked[behind, now].add(key)
+                return None
+            further = [rank for micro_batch, rank in line.waiting if micro_batch == now]
+            if further:
+                return now, min(further)
+            # Micro-batches that all have finished without a contribution to this key need no look each.
+            line.micro_batch = max(now + 1, min(*self._done, min(line.waiting)[0]))
+            line.rank = 0
+        return None
+
+    def _may_come(self, key: Key, rank: int, micro_batch: int) -> bool:
+        """Whether a rank's first contribution to a key, which has not come, may come yet."""
+        if self._done[rank] > micro_batch:
+            return False
+        expected = self._expected.get((rank, micro_batch))
+        return expected is None or self._whole_of(key) in expected
+
+    def _may_come_again(self, rank: int, micro_batch: int) -> bool:
+        """Whether a rank may contribute to a key further times in a micro-batch."""
+        return self._done[rank] <= micro_batch and (rank, micro_batch) not in self._expected

@@ -1,0 +1,192 @@
+"""Programs of ranks that agree, or fail to; see tests/distributed/test_agreements.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import rank_processes
+
+from infinity.distributed.ballots import Ballots
+from infinity.distributed.bell import Bell
+from infinity.distributed.liveness import Liveness
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.mesh import Ranks
+from infinity.distributed.message import Kind
+from infinity.distributed.wire import Wire
+from infinity.errors import BudgetError, InfinityError
+
+QUICK = {"interval": 0.05, "patience": 0.5}
+"""Options of a liveness that notices silence soon."""
+PATIENT = {"interval": 0.05, "patience": 60.0}
+
+
+class Member:
+    """A rank with a wire, ballots, a lock, a conductor and a liveness."""
+
+    def __init__(self, timeout: float, **liveness: float) -> None:
+        self.ranks = Ranks.of(None)
+        self.bell = Bell(timeout)
+        self.wire = Wire(self.ranks, self.bell)
+        self.lock = TrainerLock()
+        self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
+        self.liveness = Liveness(self.ranks, self.bell, **liveness)
+        self.conductor = threading.Thread(target=self._conduct, daemon=True)
+        self.conductor.start()
+
+    def _conduct(self) -> None:
+        left = len(self.ranks.peers)
+        while left:
+            source, message = self.wire.inbox.get()
+            with self.lock.turn():
+                if message.kind is Kind.BYE:
+                    self.liveness.departed(source)
+            left -= message.kind in (Kind.BYE, Kind.FAILED)
+
+    def cast(self, call: str, number: int, facts: Any = None) -> Any:
+        """What an agreement returns, as a list, or its error as [name, cause]. number: counts agreements."""
+        with self.lock:
+            found = self.told(lambda: self.ballots.agree(call, facts))
+        return list(found.values()) if isinstance(found, dict) else found
+
+    def told(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except InfinityError as error:
+            return [type(error).__name__, error.cause]
+
+    def close(self) -> None:
+        failed = self.bell.failure is not None
+        self.liveness.close()
+        self.wire.close()
+        self.ranks.close(orderly=not failed)
+
+
+def agreements() -> list[Any]:
+    """Many agreements, then calls that differ."""
+    us = Member(60.0, **PATIENT)
+    found = [us.cast("step()", number, [us.ranks.rank, "x" * 300 * (number == 7)]) for number in range(20)]
+    good = [
+        each == [[rank, "x" * 300 * (number == 7)] for rank in range(3)] for number, each in enumerate(found)
+    ]
+    differ = us.cast(("step()", "clip_grad_norm_()", "step()")[us.ranks.rank], 20)
+    with us.lock:  # the lock is back, and the conductor still gets it
+        pass
+    us.close()
+    return [good, differ]
+
+
+def absence() -> list[Any]:
+    """Rank 1 does not come to an agreement in time, then leaves."""
+    us = Member(0.3 if int(os.environ["RANK"]) == 0 else 60.0, **PATIENT)
+    assert us.ranks.rank or us.bell.timeout < 1
+    first = us.told(lambda: us.ranks.store.add("here", 1)) > 0
+    if us.ranks.rank == 1:
+        us.wire.post(0, Kind.BALLOT, 0, "save()", None)
+        us.ranks.store.wait(["rank 0 has waited"])
+        us.close()
+        return [first]
+    late = us.cast("step()", 1)
+    us.ranks.store.set("rank 0 has waited", "")
+    us.conductor.join()  # until rank 1 has left
+    left = us.cast("step()", 2)
+    healthy = us.bell.failure is None
+    us.close()
+    return [first, late, left, healthy]
+
+
+def stopped() -> list[Any]:
+    """The last rank is stopped by SIGSTOP while the others wait for it in an agreement."""
+    us = Member(60.0, **QUICK)
+    us.cast("offload()", 0)
+    if us.ranks.rank == us.ranks.size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    found = us.cast("step()", 1)
+    us.close()
+    return found
+
+
+def host_stopped() -> list[Any]:
+    """Rank 0, which keeps the store, is stopped by SIGSTOP."""
+    us = Member(60.0, **QUICK)
+    us.cast("offload()", 0)
+    if us.ranks.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    found = us.cast("step()", 1)
+    us.close()
+    return found
+
+
+def host_killed() -> list[Any]:
+    """Rank 0, which keeps the store, is killed. No wire is there to notice."""
+    us, bell = Ranks.of(None), Bell(60.0)
+    liveness = Liveness(us, bell, interval=0.05, patience=60.0)
+    if us.rank == 1:
+        us.store.set("here 1", "")
+    else:
+        us.store.wait(["here 1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = failure_of(bell)
+    liveness.close()
+    us.close(orderly=False)
+    return found
+
+
+def failure_of(bell: Bell) -> list[str]:
+    """Wait for the failure of the run."""
+    try:
+        bell.wait_for(lambda: False)
+    except InfinityError as error:
+        return [type(error).__name__, error.cause]
+    return []
+
+
+def declared() -> list[Any]:
+    """Rank 1 declares an error of its own; all others learn its cause."""
+    us = Member(60.0, **PATIENT)
+    us.cast("offload()", 0)
+    if us.ranks.rank == 1:
+        us.liveness.declare(BudgetError("It does not fit.", "Give more.", needed=1))
+        found = us.told(lambda: us.ballots.agree("step()"))
+    else:
+        found = us.cast("step()", 1)
+    # The first cause stays, so the others' own later failures do not replace it.
+    if us.ranks.rank == 0:
+        us.liveness.declare(BudgetError("Later.", "No."))
+        found.append(us.liveness.failure.cause)
+    us.ranks.store.add("told", 1)
+    while us.ranks.store.add("told", 0) < us.ranks.size:
+        time.sleep(0.01)
+    us.close()
+    return found
+
+
+def leaving() -> bool:
+    """A rank that leaves is not taken for dead, although it beats no more for long."""
+    us = Ranks.of(None)
+    bell = Bell(60.0)
+    liveness = Liveness(us, bell, interval=0.02, patience=0.2)
+    us.store.add("begun", 1)
+    us.store.wait(["begun"])
+    if us.rank == 1:
+        liveness.close()
+        us.store.set("rank 1 has left", "")
+        us.store.wait(["rank 0 has seen enough"])
+        us.close()
+        return bell.failure is None
+    us.store.wait(["rank 1 has left"])
+    begun = liveness._rounds
+    while liveness._rounds < begun + 20 and bell.failure is None:
+        time.sleep(0.01)
+    us.store.set("rank 0 has seen enough", "")
+    liveness.close()
+    us.close()
+    return bell.failure is None and liveness._rounds >= begun + 20
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())

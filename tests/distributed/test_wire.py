@@ -1,0 +1,81 @@
+"""Tests of the wire and of the ranks that speak over it: bytes, counters, refusals, deaths, ends."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import rank_processes
+import wire_ranks
+from warm_python import Popen
+
+
+def results(function: str, size: int = 2) -> list:
+    """What each rank returned; none may have failed."""
+    outcomes = rank_processes.run("wire_ranks.py", function, size=size)
+    assert [each.code for each in outcomes] == [0] * size, [each.text for each in outcomes]
+    assert [each.error for each in outcomes] == [""] * size, [each.text for each in outcomes]
+    return [each.result for each in outcomes]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_pulls_bring_the_right_bytes_and_are_counted_exactly(size: int) -> None:
+    found = results("pulls", size)
+    for rank, each in enumerate(found):
+        assert each["right"] == [True] * (2 * wire_ranks.PULLS)
+        assert each["received"] == {"states": sum(each["asked"].values())}
+        assert each["sent"] == {"states": sum(other["asked"].get(str(rank), 0) for other in found)}
+        assert each["ended"] and each["failure"] == "None"
+    assert sum(each["messages"][0] for each in found) == sum(each["messages"][1] for each in found)
+    pulled = size * 2 * wire_ranks.PULLS
+    assert sum(each["messages"][0] for each in found) == 2 * pulled + 2 * size * (size - 1), "CLEARED, BYE"
+
+
+def test_deliveries_that_do_not_come_say_why() -> None:
+    refused, diverged, sizes, left, late = results("refusals")[0]
+    assert refused == [
+        "RankFailure",
+        "Rank 1 could not deliver parameters: InfinityError: It is gone. Look..",
+    ]
+    assert diverged == ["RankDivergence", "It is older."]
+    assert sizes == ["RankDivergence", "Rank 1 sent pieces of [3] bytes instead of [8]."]
+    assert left == ["RankFailure", "Rank 1 has closed its runtime."]
+    assert late == [True, True], "a rank that has left is no failure of the run"
+
+
+def test_a_rank_that_is_killed_amid_a_delivery_is_lost() -> None:
+    survivor, victim = rank_processes.run("wire_ranks.py", "killed", size=2)
+    assert victim.code == -9
+    assert survivor.code == 0, survivor.text
+    assert survivor.result[:4] == ["RankFailure"] * 4
+    assert survivor.result[4].startswith("Rank 1 is gone: the connection to it broke")
+    assert survivor.result[5:7] == [1, "FAILED"]
+
+
+def test_runtimes_follow_each_other_and_close_in_any_order() -> None:
+    zero, one = results("in_turn")
+    assert zero == [True, False, True, True, True, True, True, True, False, True, True]
+    assert one == [True, True, True, True, False, True, True, True, True, True]
+
+
+def test_meshes_that_cannot_be_used_are_refused() -> None:
+    for rank, found in enumerate(results("strange_meshes")):
+        assert found[0] == "The mesh has 2 dimensions, and pages are shared over one."
+        assert found[1] == f"Rank {rank} is not in the mesh, which has the ranks [{1 - rank}]."
+        assert found[-1] == [2, [1 - rank]]
+        if rank == 0:
+            assert found[2] == "Rank 1 did not come to offload() within 0.05 s."
+
+
+def test_a_mesh_may_leave_ranks_out() -> None:
+    zero, one, two = results("part_of_the_ranks", 3)
+    assert zero == [[0, 2, True], True] * 2
+    assert one == []
+    assert two == [[1, 2, True], True] * 2
+
+
+def test_one_rank_alone_imports_nothing_of_it() -> None:
+    code = (
+        "import infinity, sys; sys.exit(any(each.startswith('infinity.distributed') for each in sys.modules))"
+    )
+    assert Popen([sys.executable, "-c", code], cwd=rank_processes.TESTS).wait() == 0

@@ -1,0 +1,227 @@
+"""Programs of ranks that speak over a wire; see tests/distributed/test_wire.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import rank_processes
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from infinity.distributed import wire
+from infinity.distributed.mesh import Ranks
+from infinity.distributed.message import HEADER_BYTES, Kind, Message, pack, unpack
+from infinity.distributed.wire import Wire
+from infinity.errors import ConfigError, InfinityError, RankDivergence
+
+PULLS = 40
+"""Pulls that each thread makes."""
+
+
+def content(source: int, seed: int, size: int) -> torch.Tensor:
+    """The bytes that a rank serves for a seed."""
+    made = torch.Generator().manual_seed(1000 * source + seed)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=made)
+
+
+def serve_requests(rank: int, line: Wire, ends: int) -> None:
+    """Body of a conductor: serve until as many peers have ended or need no more."""
+    while ends:
+        source, message = line.inbox.get()
+        if message.kind is Kind.REQUEST:
+            number, seed, sizes = message.fields[:3]
+            line.deliver(source, number, list(content(rank, seed, sum(sizes)).split(sizes)), "states")
+        ends -= message.kind in (Kind.BYE, Kind.CLEARED)
+
+
+def pull(line: Wire, peer: int, seed: int, sizes: list[int], padding: str = "") -> bool:
+    """Whether a pull brings the right bytes."""
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8)
+    delivery = line.expect(peer, memory.split(sizes), "states")
+    line.post(peer, Kind.REQUEST, delivery.number, seed, sizes, padding)
+    delivery.wait()
+    return delivery.done() and torch.equal(memory, content(peer, seed, sum(sizes)))
+
+
+def pulls() -> dict[str, Any]:
+    """Two threads a rank pull pieces of random sizes from random peers."""
+    us = Ranks.of(None)
+    line = Wire(us)
+    conductor = threading.Thread(target=serve_requests, args=(us.rank, line, len(us.peers)))
+    conductor.start()
+    right: list[bool] = []
+    asked = dict.fromkeys(map(str, us.peers), 0)
+    lock = threading.Lock()
+
+    def worker(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(PULLS):
+            peer = chance.choice(us.peers)
+            sizes = [chance.choice([0, 1, 255, 4096, 100_001, 1 << 20]) for _ in range(chance.randint(1, 4))]
+            good = pull(line, peer, chance.randrange(1000), sizes, "x" * chance.choice([0, 200, 5000]))
+            with lock:
+                right.append(good)
+                asked[str(peer)] += sum(sizes)
+
+    threads = [threading.Thread(target=worker, args=(10 * us.rank + each,)) for each in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for peer in us.peers:
+        line.post(peer, Kind.CLEARED)
+    conductor.join()
+    ended = line.close()
+    traffic = line.traffic()
+    us.close()
+    return {
+        "right": right,
+        "asked": asked,
+        "sent": dict(traffic.sent),
+        "received": dict(traffic.received),
+        "messages": [traffic.messages_sent, traffic.messages_received],
+        "ended": ended,
+        "failure": str(line.failure),
+    }
+
+
+def refusals() -> list[Any]:
+    """A refused delivery, one of other sizes, and one that a peer leaves without serving."""
+    us = Ranks.of(None)
+    line = Wire(us)
+    peer = us.peers[0]
+    if us.rank == 1:
+        errors = iter([InfinityError("It is gone.", "Look."), RankDivergence("It is older.", "Mend.")])
+        for error in errors:
+            line.refuse(peer, line.inbox.get()[1].fields[0], error)
+        line.deliver(peer, line.inbox.get()[1].fields[0], [torch.ones(3, dtype=torch.uint8)]).wait()
+        line.inbox.get()
+        line.close()
+        us.close()
+        return []
+    found = []
+    for _ in range(4):
+        delivery = line.expect(peer, [torch.zeros(8, dtype=torch.uint8)])
+        line.post(peer, Kind.REQUEST, delivery.number)
+        try:
+            delivery.wait()
+        except InfinityError as error:
+            found.append([type(error).__name__, error.cause])
+    late = line.expect(peer, [torch.zeros(8, dtype=torch.uint8)])
+    found.append([late.done(), line.failure is None])
+    line.close()
+    us.close()
+    return found
+
+
+def killed() -> list[Any]:
+    """Rank 1 is killed amid a payload; the wire of rank 0 loses it, and rank 0 ends by itself."""
+    us = Ranks.of(None)
+    if us.rank == 1:
+        header = bytearray(HEADER_BYTES)
+        us.receive(torch.frombuffer(header, dtype=torch.uint8), 0, wire._HEADER).wait()
+        number = unpack(header, None).fields[0]
+        sizes = [1 << 20, 1 << 20]
+        header, _ = pack(Message(Kind.DATA, [number, "states", sizes]))
+        us.send(torch.frombuffer(header, dtype=torch.uint8), 0, wire._HEADER).wait()
+        us.send(torch.ones(sizes[0], dtype=torch.uint8), 0, wire._PAYLOAD).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    line = Wire(us)
+    first, second = torch.zeros(2, 1 << 20, dtype=torch.uint8)
+    delivery, other = line.expect(1, [first, second]), line.expect(1, [first])
+    line.post(1, Kind.REQUEST, delivery.number)
+    found = [failure_of(delivery.wait), failure_of(other.wait)]
+    found.append(failure_of(line.deliver(1, 1, [first]).wait))
+    found.append(failure_of(line.expect(1, [first]).wait))
+    assert line.failure is not None
+    source, message = line.inbox.get()
+    closed = line.close()
+    us.close(orderly=False)
+    return [*found, line.failure.cause, source, message.kind.name, closed]
+
+
+def failure_of(wait: Callable[[], object]) -> str:
+    """The class of the typed error that `wait` raises."""
+    try:
+        wait()
+    except InfinityError as error:
+        return type(error).__name__
+    return ""
+
+
+def in_turn() -> list[Any]:
+    """Runtimes one after the other; in each another rank closes first, without waiting for its peer."""
+    found: list[Any] = []
+    for first in (0, 1, 0):
+        us = Ranks.of(None)
+        us.store.add("runs", 1)
+        line = Wire(us)
+        conductor = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
+        conductor.start()
+        found.append(pull(line, us.peers[0], 1, [5]))
+        if us.rank == first:
+            line.bell.wait_for(lambda line=line: line.traffic().sent["states"] == 5)
+            found.append(line.close(patience=0.0))
+        conductor.join()
+        found.append(line.close())
+        found.append(us.store.add("runs", 0) <= us.size)
+        us.close()
+    return found
+
+
+def strange_meshes() -> list[str]:
+    """What is said of meshes that cannot be used, and of a rank that does not come."""
+    dist.init_process_group("gloo")
+    found = []
+    for make in (
+        lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")),
+        lambda: DeviceMesh("cpu", [1 - dist.get_rank()]),
+    ):
+        try:
+            Ranks.of(make())
+        except ConfigError as error:
+            found.append(error.cause)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        try:
+            Ranks.of(None, timeout=0.05)
+        except RankDivergence as error:
+            found.append(error.cause)
+        store.set("rank 0 has given up", "")
+    store.wait(["rank 0 has given up"])
+    part = init_device_mesh("cpu", (2,))
+    us = Ranks.of(part)
+    found.append([us.size, us.peers])
+    us.close()
+    dist.destroy_process_group()
+    return found
+
+
+def part_of_the_ranks() -> list[Any]:
+    """Ranks 0 and 2 of three have a mesh, and two runtimes one after the other; rank 1 does not take part."""
+    dist.init_process_group("gloo")
+    mesh = DeviceMesh("cpu", [0, 2])
+    found: list[Any] = []
+    for _ in range(2 * (dist.get_rank() != 1)):
+        us = Ranks.of(mesh)
+        line = Wire(us)
+        conductor = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
+        conductor.start()
+        found.append([us.rank, us.size, pull(line, us.peers[0], 3, [100, 7])])
+        line.post(us.peers[0], Kind.CLEARED)
+        conductor.join()
+        found.append(line.close())
+        us.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
