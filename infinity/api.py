@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.division import Division
+from infinity.layout.shards import ALONE, Share
 from infinity.model.paged_parameter import PagedParameter
 from infinity.pages.open_tiers import injected_files
 from infinity.planning.fake_step import run_fake_step
@@ -28,6 +29,11 @@ from infinity.planning.planner import Available, as_model, check_kinds, make_pla
 from infinity.runtime import Runtime
 from infinity.system.directory import path_text
 from infinity.tiers.tier import usable_device
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from infinity.distributed.communicator import Communicator
 
 
 def offload(
@@ -43,6 +49,8 @@ def offload(
     accumulation: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
+    mesh: DeviceMesh | None = None,
+    partition: str | None = "parameters",
 ) -> Runtime:
     """Move the parameters, gradients and optimizer states of a model into pages; return the model's runtime.
 
@@ -72,13 +80,40 @@ def offload(
     and chunks may differ. Later commits go there too, unless `checkpoint` names another directory. Call
     `Runtime.load` for the state that was saved with the commit.
 
+    mesh, partition: with several ranks, which are processes that train the model together, each with micro-
+    batches of its own (torchrun starts them): a 1-D mesh of these ranks, by default all of them, and what
+    they divide among them. "parameters": everything, which is ZeRO's stage 3. "gradients": gradients and
+    optimizer states (stage 2). "optimizer": optimizer states (stage 1). None: nothing. Gradients are averaged
+    over ranks. Every rank calls this function with an equal model and optimizer; parameters and buffers get
+    rank 0's values. budget is then that of one rank.
+
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
     of the tiers (StorageError, StorageFull, DeviceError). A commit that cannot be loaded raises CorruptState
     or IncompatibleCheckpoint. Model and optimizer are then as they were.
     """
     budget, precision = check_kinds(budget, precision)
-    _check(model, optimizer)
+    stage = stage_of(partition)
+    if several_ranks(mesh):
+        if checkpoint is not None or resume is not None:
+            raise ConfigError(
+                "Commits were asked for with several ranks, and commits over ranks are not there yet.",
+                "Leave checkpoint= and resume= out, or train with one rank.",
+            )
+        return _offload_with_others(
+            model,
+            optimizer,
+            mesh,
+            stage,
+            budget=budget,
+            precision=precision,
+            device=device,
+            weights=weights,
+            example_inputs=example_inputs,
+            update=update,
+            accumulation=accumulation,
+        )
+    check_model(model, optimizer)
     with ExitStack() as cleanup:
         commits = None
         if checkpoint is not None or resume is not None:
@@ -99,6 +134,85 @@ def offload(
         runtime = carry_out(made, model, optimizer, budget=budget, weights=weights, checkpoint=commits)
         cleanup.pop_all()
     return runtime
+
+
+def _offload_with_others(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: DeviceMesh | None,
+    stage: int,
+    *,
+    budget: Budget,
+    precision: Precision,
+    device: torch.device | str | None,
+    weights: str | os.PathLike[str] | None,
+    **options: Any,
+) -> Runtime:
+    """Do what `offload` does, on one of several ranks. An error on one rank becomes an error on all.
+
+    stage: of ZeRO. options: those of `plan_for`.
+    """
+    from infinity.distributed.communicator import Communicator, local_ranks
+
+    place, _ = local_ranks()
+    target = usable_device(device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
+    with ExitStack() as cleanup:
+        communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
+        try:
+            check_model(model, optimizer)
+            made = plan_with_others(
+                communicator,
+                model,
+                optimizer,
+                budget=budget,
+                precision=precision,
+                device=target,
+                weights=weights,
+                **options,
+            )
+            runtime = carry_out(
+                made, model, optimizer, budget=budget, weights=weights, communicator=communicator
+            )
+        except BaseException as error:
+            communicator.fail(error)
+            raise
+        cleanup.pop_all()
+    return runtime
+
+
+def plan_with_others(
+    communicator: Communicator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    budget: Budget,
+    precision: Precision,
+    device: torch.device,
+    weights: str | os.PathLike[str] | None,
+    **options: Any,
+) -> Plan:
+    """Make the plan of one of several ranks, all of which call this and divide the model alike.
+
+    weights: as in `offload`. options: the others of `plan_for`. Raises RankDivergence if the ranks have
+    different models, optimizers or precisions, and the errors of `infinity.distributed.agreed_plan`.
+    """
+    from infinity.distributed.agreed_plan import agreed_plan, check_equal
+    from infinity.distributed.communicator import local_ranks
+
+    check_equal(communicator, model, optimizer, precision=precision, weights=weights is None)
+    draft = functools.partial(
+        plan_for,
+        model,
+        optimizer,
+        budget=budget,
+        precision=precision,
+        device=device,
+        slab_directory=None,
+        share=communicator.share,
+        on_node=local_ranks()[1],
+        **options,
+    )
+    return agreed_plan(communicator, budget.host_bytes, lambda prefer: draft(prefer=prefer))
 
 
 def plan(
@@ -152,11 +266,15 @@ def plan_for(
     accumulation: int | None,
     slab_directory: str | None,
     prefer: Division | None = None,
+    share: Share = ALONE,
+    on_node: int = 1,
 ) -> Plan:
     """Make the plan of `plan`, or of a run that continues a commit; the first half of `offload`.
 
     slab_directory: `checkpoint` of `plan`. prefer: the division of the commit that is continued, so that its
-    pages can stay where they lie; None for a new run. `infinity.build.carry_out` is the other half.
+    pages can stay where they lie; None for a new run. share: the rank for which the plan is made.
+    on_node: number of ranks that share this node's RAM, where no budget is given.
+    `infinity.build.carry_out` is the other half.
     """
     budget, precision = check_kinds(budget, precision)
     chosen = update_time(update, accumulation, precision)
@@ -170,12 +288,13 @@ def plan_for(
         budget=budget,
         precision=precision,
         device=target,
-        available=Available.now(target),
+        available=Available.now(target, on_node),
         update=chosen,
         accumulation=accumulation,
         commits=slab_directory is not None,
         slab_directory=slab_directory,
         prefer=prefer,
+        share=share,
     )
     if example_inputs is None:
         return draft()
@@ -206,7 +325,26 @@ def _check_commits(
         )
 
 
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def several_ranks(mesh: DeviceMesh | None) -> bool:
+    """Whether this process is one of several ranks. mesh: as in `offload`."""
+    if mesh is not None:
+        return mesh.size() > 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() > 1
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def stage_of(partition: str | None) -> int:
+    """The stage of ZeRO that `partition` names. Raises ConfigError for another name."""
+    stages = {None: 0, "optimizer": 1, "gradients": 2, "parameters": 3}
+    if partition not in stages:
+        raise ConfigError(
+            f"The partition is {partition!r}.", 'Give "parameters", "gradients", "optimizer" or None.'
+        )
+    return stages[partition]
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Raises ConfigError if the model cannot be paged, or if the optimizer is not made for this model."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is a {type(model).__name__}.", "Give an nn.Module.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,18 +14,18 @@ from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.filling import Filling
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.restore import restore
 from infinity.checkpoint.resume import adopt as adopt_commit
 from infinity.checkpoint.resume import run_state
-from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.components import Components
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
-from infinity.layout.strides import in_memory_order
-from infinity.model.materialize import materialize, registered
+from infinity.layout.shards import PageShard
+from infinity.model.materialize import registered
 from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
@@ -43,12 +43,15 @@ from infinity.pages.store import Store
 from infinity.pages.twins import parameter_twins, state_twins
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.prefetch.engine import NoUpdates, PrefetchEngine
+from infinity.prefetch.engine import NoUpdates, PrefetchEngine, Updates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Tier
+
+if TYPE_CHECKING:  # a runtime of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
 
 _GUARD_MARGIN = 16 << 20
 """The heap guard limits the growth of resident memory to the RAM budget less a margin. The margin is this
@@ -66,12 +69,14 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
     checkpoint: Checkpoint | None = None,
+    communicator: Communicator | None = None,
 ) -> Runtime:
     """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
     checkpoint: where commits go and which one is continued; None if commits are off. It is closed with the
-    runtime, or if this call fails.
+    runtime, or if this call fails. communicator: connects with the other ranks, and is closed with the
+    runtime; None with one rank.
     """
     heap = _guard(plan)
     with ExitStack() as cleanup:
@@ -92,7 +97,7 @@ def carry_out(
         if checkpoint is not None:
             assert store.nvme is not None
             checkpoint.note_slabs(store.nvme)
-        builder = _Builder(model, plan, store)
+        builder = _Builder(model, plan, store, communicator)
         if checkpoint is not None and checkpoint.saved is not None:
             assert optimizer is not None
             builder.resume(checkpoint, optimizer, budget, streamed=adopted is None)
@@ -100,7 +105,7 @@ def carry_out(
             builder.fill(weights, heap)
             if optimizer is not None:
                 adopt(optimizer, builder.write_state, builder.dtype_in_page)
-        threads = cleanup.enter_context(cpu_adam.ThreadPool(openmp=plan.device.type == "cpu"))
+        threads = cleanup.enter_context(_threads(plan, communicator))
         runtime = builder.wire(meter, threads, heap, checkpoint)
         cleanup.pop_all()
     if optimizer is not None:
@@ -111,7 +116,11 @@ def carry_out(
 class _Builder:
     """Builds a runtime in steps, and holds what is needed only between these steps."""
 
-    def __init__(self, model: nn.Module, plan: Plan, store: Store) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, store: Store, communicator: Communicator | None) -> None:
+        self.communicator = communicator
+        self.early: list[tuple[int, Any]] = []
+        """What other ranks have said to the runtime while it was being made."""
+        self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
         self.model = model
         self.plan = plan
         self.store = store
@@ -128,35 +137,37 @@ class _Builder:
                 self.homes, plan.layout.units, plan.slab_layout.parameters, strict=True
             ):
                 home.twins = parameter_twins(layout, images, home)
-        self.states = None if plan.rule is None else States(self._state_pages(), store, plan.rule)
+        self.states = (
+            None
+            if plan.rule is None
+            else States(
+                self._state_pages(),
+                store,
+                plan.rule,
+                remote=None if communicator is None else communicator.remote,
+            )
+        )
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters to the homes of their parameter pages. If there is an
-        optimizer, also write to the optimizer pages what the parameter pages lack of the fp32 masters.
-
-        weights: the file or directory with the values. None: take the values that the parameters have, or
-        run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed
-        memory of the heap to the kernel. It is told how many bytes each parameter's values took.
-        """
-        states = self.states
-
-        def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
-            unit, index = self.places[id(parameter)]
-            layout = self.plan.layout.units[unit].parameters[index]
-            flat = in_memory_order(values.detach(), layout.stride).cpu()
-            encoded = states.encode(unit, index, flat) if states is not None else flat.to(layout.dtype)
-            self.store.patch(self.homes[unit], self.plan.layout.units[unit].start(index), encoded)
-            heap.allocated(values.nbytes)
-
-        if weights is not None:
-            load(self.model, open_weights(weights), put, self.plan.device)
+        """Write the initial values of all parameters home. weights, heap: as for Filling.fill."""
+        filling = Filling(
+            self.model,
+            self.plan,
+            self.store,
+            homes=self.homes,
+            shards=self.shards,
+            states=self.states,
+            parameters=self.parameters,
+        )
+        if self.communicator is None:
+            filling.fill(weights, heap)
             return
-        if any(each.is_meta for each in (*self.model.parameters(), *self.model.buffers())):
-            materialize(self.model, self.plan.device, put)
-        for parameters in self.parameters:
-            for parameter in parameters:
-                if not parameter.is_meta:
-                    put(parameter, parameter)
+        from infinity.distributed.initial_values import InitialValues
+
+        values = InitialValues(self.communicator, self.model)
+        with values.generator():
+            filling.fill(weights, heap, None if values.serves else values.take)
+        self.early = values.done()
 
     def resume(
         self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
@@ -195,7 +206,7 @@ class _Builder:
         unit, index = self.places[id(parameter)]
         layout = self.plan.layout.units[unit]
         self.states.write(unit, index, state)
-        if "master" in state:
+        if "master" in state and self.communicator is None:
             nbytes = layout.parameters[index].numel * layout.parameters[index].dtype.itemsize
             values = self.store.fetch(self.homes[unit], layout.start(index), nbytes)
             self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
@@ -234,12 +245,19 @@ class _Builder:
             updater = Updater(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
-        edits = EditTracker(pages, store, states)
-        engine = PrefetchEngine(
-            pages, store, Trace(), meter=meter, updates=updater or NoUpdates(), edits=edits
-        )
+        versions = None if self.communicator is None else self.communicator.edit_versions(pages)
+        edits = EditTracker(pages, store, states, health=health, over_ranks=versions)
+        engine = self._engine(pages, meter, updater or NoUpdates(), edits)
         pager = Pager(
-            pages, addresses, engine, edits, gradients=gradients, scale=scale, health=health, heap=heap
+            pages,
+            addresses,
+            engine,
+            edits,
+            gradients=gradients,
+            scale=scale,
+            health=health,
+            heap=heap,
+            lock=None if self.communicator is None else self.communicator.lock,
         )
         for page in pages:
             for index, parameter in enumerate(page.parameters):
@@ -262,6 +280,24 @@ class _Builder:
                 generation=checkpoint.generation,
                 superseded=checkpoint.superseded,
             )
+        peers = None
+        if self.communicator is not None:
+            from infinity.distributed.peers import Peers
+
+            assert versions is not None
+            peers = Peers(
+                self.communicator,
+                pages=pages,
+                edits=edits,
+                versions=versions,
+                states={} if states is None else states.pages,
+                engine=engine,
+                gradients=gradients,
+                updater=updater,
+                store=store,
+                health=health,
+                early=self.early,
+            )
         parts = Components(
             model=self.model,
             plan=plan,
@@ -277,10 +313,28 @@ class _Builder:
             gradients=gradients,
             states=states,
             updater=updater,
+            peers=peers,
             committer=committer,
             checkpoint=checkpoint,
         )
         return Runtime(parts)
+
+    def _engine(
+        self, pages: list[ParameterPage], meter: Meter, updates: Updates, edits: EditTracker
+    ) -> PrefetchEngine:
+        if self.communicator is None:
+            return PrefetchEngine(pages, self.store, Trace(), meter=meter, updates=updates, edits=edits)
+        from infinity.prefetch.ranked_engine import RankedEngine
+
+        return RankedEngine(
+            pages,
+            self.store,
+            Trace(),
+            meter=meter,
+            updates=updates,
+            edits=edits,
+            remote=self.communicator.remote,
+        )
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
@@ -299,6 +353,7 @@ class _Builder:
                 placeholders=[
                     placeholders.of(each.shape, each.stride, each.dtype) for each in layout.parameters
                 ],
+                shard=self.shards[unit],
                 addresses=addresses,
                 permanent=self._stays(unit),
             )
@@ -316,6 +371,8 @@ class _Builder:
     def _stays(self, unit: int) -> bool:
         """Whether a unit's parameter page is permanent: always in the memory where the model computes."""
         near = Tier.HOST if self.plan.unified else Tier.DEVICE
+        if not self.plan.share.whole_parameters:
+            return False
         return self.homes[unit].tier is near or unit in self.plan.mirrored
 
     def _state_pages(self) -> dict[int, StatePage]:
@@ -367,6 +424,15 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
         if tensor.device == device
     }
     return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
+
+
+def _threads(plan: Plan, communicator: Communicator | None) -> cpu_adam.ThreadPool:
+    openmp = plan.device.type == "cpu"
+    if communicator is None:
+        return cpu_adam.ThreadPool(openmp=openmp)
+    from infinity.distributed.communicator import node_share
+
+    return cpu_adam.ThreadPool(openmp=openmp, cpus=node_share(cpu_adam.default_cpus()))
 
 
 def _guard(plan: Plan) -> HeapGuard:

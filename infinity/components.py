@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,12 +23,15 @@ from infinity.planning.plan import Plan
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.telemetry.meter import Meter
 
+if TYPE_CHECKING:  # a runtime of one rank does not import the package
+    from infinity.distributed.peers import Peers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
     """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference.
 
-    `committer` and `checkpoint` are None if commits are off.
+    `committer` and `checkpoint` are None if commits are off, and `peers` is None with one rank.
     """
 
     model: nn.Module
@@ -44,5 +48,6 @@ class Components:
     gradients: Gradients | None
     states: States | None
     updater: Updater | None
+    peers: Peers | None
     committer: Committer | None
     checkpoint: Checkpoint | None

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -154,7 +155,13 @@ class Runtime(Closing):
             if self._accumulator is None:
                 assert parts.gradients is not None
                 self._accumulator = Accumulator(
-                    parts.model, parts.plan, parts.pager, parts.gradients, training_step.add
+                    parts.model,
+                    parts.plan,
+                    parts.pager,
+                    parts.gradients,
+                    add=training_step.add,
+                    expect=training_step.expect,
+                    ended=training_step.backwards_done,
                 )
         return self._accumulator.run(batches, loss_fn, together=together, recompute=recompute)
 
@@ -214,6 +221,7 @@ class Runtime(Closing):
         returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
         file cannot be written; nothing is left then, and the run goes on.
         """
+        self._refuse_ranks("save")
         if path is None:
             return self._commit(state)
         with self._components.pager.lock:
@@ -255,6 +263,7 @@ class Runtime(Closing):
         whose optimizer states begin anew, or are left out, because they are not trained in both runs;
         infinity.offload with resume= does the same.
         """
+        self._refuse_ranks("load")
         parts = self._components
         with parts.pager.lock:
             if path is not None:
@@ -313,8 +322,12 @@ class Runtime(Closing):
         with parts.pager.lock:
             if parts.health.closed:
                 return
+            if parts.peers is not None:
+                parts.peers.leave()
             parts.health.closed = True
             with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
+                if parts.peers is not None:
+                    ends.callback(parts.peers.close)
                 if parts.checkpoint is not None:
                     ends.callback(parts.checkpoint.close)
                 ends.callback(parts.store.close)
@@ -334,6 +347,13 @@ class Runtime(Closing):
                 if parts.committer is not None:
                     ends.callback(parts.committer.end)  # even if the line below is interrupted
                     ends.callback(parts.committer.close)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._components.peers is not None and not self._components.health.closed:
+            self._components.peers.fail(error)
+        self.close()
 
     # --- called by hooks -------------------------------------------------------------------------------
 
@@ -369,6 +389,13 @@ class Runtime(Closing):
         where = self._unfinished()
         if where:
             raise ConfigError(f"{call}() was called {where}.", "Call it after optimizer.step().")
+
+    def _refuse_ranks(self, call: str) -> None:
+        if self._components.peers is not None:
+            raise ConfigError(
+                f"{call}() was called with several ranks, over which there are no commits and copies yet.",
+                "Use runtime.export(path), which rank 0 alone may call, and optimizer.state_dict().",
+            )
 
     def _copies(self) -> Copies:
         parts = self._components

@@ -5,9 +5,10 @@ The methods of `runtime.optimizer`, and the hooks that autograd calls with gradi
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ import torch
 from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
-from infinity.errors import ConfigError, NonFiniteGradient
+from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
+from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 
@@ -37,6 +39,8 @@ class TrainingStep:
         assert parts.gradients is not None and parts.states is not None and parts.updater is not None
         self.check_capacity = check_capacity
         self._components = parts
+        self._ranked = None if parts.peers is None else parts.peers.step
+        """The other ranks; None if there are none."""
         self._refuse = parts.health.check
         self._pager = parts.pager
         self._edits = parts.edits
@@ -86,7 +90,7 @@ class TrainingStep:
                     "clip_grad_norm_ was called, but eager updates have used the gradients that it measures.",
                     'Offload with update="lazy" to clip.',
                 )
-            norm = self._gradients.norm()
+            norm = self._gradients.norm() if self._ranked is None else self._agreed_norm("clip_grad_norm_")
             self._gradients.clip(max_norm, norm)
         return norm
 
@@ -98,7 +102,8 @@ class TrainingStep:
         place = self._place(parameter)
         with self._pager.lock:
             self._refuse()
-            return self._gradients.read(place.page.index, place.index)
+            read = self._gradients.read if self._ranked is None else self._ranked.gradient
+            return read(place.page.index, place.index)
 
     def step(self) -> None:
         """Update every parameter that has a gradient.
@@ -110,7 +115,10 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             parts.meter.entered(Phase.STEP)
-            parts.store.settle()  # raises if a gradient was not written home; only this step is lost
+            if self._ranked is None:
+                parts.store.settle()  # raises if a gradient was not written home; only this step is lost
+            else:
+                norm = self._agreed_norm("step()")
             if not gradients.any:
                 raise ConfigError(
                     "step() was called and no parameter has a gradient.",
@@ -118,7 +126,7 @@ class TrainingStep:
                 )
             if self._eager is not None:
                 self._eager.step(self._param_groups)
-            finite = gradients.finite()
+            finite = gradients.finite() if self._ranked is None else math.isfinite(norm)
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
@@ -148,7 +156,10 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._pager.forwards.prune()
-            self._gradients.clear()
+            if self._ranked is None:
+                self._gradients.clear()
+            else:
+                self._ranked.clear()
             self.open = False
             if self._eager is not None:
                 self._eager.clear()
@@ -185,6 +196,22 @@ class TrainingStep:
                 found["master"] = master.as_strided(layout.shape, layout.stride)
             return found
 
+    def before_loading(self) -> None:
+        """Wait until all ranks are about to replace optimizer states, so that none still reads the present
+        ones.
+        """
+        if self._ranked is not None:
+            with self._pager.lock:
+                self._refuse()
+                self._ranked.agree("a change of optimizer states")
+
+    def loaded(self) -> None:
+        """Wait until all ranks have replaced optimizer states, so that none reads former ones of others."""
+        if self._ranked is not None:
+            with self._pager.lock:
+                self._refuse()
+                self._ranked.agree("the end of a change of optimizer states")
+
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """Replace the parameter's optimizer state; with {} the next update is the parameter's first.
 
@@ -201,15 +228,20 @@ class TrainingStep:
 
     # --- called by hooks -------------------------------------------------------------------------------
 
-    def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Add a new gradient to the stored gradient of a parameter.
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int = 0) -> None:
+        """Add a new gradient to the stored gradient of a parameter, which another rank may keep.
 
-        unit: the unit's index. parameter: the parameter's index in the unit. With eager updates, the unit's
-        update begins here once the unit has all its gradients of the step.
+        unit: the unit's index. parameter: the parameter's index in the unit. later: number of backwards that
+        began after the oldest one that has not ended and before the gradient's own, for micro-batches that
+        run together. With eager updates, the unit's update begins here once the unit has all its gradients of
+        the step.
         """
-        self._updater.accumulate(unit, parameter, gradient)
-        if self._eager is not None:
-            self._update_early(unit)
+        if self._ranked is None or not self._ranked.add(unit, parameter, gradient, later):
+            self._updater.accumulate(unit, parameter, gradient)
+            if self._eager is not None and self._ranked is None:
+                self._update_early(unit)
+        elif self._eager is not None:
+            self._update_complete()
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         """Take from autograd the gradient that it has computed for a parameter, and store it.
@@ -221,7 +253,11 @@ class TrainingStep:
         gradient = take_gradient(parameter)
         place = self._place(parameter)
         if gradient is not None:
-            self._gradients.await_room(place.page.index, place.index, gradient)
+            if self._ranked is not None:
+                together = accumulator is not None and accumulator.together
+                self._ranked.await_room(None if together else gradient.nbytes)
+            else:
+                self._gradients.await_room(place.page.index, place.index, gradient)
         with self._pager.lock:
             self._refuse()
             if gradient is not None:
@@ -234,7 +270,30 @@ class TrainingStep:
                 self._backward = backward
                 self._components.meter.entered(Phase.BACKWARD)
                 engine = torch.autograd.Variable._execution_engine
-                engine.queue_callback(self._backward_done)
+                together = accumulator is not None and accumulator.together
+                counts = self._ranked is not None and not together
+                engine.queue_callback(self._counted_backward_done if counts else self._backward_done)
+
+    def expect(self, number: int, parameters: Set[tuple[int, int]]) -> None:
+        """Note to which parameters, (unit, index), the backward of a micro-batch brings gradients, once each.
+
+        number: that of the micro-batch in the group that runs together.
+        """
+        if self._ranked is not None:
+            self._ranked.await_room(None)
+            with self._pager.lock:
+                self._ranked.expect(number, parameters)
+
+    def backwards_done(self, count: int) -> None:
+        """Note that the backwards of `count` micro-batches that ran together have ended."""
+        if self._ranked is not None:
+            with self._pager.lock:
+                self._ranked.backward_ended(count)
+                self._update_complete()
+
+    def _counted_backward_done(self) -> None:
+        self._backward_done()
+        self.backwards_done(1)
 
     def _backward_done(self) -> None:
         with self._pager.lock:
@@ -265,6 +324,10 @@ class TrainingStep:
             parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
+        # Before the update begins, whose chains have views of pages, too.
+        exposed = []
+        if self._ranked is not None:
+            exposed = [page.index for page in parts.pages if self._edits.exposed(page.index)]
         options = StepOptions(self._param_groups, self._groups, self._states.rule)
         try:
             self._updater.step(options, order, self._edits.exposed)
@@ -272,7 +335,40 @@ class TrainingStep:
             parts.health.interrupted(error)
             raise
         self._edits.updated()
+        if self._ranked is not None:
+            self._ranked.stepped(self._updated_units(options))
+            for unit in exposed:
+                parts.prefetch_engine.demand([unit], AccessKind.UPDATE)
+                parts.prefetch_engine.settle_for_user([unit])
         parts.prefetch_engine.look_ahead()
+
+    def _update_complete(self) -> None:
+        """Begin the eager updates of units that have got the last gradients of other ranks."""
+        if self._eager is not None and self._ranked is not None:
+            for unit in self._ranked.take_complete():
+                self._update_early(unit)
+
+    def _updated_units(self, options: StepOptions) -> list[int]:
+        """The units with a parameter that has both a gradient, on any rank, and a param group."""
+        return [
+            unit
+            for unit, page in self._gradients.pages.items()
+            if any(options.group(unit, index) is not None for index in page.content)
+        ]
+
+    def _agreed_norm(self, call: str) -> float:
+        """Agree with all ranks that the gradients are complete, and return their norm.
+
+        Raises the error by which gradients were lost, on any rank, and the errors of `RankedStep.settle`.
+        """
+        assert self._ranked is not None
+        failure: InfinityError | None = None
+        try:
+            self._components.store.settle()
+            self._gradients.check()
+        except InfinityError as error:
+            failure = error.again()
+        return self._gradients.norm_of(self._ranked.settle(call, self._param_groups, failure))
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
@@ -299,6 +395,8 @@ class TrainingStep:
         """
         page = place.page
         self._edits.write_back(page)
+        if self._ranked is not None:
+            return self._pager.values(place).clone()
         layout = page.layout.parameters[place.index]
         nbytes = layout.numel * layout.dtype.itemsize
         return self._components.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)

@@ -54,6 +54,12 @@ class MemoryBackend:
         if state:
             self._states[id(parameter)] = {name: each.float().clone() for name, each in state.items()}
 
+    def before_loading(self) -> None:
+        """Called before states are replaced."""
+
+    def loaded(self) -> None:
+        """Called after states were replaced."""
+
     def check_capacity(self, nbytes: int) -> None:
         if self.capacity is not None and nbytes > self.capacity:
             raise BudgetError(f"{nbytes} bytes do not fit.", "Free some.", needed=nbytes)

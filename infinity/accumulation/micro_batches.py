@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,17 @@ from infinity.model.pager import Pager
 LossFunction = Callable[[Any], torch.Tensor]
 """Function that takes one micro-batch, calls the model, and returns the scalar loss."""
 
-AddGradient = Callable[[int, int, torch.Tensor], None]
-"""Function (unit, parameter, gradient) that adds a new gradient to the stored gradient of a parameter.
+AddGradient = Callable[[int, int, torch.Tensor, int], None]
+"""Function (unit, parameter, gradient, number) that adds a new gradient to a parameter's stored gradient.
 
 unit: index of the unit, the parameters that share a page. parameter: the parameter's index in the unit.
+number: that of the gradient's micro-batch in its group, from 0.
+"""
+
+Expect = Callable[[int, Set[tuple[int, int]]], None]
+"""Function (number, parameters) that is told which gradients a micro-batch will compute.
+
+number: that of the micro-batch in its group, from 0. parameters: (unit, index of the parameter) of each.
 """
 
 _FORWARD, _BACKWARD = 0, 1
@@ -96,6 +103,7 @@ class Group:
         pager: Pager,
         gradients: Gradients,
         add: AddGradient,
+        expect: Expect,
         *,
         batches: Sequence[Any],
         loss_fn: LossFunction,
@@ -107,6 +115,7 @@ class Group:
         self._pager = pager
         self._gradients = gradients
         self._add = add
+        self._expect = expect
         self._loss_fn = loss_fn
         self._course: list[frozenset[int]] = []
         """The units of each stage of the forward, in order.
@@ -182,11 +191,19 @@ class Group:
         self._check(micro, loss)
         micro.loss = loss.detach()
         self.backward_began = True
+        assert micro.expected is not None
+        self._expect(micro.number, set(micro.expected))
         loss.backward()
         micro.expected = set()  # no further gradient will come
         with self._pager.lock:
             for unit, parameter in list(self._held):
                 self._release(unit, parameter)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs a micro-batch of the group that is in its backward."""
+        micro: _MicroBatch | None = getattr(self._here, "micro", None)
+        return micro is not None and micro.expected is not None
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
         """Add a new gradient, which the backward in this thread has computed, or hold it until its turn.
@@ -211,7 +228,7 @@ class Group:
         waiting = self._held[unit, parameter]
         for micro in self._micro_batches:
             if micro.number in waiting:
-                self._add(unit, parameter, waiting.pop(micro.number))
+                self._add(unit, parameter, waiting.pop(micro.number), micro.number)
             if micro.expected is None or (unit, parameter) in micro.expected:
                 break
         if not waiting:

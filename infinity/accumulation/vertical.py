@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.accumulation.micro_batches import AddGradient, Group, LossFunction, Mixed
+from infinity.accumulation.micro_batches import AddGradient, Expect, Group, LossFunction, Mixed
 from infinity.accumulation.task_threads import Surroundings
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
@@ -37,17 +37,29 @@ class Accumulator:
     """Accumulates gradients over the micro-batches of a step, for one runtime."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, pager: Pager, gradients: Gradients, add: AddGradient
+        self,
+        model: nn.Module,
+        plan: Plan,
+        pager: Pager,
+        gradients: Gradients,
+        *,
+        add: AddGradient,
+        expect: Expect,
+        ended: Callable[[int], None],
     ) -> None:
         """pager: brings the model's pages into memory and evicts them. gradients: the stored gradients.
 
         add: function that adds a new gradient to the stored one, called in the order of the micro-batches.
+        expect: function that is called before a micro-batch's backward. ended: function that is called with
+        the number of micro-batches that ran together when their backwards have ended.
         """
         self.model = model
         self.plan = plan
         self.pager = pager
         self.gradients = gradients
         self._add = add
+        self._expect = expect
+        self._ended = ended
         self._group: Group | None = None
         """The group of micro-batches that is running; None if none is."""
         self._reason: str | None = None
@@ -115,7 +127,12 @@ class Accumulator:
         the micro-batches. unit: the unit's index. parameter: the parameter's index in the unit.
         """
         if self._group is None or not self._group.add(unit, parameter, gradient):
-            self._add(unit, parameter, gradient)
+            self._add(unit, parameter, gradient, 0)
+
+    @property
+    def together(self) -> bool:
+        """Whether the backward that runs in this thread is that of a micro-batch in a group."""
+        return self._group is not None and self._group.is_here
 
     def _pays(self) -> bool:
         """Whether running together saves transfers: the parameter pages do not all fit in memory at once."""
@@ -139,11 +156,18 @@ class Accumulator:
         devices = [self.plan.device] if self.plan.device.type == "cuda" else []
         random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
         group = self._group = Group(
-            self.model, self.pager, self.gradients, self._add, batches=batches, loss_fn=loss_fn
+            self.model,
+            self.pager,
+            self.gradients,
+            self._add,
+            self._expect,
+            batches=batches,
+            loss_fn=loss_fn,
         )
         try:
             with self._hooked(group, blocks):
                 losses = group.run()
+            self._ended(len(batches))
         except Mixed as mixed:
             self._mixed(str(mixed), lost=group.backward_began)
         else:

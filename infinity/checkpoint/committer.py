@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ class Committer:
         edits: EditTracker,
         health: Health,
         recorder: Recorder,
-        lock: threading.RLock,
+        lock: AbstractContextManager[Any],
         generation: int,
         superseded: Callable[[], None] | None,
     ) -> None:

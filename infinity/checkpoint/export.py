@@ -66,9 +66,7 @@ class Source:
                 if master is not None and layout.dtype != torch.bfloat16:
                     yield self._state(master, chunk_index, "master", part).view(torch.float32)
                     continue
-                size = layout.dtype.itemsize
-                found = self.store.fetch(page.home, page.start(index) + part.start * size, part.count * size)
-                values = found.view(layout.dtype)
+                values = self._values(place, part)
                 if master is not None:
                     yield join(values, self._state(master, chunk_index, "remainder", part).view(torch.int16))
                 else:
@@ -87,8 +85,18 @@ class Source:
         state = self.states.pages[place.page.index]
         return None if place.index in state.edited else state
 
+    def _values(self, place: Place, part: Piece) -> torch.Tensor:
+        """Return a copy of a part of a parameter's values, flat in the order of memory."""
+        page, index = place.page, place.index
+        if self.store.plan.share.ranks > 1:  # the home may lack parts, or have outdated ones
+            return self.pager.values(place)[part.start : part.start + part.count].clone()
+        dtype = page.layout.parameters[index].dtype
+        start = page.start(index) + part.start * dtype.itemsize
+        return self.store.fetch(page.home, start, part.count * dtype.itemsize).view(dtype)
+
     def _state(self, page: StatePage, chunk_index: int, name: str, part: Piece) -> torch.Tensor:
-        return self.store.fetch(page.home, *page.place(chunk_index, name, part))
+        assert self.states is not None
+        return self.states.entries(page, chunk_index, name, part)
 
 
 def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:

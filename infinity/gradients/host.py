@@ -13,7 +13,7 @@ chunks or threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ class Gradients:
         self._ring = ring
         self._store = store
         self._threads = threads
+        self._ranks = store.plan.share.ranks
+        """Number of ranks whose gradients are added up. The optimizer sees their average."""
         self._loss_scale = scale
         self._stored_at = 1.0
         """The loss scale of the backwards that made the stored gradients. They are larger by this factor."""
@@ -73,7 +75,7 @@ class Gradients:
     @property
     def unscale(self) -> float:
         """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
-        return (1.0 if self._clipping is None else self._clipping) / self._stored_at
+        return (1.0 if self._clipping is None else self._clipping) / (self._stored_at * self._ranks)
 
     @property
     def any(self) -> bool:
@@ -108,8 +110,7 @@ class Gradients:
         the parameter's. In these two cases, and after an exception inside the context, the gradients of this
         step are lost: `check` raises an error until `clear` is called.
         """
-        page = self.pages[unit]
-        self._check_addition(page, parameter)
+        page = self.check_addition(unit, parameter)
         try:
             if parameter in page.as_they_come:
                 page.check_single(parameter, dtype)
@@ -145,11 +146,39 @@ class Gradients:
             for chunk_index, begin in others:  # the first piece has the sums of the whole run
                 page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
-    def add_piece(self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor) -> None:
+    @contextmanager
+    def adding_piece(self, unit: int, piece: Piece, *, last: bool) -> Iterator[GradientPage]:
+        """Context in which the caller adds one rank's gradient of a piece. Yields the unit's gradient page.
+
+        last: whether it is the last one that the piece gets from a micro-batch of all ranks. After an
+        exception inside the context, the gradients of this step are lost; see `adding`.
+        """
+        page = self.pages[unit]
+        try:
+            yield page
+        except BaseException as error:
+            self._failure.lose(error)
+            raise
+        page.content.add(piece.parameter)
+        if last:
+            page.arrived_piece(piece)
+
+    def add_piece(
+        self,
+        page: GradientPage,
+        chunk_index: int,
+        piece: Piece,
+        fresh: torch.Tensor,
+        *,
+        again: bool | None = None,
+        last: bool = True,
+    ) -> None:
         """Add one piece of a new gradient to the stored gradient in a chunk that is in RAM.
 
         chunk_index, piece: a pair from `pieces`. fresh: the new gradient's elements, (piece.count,). If they
         are on a device with its own memory, they go through the gradient ring, whose worker adds them later.
+        again: whether the piece has a gradient already, for a new one that is in RAM on any device; None: as
+        the parameter has. last: whether the piece gets no more gradients in the running backward.
         """
         chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
@@ -159,14 +188,18 @@ class Gradients:
                 page.offset(chunk_index), page.offset(chunk_index) + page.nbytes(chunk_index), True
             )
         target = page.typed(chunk_index, data)[piece.offset : piece.offset + piece.count]
-        again = piece.parameter in page.content
-        if self._ring is None:
+        ring = self._ring
+        if again is None:
+            again = piece.parameter in page.content
+        else:
+            ring = None
+        if ring is None:
             blocks = self._accumulate(fresh, target, again=again)
         else:
             blocks = np.zeros(-(-piece.count // cpu_adam.BLOCK))
-            chunk.sent = self._send(self._ring, fresh, target, blocks, again=again) or chunk.sent
+            chunk.sent = self._send(ring, fresh, target, blocks, again=again) or chunk.sent
         chunk.blocks[piece.parameter, piece.start] = blocks
-        if chunk.staged is not None:
+        if chunk.staged is not None and last:
             chunk.staged.waiting.discard(piece.parameter)
             if not chunk.staged.waiting:
                 self.staged.complete(page, chunk_index)
@@ -206,6 +239,12 @@ class Gradients:
         """
         return math.sqrt(self.squares().value()) * self.unscale
 
+    def norm_of(self, squares: ExactSum) -> float:
+        """Return the 2-norm of gradients as the optimizer would see them. squares: their sum of squares, as
+        `squares` measures it.
+        """
+        return math.sqrt(squares.value()) * self.unscale
+
     def finite(self) -> bool:
         """Wait until all gradients have been added, and return whether all their elements are finite.
 
@@ -230,15 +269,25 @@ class Gradients:
             if failure is not None:
                 raise failure.again()
 
-    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+    def read(
+        self,
+        unit: int,
+        parameter: int,
+        part: Callable[[GradientPage, int, Piece], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
         """Return a copy of a parameter's gradient as the optimizer would see it, in the accumulation dtype.
 
-        Returns None if the parameter has no gradient. Raises the errors of `check`, and ConfigError if an
-        eager update has used the gradient.
+        part: function (page, index of a chunk, piece) that returns the gradient of a piece, (piece.count,),
+        or None if there is none; None: `piece`, for gradients that this rank has alone. Returns None if the
+        parameter has no gradient. Raises the errors of `check`, and ConfigError if an eager update has used
+        the gradient.
         """
         self.check()
         page = self.pages.get(unit)
-        if page is None or parameter not in page.content:
+        if page is None:
+            return None
+        pieces = page.layout.pieces(parameter)  # of a frozen or an empty parameter there are none
+        if parameter not in page.content and (part is None or not pieces):
             return None
         if page.consumed:
             raise ConfigError(
@@ -248,10 +297,10 @@ class Gradients:
             )
         layout = page.layout.parameters[parameter]
         dtype = self._store.plan.precision.accumulate_dtype(layout.dtype)
-        parts = [
-            self._copy(page, chunk_index, piece).to(dtype)
-            for chunk_index, piece in page.layout.pieces(parameter)
-        ]
+        found = [(part or self.piece)(page, *each) for each in pieces]
+        parts = [each.to(dtype) for each in found if each is not None]
+        if found and not parts:
+            return None
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
@@ -280,10 +329,17 @@ class Gradients:
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
+            if self._ranks > 1:
+                page.piece_arrivals.clear()
             page.consumed = False
             page.chunks = [GradientChunk() for _ in page.layout.chunks]
             page.home.renew()
         self.staged.clear()
+        self._failure.forget()
+        self._clipping = None
+
+    def forgive(self) -> None:
+        """Forget a failure by which gradients were lost, and clipping."""
         self._failure.forget()
         self._clipping = None
 
@@ -307,6 +363,13 @@ class Gradients:
             )
         )
 
+    def begin(self) -> None:
+        """Note that a gradient comes, of this rank or another. If it is the first of a step, all gradients of
+        the step have the present loss scale.
+        """
+        if not self.any:
+            self._stored_at = self._loss_scale.value
+
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
         return unit in self.pages and parameter in self.pages[unit].content
@@ -316,8 +379,13 @@ class Gradients:
         if unit in self.pages:
             self.pages[unit].content.discard(parameter)
 
-    def _check_addition(self, page: GradientPage, parameter: int) -> None:
-        if page.consumed:
+    def check_addition(self, unit: int, parameter: int) -> GradientPage:
+        """Check that a gradient of a parameter may come now, and return the unit's gradient page.
+
+        Raises the errors that `adding` raises before its context begins.
+        """
+        page = self.pages[unit]
+        if page.consumed and page.pieces(parameter):
             raise ConfigError(
                 f"One more gradient of {page.layout.parameters[parameter].names[0]} came after its eager "
                 f"update, which ran after gradient number {page.arrivals[parameter]} of the step.",
@@ -336,6 +404,7 @@ class Gradients:
                 "A backward came after a step whose gradients are still kept, at a different loss scale.",
                 "Call runtime.optimizer.zero_grad() after step().",
             )
+        return page
 
     def _send(
         self,
@@ -387,7 +456,8 @@ class Gradients:
         # A waiting trainer thread helps; the ring's worker must not, as torch's threads are the trainer's.
         return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
-    def _copy(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor:
+    def piece(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor:
+        """Return a copy in RAM of the stored gradient of a piece, which must have one: (piece.count,)."""
         here = page.in_ram(chunk_index)
         if here is not None:
             return page.typed(chunk_index, here)[piece.offset : piece.offset + piece.count].clone()

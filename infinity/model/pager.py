@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -44,12 +44,14 @@ class Pager:
         scale: LossScale,
         health: Health,
         heap: HeapGuard,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         """pages: the parameter pages, by index of the unit. addresses: address of the memory where a page is
         resident -> the page. prefetch_engine: brings pages where the model computes, and evicts them. edits:
         writes to the pages' homes what user code changes in parameters. gradients: the gradient pages; None
         for inference. scale: the loss scale of the gradients that arrive at parameters. health: raises an
-        error once the runtime is closed or lost. heap: counts the bytes of saved activations.
+        error once the runtime is closed or lost. heap: counts the bytes of saved activations. lock: the
+        runtime's lock, which is reentrant; None: a new one.
         """
         self.pages = pages
         self.addresses = addresses
@@ -59,7 +61,7 @@ class Pager:
         """
         self.prefetch_engine = prefetch_engine
         self.edits = edits
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
         """The calls of the root module's forward that have begun and not ended."""
@@ -71,6 +73,7 @@ class Pager:
         self.scale = scale
         self.refuse = health.check
         self._gradients = gradients
+        self._alone = prefetch_engine.store.plan.share.ranks == 1
 
     # --- called by modules and operations --------------------------------------------------------------
 
@@ -98,6 +101,8 @@ class Pager:
             inside = self.inside
             if not inside or not torch.is_grad_enabled():  # else no operation may change a parameter
                 self._settle(places)
+            if inside and not self._alone:
+                function = self.prefetch_engine.yielding(function, units, self.lock)
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
@@ -138,7 +143,8 @@ class Pager:
     def whole(self, units: Sequence[int]) -> Iterator[None]:
         """Context in which the pages of all `units` stay resident where the model computes.
 
-        At the end of the context, edits of their parameters are written to the pages' homes. The runtime's
+        At the end of the context, edits of their parameters are written to the pages' homes, or refused with
+        ConfigError if those of other ranks differ (`EditTracker.compare`). The runtime's
         lock is not held in the context, because autograd's threads, for which code in the context may wait,
         have to fetch pages too.
         """
@@ -149,6 +155,7 @@ class Pager:
         try:
             yield
             with self.lock:
+                self.edits.compare([self.pages[unit] for unit in units])
                 for unit in units:
                     self.edits.write_back(self.pages[unit])
         finally:
@@ -179,6 +186,16 @@ class Pager:
                     ) from error
                 return copy.copy_(view)
 
+    def values(self, place: Place) -> torch.Tensor:
+        """Return a parameter's values, (numel,) in memory order, in RAM: a view of its page, or a copy.
+
+        The page is where the model computes then, with all edits of user code. The caller holds the lock.
+        """
+        page = place.page
+        self.prefetch_engine.demand([page.index], AccessKind.FORWARD)
+        assert page.residency is not None
+        return self.prefetch_engine.store.copied_to_host(page.flat(place.index, page.residency))
+
     def lend_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
 
@@ -191,7 +208,9 @@ class Pager:
             self.prefetch_engine.demand([place.page.index], _kind_now())
             self._settle([place])
             with torch._C.DisableTorchFunctionSubclass():
-                data = place.page.parameters[place.index].data
+                parameter = place.page.parameters[place.index]
+                # With several ranks, edits through `data` must count as edits of the parameter.
+                data = parameter.data if self._alone else parameter.detach()
             self.edits.keep_loan(place.page, place.index, data)
             return data
 

@@ -70,6 +70,7 @@ class Chain:
         self._has_copy = not store.device.shares_host and self.page.home.tier is not Tier.DEVICE
         """Whether the model uses a copy of the page in device memory, which `write` also has to update."""
         self._start = self.page.layout.chunk_start(self.chunk_index)
+        self._home_start = self.page.shard.home_start(self.chunk_index)
         self._state_offset = self._state_page.offset(self.chunk_index)
         self.parameter_bytes = round_up(self.chunk.count * update.dtype.itemsize, PAGE_ALIGNMENT)
         """Bytes of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
@@ -276,7 +277,7 @@ class Chain:
         if ledger is not None and ledger.pending is not None:
             ledger.settle_chunk((self.unit, self.chunk_index))
             # A write of the values before may still read the memory that the update changes.
-            self.page.home.settle(self._start, self._start + self.parameter_bytes, writing=False)
+            self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
         link = self._store.link
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=False, label="update")
@@ -298,7 +299,7 @@ class Chain:
             if not self._state_page.home.in_place and self._states.nbytes:
                 store.write(self._state_page.home, self._state_offset, self._states, self._lose)
             if not page.home.in_place:
-                store.write(page.home, self._start, self._parameter, self._lose)
+                store.write(page.home, self._home_start, self._parameter, self._lose)
             living = page.living() if self._has_copy else None
             if living is not None:
                 into = living[self._start : self._start + self._parameter.nbytes]
@@ -384,12 +385,12 @@ class Chain:
 
         Returns the rest of `memory`, which is unused.
         """
-        home, start, nbytes = self.page.home, self._start, self.parameter_bytes
+        home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
             self._parameter = home.view(start, nbytes)
         elif present is not None:
-            self._parameter = present[0][start : start + nbytes]
+            self._parameter = present[0][self._start : self._start + nbytes]
             if present[1] is not ARRIVED:
                 self._reads.append(present[1])
         else:
@@ -403,7 +404,7 @@ class Chain:
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
             self._at_home = (
-                self.page.home.view(self._start, self.parameter_bytes),
+                self.page.home.view(self._home_start, self.parameter_bytes),
                 self._gradient_page.home.view(offset, self.gradient_bytes),
                 self._state_page.home.view(self._state_offset, self.state_bytes),
             )

@@ -59,6 +59,12 @@ class OptimizerCore(Protocol):
         changes a parameter.
         """
 
+    def before_loading(self) -> None:
+        """Called before states are replaced by `write_state`."""
+
+    def loaded(self) -> None:
+        """Called when states have been replaced by `write_state`."""
+
     def check_capacity(self, nbytes: int) -> None:
         """Raise BudgetError if RAM has no room for copies of states that take `nbytes` bytes in all."""
 
@@ -85,10 +91,16 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         known = self._known(parameter)
-        self._backend.write_state(known, checked_state(self._rule, known, state))
+        checked = checked_state(self._rule, known, state)
+        self._backend.before_loading()
+        self._backend.write_state(known, checked)
+        self._backend.loaded()
 
     def __delitem__(self, parameter: Tensor) -> None:
-        self._backend.write_state(self._known(parameter), {})
+        known = self._known(parameter)
+        self._backend.before_loading()
+        self._backend.write_state(known, {})
+        self._backend.loaded()
 
     def __contains__(self, parameter: object) -> bool:
         known = self._parameters.get(id(parameter))
@@ -210,10 +222,12 @@ class PagedOptimizer(torch.optim.Optimizer):
             # In place: schedulers, the backend and the replaced optimizer hold these very dicts.
             group.clear()
             group.update(loaded)
+        self._backend.before_loading()
         for parameter in _parameters(self):
             state = states.get(id(parameter), {})
             if state or parameter in self._paged:
                 self._backend.write_state(parameter, state)
+        self._backend.loaded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

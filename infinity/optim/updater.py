@@ -24,6 +24,7 @@ from infinity import cpu_adam
 from infinity.device_update.update import ParameterUpdate
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
+from infinity.layout.chunks import Piece
 from infinity.layout.strides import in_memory_order
 from infinity.optim.chain import Chain
 from infinity.optim.chain_state import ChainState
@@ -81,9 +82,10 @@ class Updater:
         self._ahead = self._read_ahead()
 
     def _chains_of(self, page: ParameterPage, threads: cpu_adam.ThreadPool, health: Health) -> list[Chain]:
-        gradients, indices = self._gradients.pages[page.index], range(len(page.layout.chunks))
+        gradients = self._gradients.pages[page.index]
         updates = [
-            ChunkUpdate(page, self._states, gradients, chunk_index, threads) for chunk_index in indices
+            ChunkUpdate(page, self._states, gradients, chunk_index, threads)
+            for chunk_index in self._states.pages[page.index].kept
         ]
         return [Chain(each, self._store, health) for each in updates]
 
@@ -132,6 +134,25 @@ class Updater:
                         page, chunk_index, piece, flat[piece.start : piece.start + piece.count]
                     )
         if self._ahead is not None and self._ahead.gradient_added(unit):
+            self._staging.read_ahead(self._ahead.candidates(self.pending))
+
+    def accumulate_piece(
+        self, unit: int, chunk_index: int, piece: Piece, gradient: torch.Tensor, *, last: bool
+    ) -> None:
+        """Add one rank's new gradient of a piece of a parameter to the sum that this rank keeps.
+
+        The first gradient since gradients were cleared begins the sum. gradient: (piece.count,) in host RAM.
+        last: whether it is the last one that the piece gets from a micro-batch of all ranks. Raises the
+        errors of `accumulate`.
+        """
+        gradients = self._gradients
+        with gradients.adding_piece(unit, piece, last=last) as page:
+            missing = gradients.staged.missing(page, chunk_index)
+            if missing:
+                gradients.staged.add(page, chunk_index, self._staging.take(missing))
+            again = page.has_piece(chunk_index, piece)
+            gradients.add_piece(page, chunk_index, piece, gradient, again=again, last=last)
+        if last and self._ahead is not None and self._ahead.gradient_added(unit):
             self._staging.read_ahead(self._ahead.candidates(self.pending))
 
     # --- updates ----------------------------------------------------------------------------------------

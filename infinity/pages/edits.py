@@ -16,12 +16,15 @@ parameter is undone when it is noticed: the parameter gets its committed values 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from infinity.checksum import crc32c
 from infinity.errors import ConfigError
+from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.store import Store
@@ -40,16 +43,41 @@ class _Loan:
     """Index of the parameter in its page."""
 
 
+class EditsOverRanks(Protocol):
+    """Keeps this rank's edits from other ranks until these have made the same edits."""
+
+    def await_all(self, page: ParameterPage) -> None:
+        """Wait until all ranks have made the edits of a page that this rank has made."""
+
+    def differing(self, digests: Mapping[str, int]) -> list[str]:
+        """Tell all ranks the digests of edited parameters, by name, and return the names that differ.
+
+        All ranks that have edits call it.
+        """
+        ...
+
+
 class EditTracker:
     """Writes users' edits of parameters home, and tells which pages user code can reach through views.
 
     Called under the runtime's lock.
     """
 
-    def __init__(self, pages: Sequence[ParameterPage], store: Store, states: States | None) -> None:
+    def __init__(
+        self,
+        pages: Sequence[ParameterPage],
+        store: Store,
+        states: States | None,
+        *,
+        health: Health,
+        over_ranks: EditsOverRanks | None = None,
+    ) -> None:
         """pages: the parameter pages of all units. store: moves edited values home. states: the optimizer
         states, in which an edited value also replaces the parameter's fp32 master; None for inference.
+        health: is told of edits that can neither be kept nor undone. over_ranks: None with one rank.
         """
+        self._health = health
+        self._over_ranks = over_ranks
         self._pages = pages
         self._store = store
         self._states = states
@@ -69,6 +97,8 @@ class EditTracker:
         not moved.
         """
         self._replaced.setdefault(page.index, set()).add(index)
+        if self._over_ranks is not None:
+            torch.autograd.graph.increment_version(page.parameters[index])
 
     def write_back(self, page: ParameterPage) -> None:
         """Write user code's edits of a page's parameters to the page's home.
@@ -79,6 +109,35 @@ class EditTracker:
         """
         self._write_edits(page)
         self._forget_loans(page)
+
+    def compare(self, pages: Sequence[ParameterPage]) -> None:
+        """Check that all ranks have edited parameters of present pages alike, before the edits are written
+        home.
+
+        Does nothing with one rank, or without edits. Raises ConfigError, naming a parameter, if edits differ.
+        They are then undone by the pages' next arrivals. A permanent page cannot undo them, since it is
+        edited at home: then the error is kept, and the runtime cannot be used any more.
+        """
+        if self._over_ranks is None:
+            return
+        digests = {}
+        for page in pages:
+            memory = page.living()
+            for index in sorted(self._edited(page)) if memory is not None else ():
+                assert memory is not None
+                values = self._store.copied_to_host(page.flat(index, memory)).view(torch.uint8)
+                digests[page.layout.parameters[index].names[0]] = crc32c(values)
+        differing = self._over_ranks.differing(digests) if digests else []
+        if differing:
+            error = ConfigError(
+                f"The parameter {differing[0]} was edited with different values on the ranks.",
+                "Edit parameters alike on all ranks.",
+            )
+            for page in pages:
+                if page.permanent:
+                    self._health.lose(error)
+                self._undo_edits(page)
+            raise error.again()
 
     def exposed(self, unit: int) -> bool:
         """Whether user code can read or write the bytes of a unit's page without calling the runtime."""
@@ -156,6 +215,8 @@ class EditTracker:
         edited = {*page.edits(), *self._replaced.get(page.index, ()), *(loan.index for loan, _ in moved)}
         if not edited:
             return
+        if self._over_ranks is not None:
+            self._over_ranks.await_all(page)
         memory = page.living()
         undone = []
         for index in edited if memory is not None else ():
@@ -181,10 +242,28 @@ class EditTracker:
                 "Edit the parameter itself, under torch.no_grad() or in runtime.full_parameters(module).",
             )
 
+    def _edited(self, page: ParameterPage) -> set[int]:
+        """The indices of a page's parameters with edits that are not written home."""
+        by_loans = (
+            each.index for each in self._loans.get(page.index, ()) if each.alias._version != each.version
+        )
+        return {*page.edits(), *self._replaced.get(page.index, ()), *by_loans}
+
+    def _undo_edits(self, page: ParameterPage) -> None:
+        """Forget edits of a page, which leaves device memory: its next arrival brings the values before."""
+        for loan in self._loans.get(page.index, ()):
+            loan.version = loan.alias._version
+        self._replaced.pop(page.index, None)
+        page.acknowledge()
+        page.filled_at = -1
+
     def _write_back(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
-            brought = self._store.copied_to_host(page.flat(index, memory))
-            self._store.patch(page.home, page.start(index), brought)
+            brought = self._store.copied_to_host(page.flat(index, memory)).view(torch.uint8)
+            start = page.start(index)
+            for each in page.shard.pieces(start, brought.nbytes):
+                done = each.page_start - start
+                self._store.patch(page.home, each.home_start, brought[done : done + each.nbytes])
         if self._states is not None:
             self._states.edited(page.index, index)
 

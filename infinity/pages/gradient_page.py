@@ -14,9 +14,10 @@ import torch
 
 from infinity.config import round_up
 from infinity.errors import ConfigError
-from infinity.layout.chunks import UnitLayout
+from infinity.layout.chunks import Piece, UnitLayout
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.home import Home
+from infinity.pages.remote import kept_pieces
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 
@@ -72,13 +73,26 @@ class GradientPage:
         """Indices of the parameters that have a gradient in this step."""
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
+        self.piece_arrivals: Counter[tuple[int, int]] = Counter()
+        """(index of a parameter, first element of a piece) -> micro-batches of all ranks whose gradients the
+        piece has. Used with several ranks alone.
+        """
         self.consumed = False
         """Whether an eager update has taken the gradients during backward. No other code may use the
         gradients after that.
         """
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.chunks = [GradientChunk() for _ in layout.chunks]
-        self._trainable = [index for index, each in enumerate(layout.parameters) if each.trainable]
+        share = plan.share
+        self.pieces = kept_pieces(layout, share, whole=share.whole_gradients)
+        """Function from a parameter's index to those of its pieces whose gradient is in this page."""
+        self.owned = kept_pieces(layout, share, whole=share.ranks == 1)
+        """Function from a parameter's index to those of its pieces whose gradient this rank sums up."""
+        self._trainable = [
+            index
+            for index, each in enumerate(layout.parameters)
+            if each.trainable and (share.whole_gradients or self.pieces(index))
+        ]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
         self._dtypes = [plan.gradient_dtype(layout.regions[c.region].dtype) for c in layout.chunks]
         self.as_they_come = frozenset(
@@ -124,6 +138,20 @@ class GradientPage:
         return not any(
             self.arrivals.get(index, 0) < accumulation and parameters[index].requires_grad
             for index in self._trainable
+        )
+
+    def has_piece(self, chunk_index: int, piece: Piece) -> bool:
+        """Whether a gradient of a piece is stored."""
+        return (piece.parameter, piece.start) in self.chunks[chunk_index].blocks
+
+    def arrived_piece(self, piece: Piece) -> None:
+        """Note that a piece has the gradients of one more micro-batch of all ranks.
+
+        A parameter has as many as each of its pieces in this page.
+        """
+        self.piece_arrivals[piece.parameter, piece.start] += 1
+        self.arrivals[piece.parameter] = min(
+            self.piece_arrivals[piece.parameter, each.start] for _, each in self.pieces(piece.parameter)
         )
 
     def dtype(self, chunk_index: int) -> torch.dtype:
@@ -207,7 +235,7 @@ class GradientPage:
     def _find_runs(self, parameter: int) -> Iterator[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
         start = offset = nbytes = 0
         places: list[tuple[int, int]] = []
-        pieces = self.layout.pieces(parameter)
+        pieces = self.pieces(parameter)
         for chunk_index, piece in pieces:
             size = self.dtype(chunk_index).itemsize
             begin = self.offset(chunk_index) + piece.offset * size
@@ -238,7 +266,7 @@ class GradientPage:
         was lost there.
         """
         found = []
-        for chunk_index, piece in self.layout.pieces(parameter):
+        for chunk_index, piece in self.owned(parameter):
             self.settle(chunk_index)
             found.append(self.chunks[chunk_index].blocks[parameter, piece.start])
         return found

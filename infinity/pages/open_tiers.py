@@ -101,6 +101,14 @@ class OpenTiers:
                 self.bounce: torch.Tensor | None = lease.residency()
             """A transit buffer for reads and writes of single parameters."""
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
+            self.exchange: tuple[Pool, Pool] | None = None
+            """Buffers for bytes that go to other ranks, and for those that come; None with one rank."""
+            if plan.exchange_bytes:
+                half = plan.exchange_bytes // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
+                self.exchange = (
+                    self.host.pool("outgoing", half),
+                    self.host.pool("incoming", plan.exchange_bytes - half),
+                )
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
             the device computes. Both are None if the plan has no such updates.
@@ -150,6 +158,7 @@ class OpenTiers:
         return NvmeTier(
             paths,
             plan.nvme_bytes,
+            rank=plan.share.rank,
             durable=plan.commits,
             adopt=adopted,
             files=self.files,

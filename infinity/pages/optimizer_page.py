@@ -21,6 +21,7 @@ from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scal
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
 from infinity.pages.home import Home
+from infinity.pages.remote import RemotePages, kept_chunks, kept_pieces
 from infinity.pages.store import Store
 from infinity.planning.plan import Plan
 
@@ -55,6 +56,11 @@ class StatePage:
         of date.
         """
         self._offsets = [plan.state_offset(index, each) for each in range(len(layout.chunks))]
+        share = plan.share
+        self.kept = tuple(kept_chunks(layout, share, whole=share.whole_states))
+        """Indices of the chunks whose states are in this page."""
+        self.pieces = kept_pieces(layout, share, whole=share.whole_states)
+        """Function from a parameter's index to those of its pieces whose states are in this page."""
 
     def offset(self, chunk_index: int) -> int:
         """Distance in bytes from the start of the optimizer page to the states of a chunk."""
@@ -110,10 +116,17 @@ class States:
     Reads and writes the states of single parameters, for state_dict() and for loading weights.
     """
 
-    def __init__(self, pages: dict[int, StatePage], store: Store, rule: Rule) -> None:
+    def __init__(
+        self, pages: dict[int, StatePage], store: Store, rule: Rule, remote: RemotePages | None = None
+    ) -> None:
+        """pages: unit -> its optimizer page. remote: brings the states that other ranks keep; None with one
+        rank.
+        """
         self.pages = pages
         self.rule = rule
         self._store = store
+        self._share = store.plan.share
+        self._remote = remote
 
     def edited(self, unit: int, parameter: int) -> None:
         """Note that user code edited a parameter, so that its present value counts as its fp32 master."""
@@ -121,13 +134,13 @@ class States:
         if page is not None and page.layout.parameters[parameter].trainable:
             page.edited.add(parameter)
 
-    def encode(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
-        """Give a parameter a new fp32 master, and return the values for the parameter page.
+    def encode(self, unit: int, parameter: int, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Give elements of a parameter a new fp32 master, and return the values for the parameter page.
 
-        The caller must write these values, (numel,) in memory order and in the parameter's dtype, to that
+        The caller must write these values, (count,) in memory order and in the parameter's dtype, to that
         page. If the parameter is trainable, the low 16 bits of the master (bf16) or the whole master (fp16)
-        are written to the optimizer page here. values: the new master, (numel,) in memory order, of any
-        floating dtype.
+        are written to the optimizer page here. values: the new master of elements [first, first + count),
+        (count,) in memory order, of any floating dtype.
         """
         page = self.pages.get(unit)
         dtype = page.layout.parameters[parameter].dtype if page is not None else values.dtype
@@ -137,9 +150,9 @@ class States:
         master = values.to(torch.float32)
         if dtype == torch.bfloat16:
             encoded, rest = split(master)
-            self._write(page, parameter, "remainder", rest)
+            self._write(page, parameter, "remainder", rest, first)
             return encoded
-        self._write(page, parameter, "master", master)
+        self._write(page, parameter, "master", master, first)
         return master.to(dtype)
 
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
@@ -206,7 +219,7 @@ class States:
                 "Offload the model with that parameter trainable, or leave its state out.",
             )
         given = [name for name in self.rule.moments if isinstance(state.get(name), torch.Tensor)]
-        for chunk_index, _ in page.layout.pieces(parameter):
+        for chunk_index, _ in page.pieces(parameter):
             if given and not page.begun[chunk_index]:
                 self._begin(page, chunk_index)
         for name in given:
@@ -270,18 +283,43 @@ class States:
         """Read a parameter's entries of the array `name`, and return a flat copy in memory order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
-            self._store.fetch(page.home, *page.place(chunk_index, name, piece)).view(dtype)
+            self.entries(page, chunk_index, name, piece).view(dtype)
             for chunk_index, piece in page.layout.pieces(parameter)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
-    def _write(self, page: StatePage, parameter: int, name: str, values: torch.Tensor) -> None:
+    def entries(self, page: StatePage, chunk_index: int, name: str, piece: Piece) -> torch.Tensor:
+        """Return a copy of the entries of a piece in the array `name` of a chunk's states, as uint8 in RAM.
+
+        If another rank keeps the chunk's states, they are brought from there. Raises RankFailure then, too.
+        """
+        if self._remote is None or chunk_index in page.kept:
+            return self._store.fetch(page.home, *page.place(chunk_index, name, piece))
+        owner = self._share.owner(chunk_index)
+        # The ranks' pages are laid out alike, so the owner has the chunk where this rank has its own of the
+        # same stripe.
+        return self._remote.state(
+            owner, page.index, *page.place(chunk_index - owner + self._share.rank, name, piece)
+        )
+
+    def _write(
+        self, page: StatePage, parameter: int, name: str, values: torch.Tensor, first: int = 0
+    ) -> None:
+        """Write entries of the array `name`, as far as this rank keeps them.
+
+        values: the entries from that of the parameter's element `first` on, flat.
+        """
         array = self._array(page, parameter, name)
         page.version += 1
-        for chunk_index, piece in page.layout.pieces(parameter):
+        begin, _ = array.entries(first, 0)
+        for chunk_index, piece in page.pieces(parameter):
+            start, count = array.entries(piece.start, piece.count)
+            low, high = max(start, begin), min(start + count, begin + values.numel())
+            if low >= high:
+                continue
             offset, _ = page.place(chunk_index, name, piece)
-            first, entries = array.entries(piece.start, piece.count)
-            self._store.patch(page.home, offset, values[first : first + entries].contiguous())
+            at = offset + (low - start) * array.dtype.itemsize
+            self._store.patch(page.home, at, values[low - begin : high - begin].contiguous())
 
     def _array(self, page: StatePage, parameter: int, name: str) -> StateArray:
         arrays = self.rule.arrays(page.layout.parameters[parameter].dtype)

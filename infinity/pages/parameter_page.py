@@ -26,6 +26,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.layout.chunks import UnitLayout
+from infinity.layout.shards import PageShard
 from infinity.pages.home import Home
 from infinity.tiers.link import Transfer
 
@@ -52,15 +53,16 @@ class ParameterPage:
         layout: UnitLayout,
         home: Home,
         *,
+        shard: PageShard,
         parameters: Sequence[nn.Parameter],
         placeholders: Sequence[torch.Tensor],
         addresses: dict[int, ParameterPage],
         permanent: bool = False,
     ) -> None:
         """index: the unit's index in the model's layout. layout: where each parameter lies in the page. home:
-        the place where the page rests. parameters: the unit's Parameters, in the order of
-        `layout.parameters`. placeholders: for each of them, the `data` that it has while the page is not
-        PRESENT.
+        the place where the page rests. shard: which bytes of the page the home has. parameters: the unit's
+        Parameters, in the order of `layout.parameters`. placeholders: for each of them, the `data` that it
+        has while the page is not PRESENT.
 
         addresses: address of a present page's bytes in device memory -> the page. All pages share this
         mapping, and `land` adds to it.
@@ -72,6 +74,7 @@ class ParameterPage:
         self.index = index
         self.layout = layout
         self.home = home
+        self.shard = shard
         self.parameters = tuple(parameters)
         self.permanent = permanent
         self.presence = Presence.AWAY
@@ -83,12 +86,16 @@ class ParameterPage:
         """While the page is ARRIVING in memory that the CPU can use: (the memory that is being filled,
         uint8 (nbytes,), the transfer that fills it). Else None.
         """
+        self.filled_at = 0
+        """Number of steps that all ranks had taken when the bytes in device memory were last complete."""
         self.holds = 0
         """Number of calls of `PrefetchEngine.hold` that keep the page PRESENT now."""
         self.versions = [parameter_version(each) for each in self.parameters]
         """Each Parameter's version counter at the time when the page was last known to have the same values
         as its home.
         """
+        self._first_version = 0
+        """The sum of the version counters when the page was converted."""
         self._placeholders = tuple(placeholders)
         self._ghost: StorageWeakRef | None = None
         self._addresses = addresses
@@ -112,6 +119,17 @@ class ParameterPage:
                     # well, and it refuses tensors with weak references, such as nn.LSTM's weights.
                     torch._C._swap_tensor_impl(parameter, nn.Parameter(placeholder, parameter.requires_grad))
         self.acknowledge()
+        self._first_version = sum(self.versions)
+
+    @property
+    def version(self) -> int:
+        """Number of operations that have changed the Parameters in place since `convert`; updates count."""
+        return sum([parameter_version(each) for each in self.parameters]) - self._first_version
+
+    @property
+    def home_version(self) -> int:
+        """The `version` of the values at home."""
+        return sum(self.versions) - self._first_version
 
     def end(self) -> None:
         """Drop the memory of the page for good, at the end of the runtime."""

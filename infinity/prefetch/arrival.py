@@ -12,22 +12,30 @@ If the device has memory of its own, a page at home on NVMe takes two hops throu
 to host, and from host to device. An `Arrival` is the pipeline of these hops. `advance` moves the pipeline on
 without blocking, so that the second hop of one page overlaps the first hop of the next page whenever the
 engine is called. On unified memory, and from a home in host RAM, there is only one hop.
+
+[Note: parts of others]
+With several ranks a home may have only this rank's part of the page. The other parts come from the ranks
+that hold them, over the network, and take the place of reads: directly where the model computes if the CPU
+can write there, else through transit buffers. A wait for them gives the runtime's lock up
+(infinity/pages/remote.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from infinity.errors import InfinityError
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
-from infinity.tiers.link import Lane, Transfer
+from infinity.tiers.link import Joined, Lane, Transfer
 
 _OVERDUE = -60.0
 """Seconds from the request of a demanded page to the I/O deadline of its reads. The number is negative, so
@@ -37,6 +45,14 @@ _APART, _MOST = 1e-3, 50
 """_APART: seconds between the deadlines of successive pages that are fetched ahead. _MOST: the most such
 intervals; all later pages share the last deadline. The product, 0.05 seconds, is half of the `write_slack`
 that infinity.aio.Engine adds to the deadline of a write.
+"""
+
+
+_Leg = tuple[int | None, int, int, int]
+"""A range of the page that one request brings, up to a transit buffer full: (owner, at, start, nbytes).
+
+owner: the rank that sends the bytes; None: they are read from the home. at: bytes from the start of the home,
+or for another rank's bytes from the start of the page. start: bytes from the start of the page.
 """
 
 
@@ -54,19 +70,34 @@ class _Buffer:
 class Arrival:
     """The transfer of one parameter page from its home to leased device memory."""
 
-    def __init__(self, page: ParameterPage, lease: Lease, store: Store, *, ahead: int | None = None) -> None:
-        """lease: the device memory for the page; the arrival keeps this memory from now on.
+    def __init__(
+        self,
+        page: ParameterPage,
+        into: Lease | torch.Tensor,
+        store: Store,
+        *,
+        ahead: int | None = None,
+        remote: RemotePages | None = None,
+    ) -> None:
+        """into: the lease of the device memory for the page, which the arrival keeps from now on, or the
+        memory itself, uint8 (page.nbytes,), if the page had it before.
 
         ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
-        was demanded.
+        was demanded. remote: brings the parts of the page that the home lacks or that are outdated there;
+        None: the home has the whole page.
         """
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
-        self.residency = lease.residency()
-        self._last_return = lease.last_return
-        lease.release()
+        self._last_return = 0
+        if isinstance(into, Lease):
+            self.residency = into.residency()
+            self._last_return = into.last_return
+            into.release()
+        else:
+            self.residency = into
         self._store = store
-        self._todo = deque(range(0, page.nbytes, store.transit_buffer_bytes))
+        self._remote = remote
+        self._todo: deque[_Leg] = deque()
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
         """The latest transfer into the page's device memory; None before the first."""
@@ -74,12 +105,17 @@ class Arrival:
         """Whether `abandon` was called, even if Ctrl-C ended that call."""
         self._failure: InfinityError | None = None
         """The error of a failed transfer, to be raised by `finish`; None while no transfer has failed."""
+        self.local: Transfer | None = None
+        """The transfer from the home, if the CPU can use the memory that it fills; else None."""
         if store.device.shares_host:
-            self._todo.clear()
-            self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
+            self._read_directly()
         elif page.home.in_place:
-            self._todo.clear()
-            self._send_up(0, page.home.view(0, page.nbytes))
+            for start, at, nbytes in page.shard.own if remote is not None else ((0, 0, page.nbytes),):
+                self._send_up(start, page.home.view(at, nbytes))
+        else:
+            self._todo.extend(self._legs_of_home())
+        if remote is not None and not store.device.shares_host:
+            self._todo.extend(self._legs_of_others())
 
     @property
     def edge(self) -> Edge:
@@ -174,12 +210,53 @@ class Arrival:
         self._buffers.clear()
 
     def _read(self, memory: torch.Tensor) -> None:
-        start = self._todo.popleft()
-        memory = memory[: min(memory.nbytes, self.page.nbytes - start)]
-        transfer = self._store.read(self.page.home, start, memory, deadline=self._deadline)
+        owner, at, start, nbytes = self._todo.popleft()
+        memory = memory[:nbytes]
+        if owner is None:
+            transfer = self._store.read(self.page.home, at, memory, deadline=self._deadline)
+        else:
+            assert self._remote is not None
+            transfer = self._remote.fetch(owner, self.page, at, memory)
         self._buffers.append(_Buffer(start, memory, transfer))
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
         into = self.residency[start : start + source.nbytes]
         self.final = self._store.copy_up(into, source, self._last_return, Lane.PREFETCH)
         return self.final
+
+    def _read_directly(self) -> None:
+        """Begin all transfers of the page into memory that the CPU shares with the device."""
+        page, store = self.page, self._store
+        if self._remote is None:
+            self.local = self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
+            return
+        self.local = Joined(
+            [
+                store.read(page.home, at, self.residency[start : start + nbytes], deadline=self._deadline)
+                for start, at, nbytes in page.shard.own
+            ]
+        )
+        others = [
+            self._remote.fetch(owner, page, at, self.residency[start : start + nbytes])
+            for owner, at, start, nbytes in self._legs_of_others()
+            if owner is not None
+        ]
+        self.final = Joined([self.local, *others])
+
+    def _legs_of_home(self) -> list[_Leg]:
+        most = self._store.transit_buffer_bytes
+        if self._remote is None:
+            size = self.page.nbytes
+            return [(None, at, at, min(most, size - at)) for at in range(0, size, most)]
+        return [
+            (None, at + done, start + done, min(most, size - done))
+            for start, at, size in self.page.shard.own
+            for done in range(0, size, most)
+        ]
+
+    def _legs_of_others(self) -> Iterator[_Leg]:
+        most = min(self._store.plan.exchange_block_bytes, self._store.transit_buffer_bytes)
+        for owner, spans in self.page.shard.others.items():
+            for span in spans:
+                for done in range(span.start, span.start + span.nbytes, most):
+                    yield owner, done, done, min(most, span.start + span.nbytes - done)

@@ -9,13 +9,14 @@ The schedule chooses the pages to evict.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
+from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
@@ -124,6 +125,10 @@ class PrefetchEngine:
         """Whether the last attempt to fetch ahead left out a page with an unfinished update or write."""
         self.updates = updates
         self._edits = edits
+        self._remote: RemotePages | None = None
+        """Brings parts of pages from other ranks; None with one rank."""
+        self._parts = False
+        """Whether homes have only this rank's parts of the pages."""
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         """Bring the pages of all `units` to the device, wait for them, and begin to fetch the next pages.
@@ -185,6 +190,12 @@ class PrefetchEngine:
             if not self._held[unit]:
                 del self._held[unit]
 
+    def yielding(self, function: Callable[..., Any], units: Sequence[int], lock: Any) -> Callable[..., Any]:
+        """Return a function that does what `function` does, while the pages of `units` stay present and, with
+        several ranks, other threads may have the runtime's lock. lock: the runtime's lock.
+        """
+        return function
+
     def present(self, units: Sequence[int]) -> bool:
         """Whether the pages of all `units` are PRESENT and none of these units has a pending update."""
         return all(
@@ -243,27 +254,38 @@ class PrefetchEngine:
         page that is fetched ahead, the number of fetches that are more urgent; None: the page was demanded.
         """
         page = self.pages[unit]
-        if self.store.device.shares_host:
+        if self.store.device.shares_host and not (self._parts and page.home.in_place):
             self.updates.release(unit)
         else:
             self.updates.complete(unit)
         ghost = page.living()
-        if ghost is not None:
+        if ghost is not None and self._up_to_date(page):
             page.arrive()
             page.land(ghost)
             self._resident[unit] = None
             return
-        lease = self._lease(unit, pinned)
+        lease = None if ghost is not None else self._lease(unit, pinned)
         page.arrive()
         self._resident[unit] = None
         try:
-            self._arrivals[unit] = arrival = Arrival(page, lease, self.store, ahead=ahead)
+            remote = None if self._remote is None else self._remote_for(page)
+            into = ghost if lease is None else lease
+            assert into is not None
+            self._arrivals[unit] = arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
             if self.store.device.shares_host:
-                assert arrival.final is not None
-                page.incoming = (arrival.residency, arrival.final)
+                assert arrival.local is not None
+                page.incoming = (arrival.residency, arrival.local)
         except BaseException:
             self._turn_back(unit)
             raise
+
+    def _up_to_date(self, page: ParameterPage) -> bool:
+        """Whether a page that has left device memory, and whose bytes live on there, can be used again."""
+        return True
+
+    def _remote_for(self, page: ParameterPage) -> RemotePages | None:
+        """What brings the parts of a page that its home lacks, or has outdated; None if it has all."""
+        return None
 
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
@@ -291,7 +313,8 @@ class PrefetchEngine:
             raise
         if self.pages[unit].presence is not Presence.PRESENT:
             self.pages[unit].land(residency)
-        del self._arrivals[unit]  # last, so that an interrupted landing is repeated
+        if unit in self._arrivals:
+            del self._arrivals[unit]  # last, so that an interrupted landing is repeated
 
     def _given_up(self, unit: int) -> bool:
         """Whether nothing brings an ARRIVING page, because Ctrl-C interrupted an earlier call."""

@@ -134,13 +134,20 @@ class Trace:
         self._cursor = 0
         self._skipped.clear()
 
-    def upcoming(self, limit: int) -> Iterator[Access]:
+    @property
+    def trains(self) -> bool:
+        """Whether the learned order has a backward or an update, so that a step ends at its end."""
+        return self._learned.trains
+
+    def upcoming(self, limit: int, *, wrap: bool = True) -> Iterator[Access]:
         """Return an iterator over the accesses that are expected next, in order.
 
-        After the end of the learned order they go on at its start. There are at most `limit` accesses, and at
-        most as many as the learned order has.
+        After the end of the learned order they go on at its start, unless `wrap` is False. There are at most
+        `limit` accesses, and at most as many as the learned order has.
         """
         entries, cursor = self._learned.entries, self._cursor
+        if not wrap:
+            return iter(entries[cursor : cursor + limit])
         stop = cursor + min(limit, len(entries))
         places = chain(range(cursor, min(stop, len(entries))), range(stop - len(entries)))
         return map(entries.__getitem__, places)

@@ -1,0 +1,102 @@
+"""Agreed plan: checks that ranks have equal models, and has them divide these models alike.
+
+Ranks may have different budgets. Their pages must be cut alike, so all take the division of the rank whose
+chunks and units are the smallest.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import format_size
+from infinity.distributed.communicator import Communicator, node_number
+from infinity.errors import BudgetError, ConfigError
+from infinity.layout.division import Division
+from infinity.planning.plan import Plan
+from infinity.system.version import VERSION
+from infinity.tiers import Tier
+from infinity.tiers.arena import available_ram
+
+
+def check_equal(
+    communicator: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
+) -> None:
+    """Check that all ranks offload the same model with the same optimizer and options. Values may differ.
+
+    options: by name. Raises RankDivergence if something differs.
+    """
+    tensors = [
+        (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)
+        for name, each in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    ]
+    names = {id(each): name for name, each in model.named_parameters()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    communicator.same(
+        "offload()",
+        version=VERSION,
+        torch=torch.__version__,
+        stage=communicator.share.stage,
+        model=_digest(tensors),
+        optimizer=type(optimizer).__name__,
+        parameter_groups=_digest([[names.get(id(each)) for each in group["params"]] for group in groups]),
+        **{name: str(value) for name, value in options.items()},
+    )
+
+
+def agreed_plan(
+    communicator: Communicator, given: int | None, plan_with: Callable[[Division | None], Plan]
+) -> Plan:
+    """Make this rank's plan, with a model that is divided as on all ranks.
+
+    given: bytes of this rank's host budget, if the user gave one. plan_with: makes a plan, with a preferred
+    division if there is one. Raises BudgetError if the host budgets of the ranks of this node do not fit
+    there together, and ConfigError if this rank's budget has no room for the division.
+    """
+    _check_node(communicator, given)
+    plan = plan_with(None)
+    division = Division.of(plan.layout)
+    size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]
+    heard = communicator.agree("offload()", size=size, digest=_digest(division.units))
+    smallest = min(heard, key=lambda rank: (heard[rank]["size"], rank))
+    if all(each == heard[smallest] for each in heard.values()):
+        return plan
+    mine = communicator.share.rank == smallest
+    told = communicator.agree("offload()", units=division.units if mine else None)[smallest]["units"]
+    wanted = Division(tuple((path, tuple(names)) for path, names in told), heard[smallest]["size"][0])
+    if wanted != division:
+        plan = plan_with(wanted)
+        if Division.of(plan.layout) != wanted:
+            raise ConfigError(
+                f"The budget of rank {communicator.share.rank} has no room for the division of the model "
+                f"that rank {smallest} can use.",
+                "Give all ranks budgets of about the same size.",
+            )
+    return plan
+
+
+def _check_node(communicator: Communicator, given: int | None) -> None:
+    """Check that the host budgets of the ranks of this node fit there together."""
+    node = node_number()
+    heard = communicator.agree("offload()", node=node, budget=given or 0, free=available_ram())
+    here = [each for each in heard.values() if each["node"] == node]
+    wanted, most = sum(each["budget"] for each in here), max(each["free"] for each in here)
+    if wanted > most:
+        raise BudgetError(
+            f"{len(here)} ranks with host budgets of {format_size(wanted)} together run where "
+            f"{format_size(most)} of RAM are free.",
+            f"Give each rank at most {format_size(most // len(here))}.",
+            needed=wanted,
+            tier=Tier.HOST.value,
+        )
+
+
+def _digest(value: Any) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"

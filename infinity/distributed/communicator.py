@@ -1,0 +1,125 @@
+"""Communicator: what connects one rank with the others, from before its runtime is made to its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.distributed.ballots import Ballots
+from infinity.distributed.bell import Bell
+from infinity.distributed.edit_versions import EditVersions
+from infinity.distributed.liveness import Liveness
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.mesh import Ranks
+from infinity.distributed.message import Kind
+from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.wire import Wire
+from infinity.errors import InfinityError, RankDivergence, RankFailure, rank_failure
+from infinity.layout.shards import Share
+from infinity.pages.parameter_page import ParameterPage
+from infinity.system.closing import Closing
+
+_T = TypeVar("_T")
+
+
+class Communicator(Closing):
+    """The wire to the other ranks, the watch over them, agreements with them, and the runtime's lock."""
+
+    def __init__(self, mesh: DeviceMesh | None, stage: int, *, cuda: bool) -> None:
+        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO. cuda: whether models compute on
+        CUDA devices. Raises ConfigError, RankDivergence and RankFailure.
+        """
+        self.ranks = Ranks.of(mesh, cuda=cuda)
+        self.share = Share(self.ranks.rank, self.ranks.size, stage)
+        self.bell = Bell()
+        self.lock = TrainerLock()
+        self.wire = Wire(self.ranks, self.bell)
+        self.liveness = Liveness(self.ranks, self.bell)
+        self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
+        self.remote = RemoteParts(self.wire, self.lock)
+        self._closed = False
+        atexit.register(self._end)
+
+    def agree(self, call: str, **facts: Any) -> dict[int, dict[str, Any]]:
+        """Tell all ranks `facts`, and return what each rank has told in the same call: rank -> facts."""
+        return self.ballots.agree(call, facts)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on, so that none waits for it, and it for none."""
+        if self._closed or isinstance(error, RankFailure):  # the others have heard of the rank that failed
+            return
+        text = str(error) if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
+        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {text.rstrip('.')}"
+        self.wire.declare(what)
+        self.bell.fail(rank_failure(self.ranks.rank, what))
+
+    def leave(self) -> None:
+        """Wait until all ranks close their runtimes, so that they are served until then. Errors are ignored:
+        a rank that fails or does something else is not waited for.
+        """
+        if self.bell.failure is None:
+            with contextlib.suppress(InfinityError):
+                for peer in self.ranks.peers:
+                    self.wire.post(peer, Kind.LEAVING)
+                self.ballots.agree("close()", {}, patient=True)
+
+    def _end(self) -> None:
+        """Leave the other ranks as the process ends with an open runtime, by an error or without one."""
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self.leave()
+        else:
+            self.fail(error)
+        self.close()
+
+    def edit_versions(self, pages: Sequence[ParameterPage]) -> EditVersions:
+        """What keeps edits of these pages from other ranks until these have made them, too."""
+        return EditVersions(self.wire, self.ballots, pages, self.lock)
+
+    def same(self, call: str, **facts: Any) -> None:
+        """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if one is not."""
+        heard = self.agree(call, **facts)
+        for rank, said in sorted(heard.items()):
+            for name in facts:
+                if said[name] != heard[0][name]:
+                    raise RankDivergence(
+                        f"At {call} the {name.replace('_', ' ')} of rank {rank} is not that of rank 0 "
+                        f"({said[name]} and {heard[0][name]}).",
+                        "Start all ranks with the same program, model, optimizer and versions.",
+                    )
+
+    def close(self) -> None:
+        """Leave the other ranks. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._end)
+        orderly = self.bell.failure is None
+        ended = self.wire.close()
+        self.liveness.close()
+        if not ended:
+            self.ranks.hang_up()
+            self.wire.close()
+        self.ranks.close(orderly=orderly and self.bell.failure is None)
+
+
+def local_ranks() -> tuple[int, int]:
+    """(this process's number among the ranks of its node, number of ranks there), from the environment."""
+    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def node_number() -> int:
+    """The number of this rank's node, from the environment."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def node_share(items: Sequence[_T]) -> Sequence[_T]:
+    """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
+    place, count = local_ranks()
+    return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]

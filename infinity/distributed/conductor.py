@@ -1,0 +1,139 @@
+"""Conductor: the thread that acts on what other ranks say, while this rank's training thread computes.
+
+It takes the runtime's lock for moments, in turn with the training thread, and never waits for another rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+
+from infinity.distributed.contributions import Contributions
+from infinity.distributed.edit_versions import EditVersions
+from infinity.distributed.liveness import Liveness
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.page_service import PageService
+from infinity.distributed.ranked_step import RankedStep
+from infinity.distributed.wire import Wire
+from infinity.errors import ConfigError
+
+_POLL = 0.005
+"""Seconds after which the conductor looks again whether this rank has made edits that another waits for."""
+_MOST_AT_ONCE = 32
+"""The most messages that are acted on before the training thread gets the lock again."""
+
+
+class Conductor:
+    """Gives each message of other ranks to the component that it is for, until `stop`."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        service: PageService,
+        versions: EditVersions,
+        contributions: Contributions | None,
+        step: RankedStep | None,
+        liveness: Liveness,
+        lock: TrainerLock,
+        early: Sequence[tuple[int, Message]],
+    ) -> None:
+        """early: messages that have come already."""
+        self._wire = wire
+        self._early = early
+        self._service = service
+        self._versions = versions
+        self._contributions = contributions
+        self._liveness = liveness
+        self._watching = False
+        """Whether another rank waits for edits of this rank, which make no noise."""
+        self._step = step
+        self._lock = lock
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="infinity conductor", daemon=True)
+
+    def start(self) -> None:
+        self._service.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the threads. Other ranks have heard that this one leaves, and ask for nothing more."""
+        self._stopping = True
+        self._wire.inbox.put((-1, Message(Kind.BYE, [])))
+        with self._lock.released():
+            if self._thread.is_alive():
+                self._thread.join()
+            self._service.stop()
+
+    def _run(self) -> None:
+        try:
+            self._conduct()
+        except Exception as error:  # nobody else would tell the others that this rank answers no more
+            failure = ConfigError(
+                f"This rank cannot serve others any more: {type(error).__name__}: {error}.",
+                "Report this bug, with the text above.",
+            )
+            self._wire.declare(f"failed: {failure}")
+            self._wire.bell.fail(failure)
+            raise
+
+    def _conduct(self) -> None:
+        self._act(list(self._early))
+        while True:
+            waiting = []
+            with contextlib.suppress(queue.Empty):
+                waiting.append(self._wire.inbox.get(timeout=_POLL if self._watching else None))
+            while waiting and len(waiting) < _MOST_AT_ONCE:
+                try:
+                    waiting.append(self._wire.inbox.get_nowait())
+                except queue.Empty:
+                    break
+            if not self._act(waiting):
+                return
+
+    def _act(self, waiting: list[tuple[int, Message]]) -> bool:
+        """Act on messages. Returns False if the last message of this runtime is among them."""
+        others = []
+        for source, message in waiting:
+            if message.kind is Kind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
+                self._service.requested(source, *message.fields)
+            elif message.kind is Kind.BYE and source < 0:
+                return False
+            elif message.kind is Kind.BYE:
+                self._liveness.departed(source)
+            elif message.kind not in (Kind.BYE, Kind.FAILED):
+                others.append((source, message))
+        if others or self._watching:
+            with self._lock.turn():
+                if self._stopping:  # after a failure: what other ranks asked for is not there any more
+                    return False
+                for source, message in others:
+                    if message.kind is Kind.QUESTION:
+                        self._versions.questioned(source, *message.fields)
+                    elif message.kind is Kind.ANSWER:
+                        self._versions.answered(source, *message.fields)
+                    elif message.kind is Kind.CLEARED:
+                        assert self._step is not None
+                        self._step.cleared(source, *message.fields)
+                    else:
+                        assert self._contributions is not None
+                        self._about_gradients(self._contributions, source, message)
+                self._watching = self._versions.answer()
+        return True
+
+    def _about_gradients(self, contributions: Contributions, source: int, message: Message) -> None:
+        if message.kind is Kind.REQUEST:
+            number, what, *fields = message.fields
+            if what == What.SUM:
+                contributions.sum_requested(source, number, *fields)
+            else:
+                contributions.requested(source, number, *fields)
+        elif message.kind is Kind.ARRIVED:
+            contributions.arrived(*message.fields)
+        elif message.kind is Kind.SENT:
+            contributions.sent(*message.fields)
+        else:
+            contributions.heard(source, message)

@@ -1,0 +1,428 @@
+"""Contributions: gradients on their way from the rank that computed them to the rank that keeps their sum.
+
+The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every
+rank's gradient of the piece is a contribution. Its bytes stay where autograd made them until the owner asks
+for them. The owner asks when it is their turn: micro-batch m of rank r counts as micro-batch m*N+r, so that
+the sum has the additions of one rank with N times as many micro-batches, in their order
+(infinity/distributed/turns.py).
+
+[Note: no deadlock]
+A rank whose contributions take too many bytes waits before it adds another one. Of all contributions that
+wait, the one with the earliest turn waits for nobody but ranks that compute: a rank with an earlier turn
+either offers its contribution or ends its backward. Asking and sending need neither rank's training thread.
+That holds for a rank's first contribution to a piece in a micro-batch. Further ones, as of shared parameters,
+wait for the ends of backwards, their own included, so they take no room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+import torch
+
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.turns import ALL, Turns
+from infinity.distributed.wire import Delivery, Dispatch, Wire
+from infinity.errors import InfinityError, RankDivergence
+from infinity.gradients.host import Gradients
+from infinity.layout.chunks import Piece
+from infinity.layout.shards import Share
+from infinity.layout.strides import in_memory_order
+from infinity.optim.updater import Updater
+from infinity.tiers import Pool
+
+Key = tuple[int, int, int]
+"""(index of a unit, index of a chunk in it, index of a piece in the chunk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """One rank's gradient of a piece that this rank owns, which waits for its turn."""
+
+    source: int
+    """The rank that computed the gradient."""
+    token: int
+    """The number by which that rank knows the gradient."""
+    dtype: torch.dtype
+    here: torch.Tensor | None = None
+    """The gradient, (count,), if this rank computed it."""
+    room: int = 0
+    """Bytes that the gradient takes of this rank's room, if this rank computed it."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A contribution of another rank whose bytes are on their way into `memory`."""
+
+    key: Key
+    epoch: int
+    offer: _Offer
+    memory: torch.Tensor
+    """The bytes, uint8, in the pool of the exchange."""
+
+
+class Contributions:
+    """The contributions that this rank makes, and those to the sums that it keeps.
+
+    All methods but `await_room` are called under the runtime's lock.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        share: Share,
+        *,
+        gradients: Gradients,
+        updater: Updater,
+        room: Pool,
+        lock: TrainerLock,
+    ) -> None:
+        """gradients: the sums. updater: adds to them. room: the pool into which contributions of other ranks
+        come. As many bytes of this rank's gradients may wait for other ranks.
+        """
+        self.ended = 0
+        """Number of backwards that this rank has ended since gradients were last cleared."""
+        self.offered: Counter[int] = Counter()
+        """Rank -> number of contributions that this rank has offered to it since gradients were cleared."""
+        self._heard: Counter[int] = Counter()
+        """Rank -> number of contributions that it has offered to this rank since gradients were cleared."""
+        self.fresh: set[int] = set()
+        """Units that have got a last contribution of a micro-batch since the set was last emptied."""
+        self._wire = wire
+        self._share = share
+        self._gradients = gradients
+        self._pages = gradients.pages
+        self._updater = updater
+        self._room = room
+        self._lock = lock
+        self._epoch = 0
+        """Number of times that gradients were cleared. Contributions of other epochs are not mixed."""
+        self._turns: Turns[Key, _Offer] = Turns(share.ranks, self._parameter_of)
+        self._early: list[tuple[int, Message]] = []
+        """(source, message) of what came for an epoch that this rank has not begun."""
+        self._ready: deque[tuple[Key, _Offer]] = deque()
+        """Contributions of other ranks whose turn it is, and for which there was no room yet."""
+        self._paused = self._closed = 0
+        """Numbers of agreements that this rank has begun, and ended, with `pause` and `close_step`."""
+        self._asked: dict[int, _Asked] = {}
+        """Number of a delivery -> the contribution that it brings."""
+        self._outgoing: dict[int, tuple[torch.Tensor, int]] = {}
+        """Token -> this rank's gradient of a piece that another rank owns, until it is sent, and the bytes of
+        room that it takes.
+        """
+        self._sending: dict[Dispatch, int] = {}
+        """Gradients that are being sent -> the bytes of room that they take."""
+        self._begun: set[tuple[Key, int]] = set()
+        """(piece, micro-batch) of this rank's contributions since gradients were cleared."""
+        self._asked_sums: list[tuple[int, int, int, int, Key]] = []
+        """(source, number of the delivery there, epoch, backwards, key) of requests for sums."""
+        self._token = 0
+        self._waiting_bytes = 0
+        """Bytes of this rank's gradients that wait for other ranks, as contributions or for their turn."""
+        self._bell = wire.bell
+
+    # --- the thread that trains -------------------------------------------------------------------------
+
+    def await_room(self, nbytes: int) -> None:
+        """Wait, without the runtime's lock, until a gradient of `nbytes` bytes may be offered.
+
+        Raises RankFailure, and RankDivergence after the time-out.
+        """
+        if not self._wire.wait_for_step(
+            lambda: self._waiting_bytes + nbytes <= self._room.nbytes or not self._waiting_bytes
+        ):
+            raise self._late("takes the gradients of this rank")
+
+    def offer(self, unit: int, parameter: int, gradient: torch.Tensor, micro_batch: int) -> None:
+        """Contribute this rank's new gradient of a parameter.
+
+        gradient: with any dense strides. micro_batch: the number of its backward on this rank since gradients
+        were last cleared. Raises the errors of `Updater.accumulate_piece`.
+        """
+        page = self._pages[unit]
+        page.content.add(parameter)
+        flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
+        if flat.device.type != "cpu":
+            flat = flat.cpu()
+        for chunk_index, piece in page.layout.pieces(parameter):
+            owner = self._share.owner(chunk_index)
+            part = flat[piece.start : piece.start + piece.count]
+            index = page.layout.chunks[chunk_index].pieces.index(piece)
+            key = unit, chunk_index, index
+            self._token += 1
+            room = 0 if (key, micro_batch) in self._begun else part.nbytes
+            self._begun.add((key, micro_batch))
+            self._count(room)
+            if owner == self._share.rank:
+                offer = _Offer(owner, self._token, part.dtype, part, room)
+                self._take(self._turns.offered(key, micro_batch, owner, offer))
+            else:
+                self.offered[owner] += 1
+                self._outgoing[self._token] = part, room
+                dtype = str(part.dtype).removeprefix("torch.")
+                self._wire.post(owner, Kind.CONTRIBUTION, self._epoch, micro_batch, self._token, dtype, *key)
+        self._go_on()
+
+    def expect(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
+        """Tell all ranks to which parameters this rank contributes in a micro-batch, once each.
+
+        parameters: (unit, index of the parameter).
+        """
+        listed = [list(each) for each in sorted(parameters)]
+        for peer in self._wire.peers:
+            self._wire.post(peer, Kind.EXPECTED, self._epoch, micro_batch, listed)
+        self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
+        self._go_on()
+
+    def backward_ended(self, count: int = 1) -> None:
+        """Note that this rank has ended `count` backwards: what it has not contributed to them is absent."""
+        self.ended += count
+        for peer in self._wire.peers:
+            self._wire.post(peer, Kind.BACKWARD_DONE, self._epoch, self.ended)
+        self._take(self._turns.done(self._share.rank, self.ended))
+        self._go_on()
+
+    def pause(self, cleared: int) -> None:
+        """Note that this rank contributes no more before the step ends: nobody need wait for what it lacks.
+
+        cleared: number of times that this rank has cleared its gradients, which others may have yet to do.
+        """
+        self._paused += 1
+        for peer in self._wire.peers:
+            self._wire.post(peer, Kind.PAUSED, cleared, self._paused)
+        self._take(self._turns.done(self._share.rank, ALL))
+        self._go_on()
+
+    def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
+        """Wait, without the runtime's lock, until all contributions to sums of this rank are known, and note
+        that no rank contributes any more before the step ends.
+
+        ended: rank -> number of backwards that it has ended. All ranks go on with the highest number.
+        offered: rank -> number of contributions that it has offered to this rank. Raises RankFailure, and
+        RankDivergence after the time-out.
+        """
+        with self._lock.released():
+            come = self._wire.wait_for_step(
+                lambda: all(self._heard[each] == count for each, count in offered.items())
+            )
+        if not come:
+            raise self._late("offers gradients to this rank")
+        self.ended = max(ended.values())
+        for rank in range(self._share.ranks):
+            self._take(self._turns.done(rank, ALL))
+        self._go_on()
+
+    def await_all(self) -> None:
+        """Wait, without the runtime's lock, until all contributions are added that this rank has to add, and
+        sent that it has to send. `close_step` has been called.
+        """
+        with self._lock.released():
+            come = self._wire.wait_for_step(self._idle)
+        if not come:
+            raise self._late("brings gradients to this rank or takes them")
+        self._turns.go_on(self.ended)
+        self._closed += 1
+
+    def renew(self) -> None:
+        """Begin anew: all ranks have cleared their gradients. What others have said since then now counts."""
+        self._epoch += 1
+        self.ended = 0
+        self.fresh.clear()
+        self.offered.clear()
+        self._heard.clear()
+        self._turns.clear()
+        self._ready.clear()
+        self._outgoing.clear()
+        self._begun.clear()
+        self._waiting_bytes = sum(self._sending.values())
+        self._bell.ring()
+        if self._paused > self._closed:
+            self._take(self._turns.done(self._share.rank, ALL))
+        early, self._early = self._early, []
+        for source, message in early:
+            self.heard(source, message)
+
+    def sum_of(self, unit: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+        """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
+
+        The sum has the gradients of as many backwards of each rank as this rank has ended.
+        """
+        page = self._pages[unit]
+        key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
+        owner = self._share.owner(chunk_index)
+        if owner == self._share.rank:
+            with self._lock.released():
+                come = self._bell.wait_for(lambda: self._turns.complete(key, self.ended))
+            if not come:
+                raise self._late("brings gradients to this rank")
+            return self._sum(key)
+        found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
+        there = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients")
+        self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, self._epoch, self.ended, *key)
+        with self._lock.released():
+            delivery.wait()
+        return found if there.item() else None
+
+    # --- the conductor ----------------------------------------------------------------------------------
+
+    def heard(self, source: int, message: Message) -> None:
+        """Take a message about contributions: a rank offers or announces some, or has ended a backward."""
+        epoch, *fields = message.fields
+        if epoch > self._epoch:
+            self._early.append((source, message))
+        elif epoch == self._epoch and message.kind is Kind.PAUSED:
+            if fields[0] > self._closed:  # else the step has ended meanwhile
+                self._take(self._turns.done(source, ALL))
+        elif epoch == self._epoch and message.kind is Kind.BACKWARD_DONE:
+            self._take(self._turns.done(source, fields[0]))
+        elif epoch == self._epoch and message.kind is Kind.EXPECTED:
+            micro_batch, listed = fields
+            found = {(unit, index) for unit, index in listed}
+            self._take(self._turns.expects(source, micro_batch, found))
+        elif epoch == self._epoch:
+            self._heard[source] += 1
+            micro_batch, token, dtype, *key = fields
+            unit, chunk_index, index = key
+            self._gradients.begin()
+            self._pages[unit].content.add(self._piece((unit, chunk_index, index)).parameter)
+            offer = _Offer(source, token, getattr(torch, dtype))
+            self._take(self._turns.offered((unit, chunk_index, index), micro_batch, source, offer))
+        self._go_on()
+
+    def requested(self, source: int, number: int, token: int) -> None:
+        """Send a gradient to the rank that owns its piece. number: that of the delivery there."""
+        if token not in self._outgoing:
+            self._wire.refuse(source, number, _cleared())
+            return
+        part, room = self._outgoing.pop(token)
+        dispatch = self._wire.deliver(source, number, [part.view(torch.uint8)], "gradients", tell=True)
+        self._sending[dispatch] = room
+
+    def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
+        """Take another rank's request for a sum, to be answered when the sum has what the rank asks for."""
+        unit, chunk_index, index = key
+        self._asked_sums.append((source, number, epoch, ended, (unit, chunk_index, index)))
+        self._answer_sums()
+
+    def sent(self, dispatch: Dispatch) -> None:
+        """Note that a gradient has been sent, so that its memory is free."""
+        self._count(-self._sending.pop(dispatch))
+
+    def arrived(self, delivery: Delivery) -> None:
+        """Add a contribution that has arrived."""
+        asked = self._asked.pop(delivery.number)
+        if asked.epoch == self._epoch and not delivery.failed:
+            self._add(asked.key, asked.offer, asked.memory.view(asked.offer.dtype))
+            self._take(self._turns.taken(asked.key))
+        del asked
+        self._go_on()
+
+    # --- inside -----------------------------------------------------------------------------------------
+
+    def _take(self, given: list[tuple[Key, _Offer]]) -> None:
+        """Add the contributions whose turn it is and that are here, and note which ones are elsewhere."""
+        turns = deque(given)
+        while turns:
+            key, offer = turns.popleft()
+            if offer.here is None:
+                self._ready.append((key, offer))
+                continue
+            self._add(key, offer, offer.here)
+            self._count(-offer.room)
+            turns.extend(self._turns.taken(key))
+
+    def _go_on(self) -> None:
+        """Ask for contributions whose turn it is, as far as there is room, and answer requests for sums."""
+        while self._ready and self._ask(*self._ready[0]):
+            self._ready.popleft()
+        if self._asked_sums:
+            self._answer_sums()
+        self._bell.ring()
+
+    def _answer_sums(self) -> None:
+        """Answer the requests for sums that are complete."""
+        waiting, self._asked_sums = self._asked_sums, []
+        for each in waiting:
+            source, number, epoch, ended, key = each
+            if epoch < self._epoch:
+                self._wire.refuse(source, number, _cleared())
+            elif epoch > self._epoch or not self._turns.complete(key, ended):
+                self._asked_sums.append(each)
+            else:
+                self._answer(source, number, key)
+
+    def _answer(self, source: int, number: int, key: Key) -> None:
+        found = self._sum(key)
+        there = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
+        if found is None:
+            unit, chunk_index, _ = key
+            dtype = self._pages[unit].dtype(chunk_index)
+            found = torch.zeros(self._piece(key).count, dtype=dtype, device="cpu")
+        self._wire.deliver(source, number, [there, found.view(torch.uint8)], "gradients")
+
+    def _sum(self, key: Key) -> torch.Tensor | None:
+        """A copy of the sum of a piece that this rank owns; None if it has none."""
+        unit, chunk_index, _ = key
+        page, piece = self._pages[unit], self._piece(key)
+        if not page.has_piece(chunk_index, piece):
+            return None
+        return self._gradients.piece(page, chunk_index, piece)
+
+    def _ask(self, key: Key, offer: _Offer) -> bool:
+        """Ask a rank for its contribution. Returns False if there is no room for it now."""
+        nbytes = self._piece(key).count * offer.dtype.itemsize
+        if self._room.largest_free >= nbytes:
+            with self._room.lease(nbytes) as lease:
+                memory = lease.residency()
+        elif self._asked:
+            return False  # an arrival will make room
+        else:  # what keeps the room is no contribution, so that nothing would come of a wait
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        delivery = self._wire.expect(offer.source, [memory], "gradients", tell=True)
+        self._asked[delivery.number] = _Asked(key, self._epoch, offer, memory)
+        self._wire.post(offer.source, Kind.REQUEST, delivery.number, What.GRADIENT, offer.token)
+        return True
+
+    def _add(self, key: Key, offer: _Offer, gradient: torch.Tensor) -> None:
+        unit, chunk_index, _ = key
+        last = offer.source == self._share.ranks - 1
+        try:
+            self._updater.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)
+        except InfinityError:
+            return  # the gradients of the step are lost; step() raises the error on all ranks
+        if last:
+            self.fresh.add(unit)
+
+    def _parameter_of(self, key: Key) -> tuple[int, int]:
+        return key[0], self._piece(key).parameter
+
+    def _piece(self, key: Key) -> Piece:
+        unit, chunk_index, index = key
+        return self._pages[unit].layout.chunks[chunk_index].pieces[index]
+
+    def _idle(self) -> bool:
+        return not (self._asked or self._ready or self._outgoing or self._sending) and self._turns.drained(
+            self.ended
+        )
+
+    def _count(self, nbytes: int) -> None:
+        self._waiting_bytes += nbytes
+        if nbytes < 0:
+            self._bell.ring()
+
+    def _late(self, what: str) -> RankDivergence:
+        return RankDivergence(
+            f"No rank {what} any more, for {self._bell.timeout:g} s.",
+            "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad().",
+        )
+
+
+def _cleared() -> RankDivergence:
+    return RankDivergence(
+        "A gradient was asked for after it was cleared.",
+        "Call runtime.optimizer.zero_grad() on all ranks, or on none.",
+    )

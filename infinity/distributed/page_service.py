@@ -1,0 +1,226 @@
+"""Page service: gives other ranks bytes of the parts of pages that this rank owns.
+
+A request names bytes of this rank's part of a page, and the number of the step after which they are wanted.
+The service waits until this rank has decided that step, has the unit's own update completed, and sends the
+bytes from the page's home: straight from there if the home is in RAM, else through a buffer of the exchange.
+
+What is at home is what this rank has published. The memory in which the model computes is private: user code
+may change it at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.distributed.edit_versions import EditVersions
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.message import What
+from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.wire import Dispatch, Wire
+from infinity.errors import ConfigError, InfinityError
+from infinity.gradients.host import Gradients
+from infinity.layout.chunks import Piece
+from infinity.optim.updater import Updater
+from infinity.pages.edits import EditTracker
+from infinity.pages.health import Health
+from infinity.pages.home import Home
+from infinity.pages.optimizer_page import StatePage
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
+from infinity.tiers import Pool
+from infinity.tiers.link import Transfer
+
+_POLL = 0.005
+"""Seconds after which the service looks again at requests that it could not serve yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    source: int
+    number: int
+    what: What
+    step: int
+    unit: int
+    fields: tuple[int, ...]
+    """For a parameter page or this rank's optimizer page: bytes from its start, their number, and for a
+    parameter page the asking rank's version of it. For a gradient: the index of a chunk, and the fields of a
+    Piece.
+    """
+
+
+class PageService:
+    """Serves requests in a thread of its own, from `start` until `stop`."""
+
+    def __init__(
+        self,
+        wire: Wire,
+        remote: RemoteParts,
+        *,
+        pages: Sequence[ParameterPage],
+        edits: EditTracker,
+        versions: EditVersions,
+        states: Mapping[int, StatePage],
+        gradients: Gradients | None,
+        updater: Updater | None,
+        store: Store,
+        room: Pool,
+        lock: TrainerLock,
+        health: Health,
+    ) -> None:
+        """remote: knows the steps that this rank has decided. pages, states: parameter and optimizer pages
+        of all units. updater: completes updates; None for inference. room: the pool of the exchange.
+        """
+        self._wire = wire
+        self._remote = remote
+        self._pages = pages
+        self._edits = edits
+        self._versions = versions
+        self._states = states
+        self._gradients = gradients
+        self._updater = updater
+        self._store = store
+        self._room = room
+        self._lock = lock
+        self._health = health
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._early: deque[_Request] = deque()
+        """Requests for a step that this rank has not decided yet, or for edits that it has not made yet."""
+        self._sent: deque[tuple[Dispatch, torch.Tensor]] = deque()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="infinity page service", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and wait for it. The wire is closed, so that no request can be answered."""
+        self._stopped = True
+        self._requests.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def requested(self, source: int, number: int, what: int, step: int, unit: int, *fields: int) -> None:
+        """Take a request of another rank. Never blocks."""
+        self._requests.put(_Request(source, number, What(what), step, unit, fields))
+
+    def stepped(self) -> None:
+        """Look again at the requests that this rank could not serve yet, after a step or an edit."""
+        with contextlib.suppress(IndexError):  # two threads call this
+            while True:
+                self._requests.put(self._early.popleft())
+
+    def _run(self) -> None:
+        while True:
+            try:
+                request = self._requests.get(timeout=_POLL if self._early else None)
+            except queue.Empty:
+                self.stepped()
+                continue
+            if request is None or self._stopped:
+                return
+            try:
+                self._serve(request)
+            except InfinityError as error:
+                self._refuse(request, error)
+            except Exception as error:  # the asking rank must not wait for ever
+                self._refuse(request, ConfigError(f"{type(error).__name__}: {error}", "Report this bug."))
+
+    def _refuse(self, request: _Request, error: InfinityError) -> None:
+        with contextlib.suppress(ConfigError):  # the wire is closed, which the asking rank has heard
+            self._wire.refuse(request.source, request.number, error)
+
+    def _serve(self, request: _Request) -> None:
+        with self._lock.turn():
+            self._health.check()
+            if request.step > self._remote.step:
+                self._early.append(request)
+                return
+            if request.what is What.LOCAL:
+                self._send_gradient(request)
+                return
+            if self._updater is not None:
+                self._updater.complete(request.unit)
+            if request.what is What.PARAMETERS and not self._has_edits(request):
+                self._early.append(request)
+                return
+            home, offset, nbytes = self._place(request)
+            memory = self._kept(request)
+            if memory is None and home.in_place:
+                home.settle(offset, offset + nbytes, writing=False)
+                memory = home.view(offset, nbytes)
+            if memory is not None:
+                dispatch = self._deliver(request, memory)
+                if request.what is What.PARAMETERS and self._pages[request.unit].permanent:
+                    self._remote.sends(self._pages[request.unit], dispatch)
+                return
+        block = self._block(nbytes)
+        with self._lock.turn():
+            reading: Transfer = self._store.read(home, offset, block)
+        reading.wait()
+        self._sent.append((self._deliver(request, block), block))
+
+    def _deliver(self, request: _Request, memory: torch.Tensor) -> Dispatch:
+        return self._wire.deliver(request.source, request.number, [memory], label=request.what.label)
+
+    def _send_gradient(self, request: _Request) -> None:
+        """Send this rank's own gradient of a piece, behind a byte that says whether there is one."""
+        assert self._gradients is not None
+        chunk_index, *fields = request.fields
+        page, piece = self._gradients.pages[request.unit], Piece(*fields)
+        there = page.has_piece(chunk_index, piece)
+        if there:
+            memory = self._gradients.piece(page, chunk_index, piece)
+        else:
+            memory = torch.zeros(piece.count, dtype=page.dtype(chunk_index), device="cpu")
+        flag = torch.tensor([there], dtype=torch.uint8, device="cpu")
+        pieces = [flag, memory.view(torch.uint8)]
+        self._wire.deliver(request.source, request.number, pieces, request.what.label)
+
+    def _kept(self, request: _Request) -> torch.Tensor | None:
+        """What was kept for other ranks of the asked bytes, before user code could change the home."""
+        if request.what is not What.PARAMETERS:
+            return None
+        start, nbytes = request.fields[:2]
+        return self._remote.kept(self._pages[request.unit], start, nbytes)
+
+    def _has_edits(self, request: _Request) -> bool:
+        """Whether the home has all edits that the asking rank has made; see [Note: edits over ranks].
+
+        Edits that all ranks have made are written home now. Raises ConfigError if this rank has made further
+        ones, so that the wanted values are gone.
+        """
+        page, version = self._pages[request.unit], request.fields[2]
+        if page.home_version < version <= page.version:
+            if page.version > version:
+                name = page.layout.name or "the root"
+                raise ConfigError(
+                    f"Parameters of {name} left memory on rank {request.source} between two edits, and "
+                    "other ranks have made both.",
+                    "Edit them inside runtime.full_parameters(module), or give a larger budget.",
+                )
+            if self._versions.reached(page, version):
+                self._edits.write_back(page)
+        return page.home_version >= version
+
+    def _place(self, request: _Request) -> tuple[Home, int, int]:
+        start, nbytes = request.fields[:2]
+        if request.what is What.PARAMETERS:
+            page = self._pages[request.unit]
+            (held,) = page.shard.pieces(start, nbytes)
+            return page.home, held.home_start, nbytes
+        return self._states[request.unit].home, start, nbytes
+
+    def _block(self, nbytes: int) -> torch.Tensor:
+        """Lease a buffer of the exchange, waiting until earlier ones have been sent if there is no room."""
+        while self._sent and (self._sent[0][0].done() or self._room.largest_free < nbytes):
+            self._sent[0][0].wait()
+            self._sent.popleft()
+        with self._room.lease(nbytes) as lease:
+            return lease.residency()

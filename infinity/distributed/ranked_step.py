@@ -1,0 +1,295 @@
+"""Ranked step: what a training step does together with other ranks: contributions, agreements, its end.
+
+Two calls of a step are agreements: clip_grad_norm_ and step(). In each, first all ranks say that they have no
+more gradients to contribute, and what must be equal on all of them; then, when all sums are complete, each
+says the exact sum of squares of what it keeps. So all ranks have the same norm, the one of a single rank.
+
+[Note: clearing]
+Another rank may still ask for sums of gradients when this one clears them. So the pages forget their
+gradients when all ranks have called zero_grad(), and a rank's next gradient waits until then.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from infinity.distributed.ballots import Ballots
+from infinity.distributed.contributions import Contributions
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.message import Kind
+from infinity.distributed.page_service import PageService
+from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
+from infinity.distributed.wire import Wire
+from infinity.errors import InfinityError, RankDivergence, rank_failure
+from infinity.gradients.exact_sum import ExactSum
+from infinity.gradients.host import Gradients
+from infinity.layout.chunks import Piece
+from infinity.layout.shards import Share
+from infinity.pages.gradient_page import GradientPage
+from infinity.prefetch.ranked_engine import RankedEngine
+
+
+class RankedStep:
+    """The other ranks, as a training step sees them. Called under the runtime's lock, unless it says so."""
+
+    def __init__(
+        self,
+        share: Share,
+        wire: Wire,
+        *,
+        ballots: Ballots,
+        contributions: Contributions | None,
+        whole: WholeGradients | None,
+        service: PageService,
+        remote: RemoteParts,
+        engine: RankedEngine,
+        gradients: Gradients,
+        lock: TrainerLock,
+    ) -> None:
+        """contributions: takes gradients to the ranks that keep their sums; None if every rank keeps all of
+        them. Then `whole` sums them up.
+        """
+        self.contributions = contributions
+        self._whole = whole
+        self._share = share
+        self._wire = wire
+        self._lock = lock
+        self._cleared = [0] * share.ranks
+        """Number of times that each rank has cleared its gradients."""
+        self._forgotten = 0
+        """Number of times that all ranks have, and this rank's pages have forgotten them."""
+        self._ballots = ballots
+        self._service = service
+        self._remote = remote
+        self._engine = engine
+        self._gradients = gradients
+        self._pages = gradients.pages
+
+    def settle(
+        self, call: str, groups: Sequence[Mapping[str, Any]], failure: InfinityError | None
+    ) -> ExactSum:
+        """Agree that the gradients are complete; returns the sum of squares of all ranks' gradients.
+
+        Afterwards all ranks know which parameters have gradients. call: the user's call, for errors. groups:
+        the optimizer's param groups, whose options must be the same on all ranks. failure: an error of this
+        rank, by which the call fails on all ranks. Raises RankDivergence for another call or other options on
+        another rank, RankFailure for another rank's failure, and `failure` itself.
+        """
+        self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
+        if self.contributions is not None:
+            self.contributions.pause(self._cleared[self._share.rank])
+        facts = {
+            "options of the param groups": digest(groups),
+            "factor of the gradients": repr(self._gradients.unscale),
+            "number of zero_grad calls": self._cleared[self._share.rank],
+            "content": bits_of(self._pages),
+            "backwards": 0 if self.contributions is None else self.contributions.ended,
+            "offered": [] if self.contributions is None else self._offered(self.contributions),
+            "failure": None if failure is None else str(failure),
+        }
+        heard = self._ballots.agree(call, facts)
+        self._check(call, heard, failure)
+        with self._lock.released():
+            self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
+        contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
+        for content in contents.values():
+            for page, having in zip(self._pages.values(), content, strict=True):
+                page.content |= having
+        squares = self._agreed_squares(call, functools.partial(self._complete, heard, contents))
+        if self._whole is not None and not self._whole.summed:
+            if self._share.whole_states:
+                self._agreed_squares(call, self._whole.share_sums)
+            self._whole.ended()
+        return squares
+
+    def _offered(self, contributions: Contributions) -> list[int]:
+        return [contributions.offered[rank] for rank in range(self._share.ranks)]
+
+    def _complete(
+        self, heard: Mapping[int, Mapping[str, Any]], contents: Mapping[int, list[set[int]]]
+    ) -> None:
+        """Complete the sums of gradients that this rank owns."""
+        if self.contributions is not None:
+            rank = self._share.rank
+            self.contributions.close_step(
+                {each: said["backwards"] for each, said in heard.items()},
+                {each: said["offered"][rank] for each, said in heard.items() if each != rank},
+            )
+            self.contributions.await_all()
+        if self._whole is not None:
+            self._whole.sum_up(contents)
+
+    def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
+        """Do a part of the work, and wait until all ranks have. Returns the sum of squares of all gradients.
+
+        Raises the error of this rank, and RankFailure for an error of another one.
+        """
+        squares, failure = ExactSum(), None
+        try:
+            work()
+            squares = self._gradients.squares()
+        except InfinityError as error:
+            failure = error.again()
+        said = {
+            "squares": [f"{squares.units:x}", repr(squares.nonfinite)],
+            "failure": None if failure is None else str(failure),
+        }
+        heard = self._ballots.agree(call, said)
+        self._check(call, heard, failure)
+        total = ExactSum()
+        for each in heard.values():
+            units, nonfinite = each["squares"]
+            total.merge(ExactSum(int(units, 16), float(nonfinite)))
+        return total
+
+    def clear(self) -> None:
+        """Forget the gradients of this rank; see [Note: clearing]."""
+        for page in self._pages.values():
+            page.content.clear()
+        self._gradients.forgive()
+        rank = self._share.rank
+        self._cleared[rank] += 1
+        for peer in self._wire.peers:
+            self._wire.post(peer, Kind.CLEARED, self._cleared[rank])
+        self._forget()
+
+    def cleared(self, source: int, count: int) -> None:
+        """Note that another rank has cleared its gradients `count` times. Called by the conductor."""
+        self._cleared[source] = count
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget the gradients as often as all ranks have cleared theirs."""
+        while self._forgotten < min(self._cleared):
+            self._forgotten += 1
+            self._gradients.clear()
+            if self.contributions is not None:
+                self.contributions.renew()
+            if self._whole is not None:
+                self._whole.clear()
+            self._wire.bell.ring()
+
+    def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int) -> bool:
+        """Contribute a gradient. Returns False if the caller is to add it to this rank's own sum.
+
+        later: as in `TrainingStep.add`. Raises ConfigError if no gradient may come now.
+        """
+        self._gradients.check_addition(unit, parameter)
+        if self.contributions is None:
+            assert self._whole is not None
+            self._whole.check()
+            return False
+        self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)
+        return True
+
+    def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """Do what `Gradients.read` does for the sum over all ranks.
+
+        Where every rank adds up its gradients by itself until the step ends, this is an agreement until then:
+        all ranks call it for the same parameter, or it raises RankDivergence.
+        """
+        if self._forgotten < self._cleared[self._share.rank]:
+            return None
+        if self._whole is None or self._whole.summed:
+            return self._gradients.read(unit, parameter, self._sum_of)
+        call = f"grad({self._pages[unit].layout.parameters[parameter].names[0]})"
+        self._ballots.agree(call, {})
+        found = self._gradients.read(unit, parameter, self._sum_of)
+        self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
+        return found
+
+    def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+        if self.contributions is not None:
+            return self.contributions.sum_of(page.index, chunk_index, piece)
+        assert self._whole is not None
+        return self._whole.sum_of(page, chunk_index, piece)
+
+    def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
+        """Say to which parameters, (unit, index), a micro-batch contributes. later: as in `add`.
+
+        Only while gradients may come; `await_room` waits until then.
+        """
+        if self.contributions is not None:
+            self.contributions.expect(self.contributions.ended + later, parameters)
+
+    def agree(self, call: str) -> None:
+        """Wait until all ranks make a call. Raises RankDivergence for another call, and RankFailure."""
+        self._ballots.agree(call, {})
+
+    def await_room(self, nbytes: int | None) -> None:
+        """Wait, without the runtime's lock, until a gradient of `nbytes` bytes may come.
+
+        nbytes: None for micro-batches that run together. They reach parameters in an order that may depend on
+        data, so that ranks could wait for each other's later gradients; they wait for no room.
+        """
+        self._await_forgotten()
+        if self.contributions is not None and nbytes is not None:
+            self.contributions.await_room(nbytes)
+
+    def _await_forgotten(self) -> None:
+        """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""
+        rank = self._share.rank
+        if not self._wire.wait_for_step(lambda: self._forgotten == self._cleared[rank]):
+            raise RankDivergence(
+                f"Rank {self._cleared.index(min(self._cleared))} has not called zero_grad() for "
+                f"{self._wire.bell.timeout:g} s after other ranks have.",
+                "Call runtime.optimizer.zero_grad() equally often on all ranks.",
+            )
+
+    def take_complete(self) -> list[int]:
+        """The units that have got the last gradients of a micro-batch of all ranks since the last call."""
+        if self.contributions is None:
+            return []
+        found = sorted(self.contributions.fresh)
+        self.contributions.fresh.clear()
+        return found
+
+    def backward_ended(self, count: int) -> None:
+        """Note that this rank has ended `count` backwards."""
+        if self.contributions is not None:
+            self.contributions.backward_ended(count)
+
+    def stepped(self, updated: Sequence[int]) -> None:
+        """Note that a step has been decided that updates the units `updated`."""
+        self._remote.step += 1
+        self._engine.stepped(updated)
+        self._service.stepped()
+
+    def _check(
+        self, call: str, heard: Mapping[int, Mapping[str, Any]], failure: InfinityError | None
+    ) -> None:
+        if failure is not None:
+            raise failure.again()
+        mine = heard[self._share.rank]
+        for rank, said in sorted(heard.items()):
+            if said["failure"] is not None:
+                raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
+        for rank, said in sorted(heard.items()):
+            for name in mine.keys() - {"content", "backwards", "offered", "failure", "squares"}:
+                if said[name] != mine[name]:
+                    raise RankDivergence(
+                        f"At {call} the {name} on rank {rank} ({said[name]}) differs from that on rank "
+                        f"{self._share.rank} ({mine[name]}).",
+                        "Make the same calls with the same values on all ranks.",
+                    )
+
+
+def digest(options: Sequence[Mapping[str, Any]]) -> str:
+    """A short text that is equal for equal options of param groups."""
+    text = repr(
+        [
+            sorted((name, _plain(value)) for name, value in group.items() if name != "params")
+            for group in options
+        ]
+    )
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,120 @@
+"""Remote parts: asks other ranks for bytes of pages, and waits for them without the runtime's lock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.distributed.lock import TrainerLock
+from infinity.distributed.message import Kind, What
+from infinity.distributed.wire import Delivery, Dispatch, Wire
+from infinity.layout.chunks import Piece
+from infinity.layout.shards import HomeRange
+from infinity.pages.parameter_page import ParameterPage
+from infinity.tiers.link import Timing, Transfer
+
+
+class RemoteTransfer:
+    """Bytes on their way from another rank: a Transfer whose `wait` gives the runtime's lock up."""
+
+    def __init__(self, delivery: Delivery, lock: TrainerLock) -> None:
+        self._delivery = delivery
+        self._lock = lock
+
+    def done(self) -> bool:
+        return self._delivery.done()
+
+    def wait(self) -> object:
+        if not self._delivery.done():
+            with self._lock.released():
+                self._delivery.wait()
+        else:
+            self._delivery.wait()
+        return None
+
+    @property
+    def timing(self) -> Timing | None:
+        return None
+
+
+class RemoteParts:
+    """Implements infinity.pages.remote.RemotePages."""
+
+    def __init__(self, wire: Wire, lock: TrainerLock) -> None:
+        self.step = 0
+        self._unserved: dict[int, int] = {}
+        """Unit -> bytes of this rank's part that other ranks have not fetched since the last step."""
+        self._kept: dict[int, list[tuple[HomeRange, torch.Tensor]]] = {}
+        """Unit -> (range of the page, copy of its bytes after the last step) of this rank's part."""
+        self._sending: dict[int, list[Dispatch]] = {}
+        """Unit -> what is sent to other ranks straight from memory where user code may change the page."""
+        self._wire = wire
+        self._lock = lock
+
+    def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
+        return self._ask(owner, What.PARAMETERS, page.index, start, into, page.version)
+
+    def published(self, pages: Sequence[ParameterPage]) -> None:
+        """Note that a step updates these pages, so that other ranks will fetch this rank's parts of them."""
+        self._kept.clear()
+        others = len(self._wire.peers)
+        self._unserved = {page.index: others * sum(each.nbytes for each in page.shard.own) for page in pages}
+
+    def keep(self, page: ParameterPage) -> None:
+        if self._unserved.get(page.index) and page.index not in self._kept:
+            self._kept[page.index] = [
+                (each, page.home.view(each.home_start, each.nbytes).cpu().clone()) for each in page.shard.own
+            ]
+
+        sending = self._sending.pop(page.index, ())
+        if sending:
+            with self._lock.released():
+                for each in sending:
+                    each.wait()
+
+    def sends(self, page: ParameterPage, dispatch: Dispatch) -> None:
+        """Note that bytes of a permanent page are sent straight from its home, for which `keep` waits."""
+        unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
+        self._sending[page.index] = [*unfinished, dispatch]
+
+    def kept(self, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
+        """The copy of bytes of this rank's part that was kept for other ranks; None if there is none.
+
+        One of them fetches these bytes now. start: bytes from the start of the page.
+        """
+        found = None
+        for each, copy in self._kept.get(page.index, ()):
+            at = start - each.page_start
+            if 0 <= at < each.nbytes:
+                found = copy[at : at + nbytes]
+        if page.index in self._unserved:
+            self._unserved[page.index] -= nbytes
+            if not self._unserved[page.index]:
+                del self._unserved[page.index]
+                self._kept.pop(page.index, None)
+        return found
+
+    def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
+        into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self._ask(owner, What.STATES, unit, offset, into).wait()
+        return into
+
+    def local_gradient(
+        self, rank: int, unit: int, chunk_index: int, piece: Piece, into: torch.Tensor
+    ) -> bool:
+        """Bring a rank's own gradient of a piece, not summed over ranks. Returns False if it has none.
+
+        into: (piece.count,), in the dtype in which gradients are stored.
+        """
+        there = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients")
+        fields = [unit, chunk_index, piece.parameter, piece.start, piece.offset, piece.count]
+        self._wire.post(rank, Kind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
+        RemoteTransfer(delivery, self._lock).wait()
+        return bool(there.item())
+
+    def _ask(self, owner: int, what: What, unit: int, at: int, into: torch.Tensor, *others: int) -> Transfer:
+        delivery = self._wire.expect(owner, [into], label=what.label)
+        self._wire.post(owner, Kind.REQUEST, delivery.number, what, self.step, unit, at, into.nbytes, *others)
+        return RemoteTransfer(delivery, self._lock)

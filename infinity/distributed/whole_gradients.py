@@ -1,0 +1,140 @@
+"""Whole gradients: the sums over ranks where every rank keeps gradients of all parameters (stages 0 and 1).
+
+Backwards add up on each rank by itself. When a step is to end, each rank sums up, over the ranks in their
+order, the pieces that it owns, which it pulls from the other ranks. The sum takes the place of its own
+gradient. At stage 0, all ranks then pull the sums of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from infinity.distributed.remote_parts import RemoteParts
+from infinity.errors import ConfigError
+from infinity.gradients.host import Gradients
+from infinity.layout.chunks import Piece
+from infinity.layout.shards import Share
+from infinity.optim.updater import Updater
+from infinity.pages.gradient_page import GradientPage
+
+
+class WholeGradients:
+    """Sums gradients over ranks at the end of a step. Called by the training thread, under the lock."""
+
+    def __init__(self, share: Share, gradients: Gradients, updater: Updater, remote: RemoteParts) -> None:
+        self._share = share
+        self._gradients = gradients
+        self._updater = updater
+        self._remote = remote
+        self.summed = False
+        """Whether the gradients of this step have been summed over ranks."""
+
+    def check(self) -> None:
+        """Raise ConfigError if a new gradient would be added to a sum over ranks."""
+        if self.summed:
+            raise ConfigError(
+                "A backward came after a step whose gradients are still kept.",
+                'Call runtime.optimizer.zero_grad() after step(), or offload with partition="gradients".',
+            )
+
+    def sum_up(self, contents: Mapping[int, list[set[int]]]) -> None:
+        """Sum up the pieces that this rank owns, unless that has been done in this step.
+
+        contents: rank -> for each unit, the parameters that have a gradient there. Raises the errors of
+        transfers between ranks, and StorageError.
+        """
+        if self.summed:
+            return
+        for place, page in enumerate(self._gradients.pages.values()):
+            for parameter in sorted(set().union(*(each[place] for each in contents.values()))):
+                for chunk_index, piece in page.owned(parameter):
+                    ranks = [rank for rank in sorted(contents) if parameter in contents[rank][place]]
+                    self._replace(page, chunk_index, piece, self._sum(page, chunk_index, piece, ranks))
+
+    def share_sums(self) -> None:
+        """Take over the sums of the pieces that other ranks own. All ranks have called `sum_up`."""
+        for page in self._gradients.pages.values():
+            for parameter in sorted(page.content):
+                for chunk_index, piece in page.layout.pieces(parameter):
+                    owner = self._share.owner(chunk_index)
+                    if owner != self._share.rank:
+                        found = self._pull(page, owner, chunk_index, piece)
+                        self._replace(page, chunk_index, piece, found)
+
+    def sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+        """Return the sum of all ranks' gradients of a piece, as far as they have come; None if there is none.
+
+        Before the step ends, the ranks are asked for their gradients; afterwards the owner has the sum.
+        """
+        owner = self._share.owner(chunk_index)
+        ranks = [owner] if self.summed else range(self._share.ranks)
+        total: torch.Tensor | None = None
+        for rank in ranks:
+            if rank == self._share.rank:
+                there = page.has_piece(chunk_index, piece)
+                found = self._gradients.piece(page, chunk_index, piece) if there else None
+            else:
+                found = self._pull_if_any(page, rank, chunk_index, piece)
+            if found is not None:
+                total = found if total is None else total.add_(found)
+        return total
+
+    def _pull_if_any(
+        self, page: GradientPage, rank: int, chunk_index: int, piece: Piece
+    ) -> torch.Tensor | None:
+        """Pull a rank's gradient of a piece; None if it has none. The content of other ranks is not known."""
+        into = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
+        there = self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
+        return into if there else None
+
+    def ended(self) -> None:
+        """Note that all ranks have the sums that they need."""
+        self.summed = True
+
+    def clear(self) -> None:
+        """Forget the sums, since the gradients are forgotten."""
+        self.summed = False
+
+    def _sum(self, page: GradientPage, chunk_index: int, piece: Piece, ranks: list[int]) -> torch.Tensor:
+        total: torch.Tensor | None = None
+        for rank in ranks:
+            if rank == self._share.rank:
+                found = self._gradients.piece(page, chunk_index, piece)
+            else:
+                found = self._pull(page, rank, chunk_index, piece)
+            total = found if total is None else total.add_(found)
+        assert total is not None
+        return total
+
+    def _pull(self, page: GradientPage, rank: int, chunk_index: int, piece: Piece) -> torch.Tensor:
+        into = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
+        self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
+        return into
+
+    def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
+        page.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
+        self._updater.accumulate_piece(page.index, chunk_index, piece, total, last=True)
+
+
+def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
+    """For each unit, the parameters with a gradient, from the text of `bits_of`."""
+    number, found = int(text, 16), []
+    for page in pages.values():
+        count = len(page.layout.parameters)
+        found.append({index for index in range(count) if number >> index & 1})
+        number >>= count
+    return found
+
+
+def bits_of(pages: Mapping[int, GradientPage]) -> str:
+    """The parameters that have gradients, as a hexadecimal number: a bit for each parameter of each unit."""
+    return f"{sum(1 << place for place in _places(pages)):x}"
+
+
+def _places(pages: Mapping[int, GradientPage]) -> Iterator[int]:
+    start = 0
+    for page in pages.values():
+        yield from (start + index for index in page.content)
+        start += len(page.layout.parameters)

@@ -1,0 +1,76 @@
+"""Remote pages: the parts of pages that other ranks hold, as code sees them that knows nothing of networks.
+
+With several ranks, a rank keeps only its own part of some pages (infinity/layout/shards.py). Whoever needs
+the other parts asks a `RemotePages` for them. The package infinity.distributed implements it; a runtime of
+one rank has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from infinity.layout.chunks import Piece, UnitLayout
+from infinity.layout.shards import Share
+from infinity.pages.parameter_page import ParameterPage
+from infinity.tiers.link import Transfer
+
+
+class RemotePages(Protocol):
+    """Brings bytes of pages from the ranks that hold them. Called under the runtime's lock.
+
+    A wait for another rank gives the runtime's lock up, so that this rank can serve others meanwhile.
+    """
+
+    step: int
+    """Number of steps that all ranks have agreed on and that this rank has decided."""
+
+    def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
+        """Begin to bring bytes of a parameter page that a rank owns, and return the transfer.
+
+        The bytes have their values after step number `step`, with all edits of user code that this rank has
+        made. start: bytes from the start of the page.
+        into: contiguous uint8 memory that the CPU can use; its size is the number of bytes. The transfer
+        raises RankFailure if the owner is gone, and RankDivergence if the owner cannot serve the bytes.
+        """
+        ...
+
+    def published(self, pages: Sequence[ParameterPage]) -> None:
+        """Note that a step updates pages whose homes all ranks have whole."""
+        ...
+
+    def keep(self, page: ParameterPage) -> None:
+        """Keep a copy of what this rank owns of a page, for the ranks that have not fetched it since the last
+        step, because user code may change the home of the page now.
+        """
+        ...
+
+    def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Return a copy of bytes of a rank's optimizer page, uint8 (nbytes,) in RAM.
+
+        offset: bytes from the start of the owner's page. The pages of all ranks are laid out alike.
+        """
+        ...
+
+
+def kept_pieces(
+    layout: UnitLayout, share: Share, *, whole: bool
+) -> Callable[[int], Sequence[tuple[int, Piece]]]:
+    """Return a function from a parameter's index to its pieces that this rank keeps, as (chunk index, piece).
+
+    whole: whether this rank keeps all pieces.
+    """
+    if whole:
+        return layout.pieces
+    found = {
+        index: tuple([each for each in layout.pieces(index) if share.owns(each[0])])
+        for index in range(len(layout.parameters))
+    }
+    return found.__getitem__
+
+
+def kept_chunks(layout: UnitLayout, share: Share, *, whole: bool) -> Iterator[int]:
+    """Yield the indices of a unit's chunks that this rank keeps. whole: whether it keeps all."""
+    return (index for index in range(len(layout.chunks)) if whole or share.owns(index))

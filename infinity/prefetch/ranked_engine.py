@@ -1,0 +1,201 @@
+"""Ranked engine: the prefetch engine of a rank among several, which hold parts of each other's pages.
+
+A page arrives from two sides: this rank's part from its home, the other parts from the ranks that own them.
+Two kinds of homes differ in what makes a page outdated:
+
+- A home with this rank's part alone (parameters partitioned). Whatever arrived before a step is outdated
+  after it, so `stepped` has all pages leave device memory.
+- A home with the whole page. After a step the parts of others there are those of the step before: the unit is
+  behind. Its next arrival, or for a permanent page a refresh in place, brings these parts once.
+
+Pages are fetched ahead within a step only: what comes after a step must not be fetched before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity.layout.shards import Span
+from infinity.pages.parameter_page import ParameterPage, Presence
+from infinity.pages.remote import RemotePages
+from infinity.prefetch.engine import PrefetchEngine
+from infinity.prefetch.schedule import HORIZON
+from infinity.prefetch.trace import AccessKind
+from infinity.tiers import Tier
+from infinity.tiers.link import Transfer
+
+_LOOKED_AT = 64
+"""Number of coming uses among which these pages are looked for."""
+_LOOKED_AT = 64
+"""Number of coming uses among which these pages are looked for."""
+_REFRESHED_AHEAD = 2
+"""Number of permanent pages whose parts of others are fetched before they are used."""
+
+
+class _Part(NamedTuple):
+    """Bytes of another rank on their way into a permanent page."""
+
+    there: torch.Tensor
+    """Where they go: a view of the page's home, uint8."""
+    here: torch.Tensor
+    """Where they arrive, in RAM: the same memory, if the CPU can write it."""
+    transfer: Transfer
+
+
+class RankedEngine(PrefetchEngine):
+    """The prefetch engine of a rank among several. See PrefetchEngine."""
+
+    def __init__(self, *arguments: Any, remote: RemotePages, **options: Any) -> None:
+        """remote: brings the parts of pages that other ranks own. arguments, options: of PrefetchEngine."""
+        super().__init__(*arguments, **options)
+        self._others = remote
+        self._remote = remote
+        self._whole = self.store.plan.share.whole_parameters
+        self._parts = not self._whole
+        self._behind: set[int] = set()
+        """Units whose home has the whole page, with parts of other ranks from before the last step."""
+        self._busy: Counter[int] = Counter()
+        """Unit -> number of operations that run with its page, while others may have the runtime's lock."""
+        self._refreshes: dict[int, list[_Part]] = {}
+        """Unit -> parts of other ranks on their way into its page, which is permanent."""
+
+    def stepped(self, updated: Collection[int]) -> None:
+        """Note that a step has been decided, which updates the units `updated` on all ranks.
+
+        Pages leave device memory if their next use needs bytes that other ranks now have.
+        """
+        if self._whole and not self.store.plan.share.whole_states:
+            self._behind.update(updated)
+            self._others.published([self.pages[unit] for unit in updated])
+        for unit in list(self._resident):
+            if not self._whole or unit in self._behind:
+                self._evict(unit)
+
+    def demand(self, units: Sequence[int], kind: AccessKind) -> None:
+        for _ in range(len(units) + 8):
+            super().demand(units, kind)
+            for unit in units:
+                self._refresh(unit)
+            if self.present(units):  # else another thread has taken the room during a wait for other ranks
+                return
+            self._current = ()
+        raise self._does_not_fit({*units, *self._held})
+
+    def present(self, units: Sequence[int]) -> bool:
+        return self._behind.isdisjoint(units) and super().present(units)
+
+    def yielding(self, function: Callable[..., Any], units: Sequence[int], lock: Any) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._busy.update(units)
+            try:
+                with lock.released():  # an operation may take long, and other ranks wait for this one's pages
+                    return function(*arguments, **options)
+            finally:
+                self._busy.subtract(units)
+
+        return call
+
+    def _evict(self, unit: int) -> None:
+        if self._busy[unit] <= 0:
+            super()._evict(unit)
+
+    def land(self, unit: int, *, for_host: bool = False) -> None:
+        super().land(unit, for_host=for_host)
+        page = self.pages[unit]
+        if unit in self._behind and page.presence is Presence.PRESENT and not page.permanent:
+            self._keep_others(page)
+
+    def land_all(self) -> None:
+        super().land_all()
+        for unit in list(self._refreshes):
+            self._refresh(unit)
+
+    def let_go(self, units: Sequence[int]) -> None:
+        super().let_go(units)
+        for unit in units:
+            if self.pages[unit].filled_at < 0 and not self.pages[unit].permanent:
+                self._evict(unit)  # its edits were refused
+
+    def settle_for_user(self, units: Sequence[int]) -> None:
+        super().settle_for_user(units)
+        for unit in units:
+            if self.pages[unit].permanent:
+                self._others.keep(self.pages[unit])
+
+    def _up_to_date(self, page: ParameterPage) -> bool:
+        if page.filled_at < 0:
+            return False  # its edits were refused
+        if self._whole:
+            return page.index not in self._behind
+        return page.filled_at == self._others.step
+
+    def _remote_for(self, page: ParameterPage) -> RemotePages | None:
+        page.filled_at = self._others.step
+        return self._others if not self._whole or page.index in self._behind else None
+
+    def _upcoming(self, units: Sequence[int]) -> Iterator[int]:
+        yield from units
+        for access in self.trace.upcoming(HORIZON, wrap=not self.trace.trains):
+            if access.kind is not AccessKind.UPDATE:
+                yield access.unit
+
+    def _look_ahead(self, units: Sequence[int], pinned: set[int]) -> None:
+        if self._behind:
+            coming = list(dict.fromkeys(islice(self._upcoming(units), _LOOKED_AT)))
+            for unit in coming[: _REFRESHED_AHEAD + len(units)]:
+                if self.pages[unit].permanent:
+                    self._begin_refresh(unit)
+        super()._look_ahead(units, pinned)
+
+    # --- parts of others in whole homes -----------------------------------------------------------------
+
+    def _keep_others(self, page: ParameterPage) -> None:
+        """Write home what an arrival brought from other ranks, so that it is there for later arrivals."""
+        assert page.residency is not None
+        for span in _others(page):
+            source = page.residency[span.start : span.start + span.nbytes]
+            self.store.write(page.home, span.start, self.store.copied_to_host(source))
+        self._behind.discard(page.index)
+
+    def _begin_refresh(self, unit: int) -> None:
+        """Begin to bring the parts of other ranks into a permanent page whose unit is behind."""
+        if unit not in self._behind or unit in self._refreshes:
+            return
+        page = self.pages[unit]
+        self._refreshes[unit] = [each for span in _others(page) for each in self._fetch(page, span)]
+
+    def _fetch(self, page: ParameterPage, span: Span) -> Iterator[_Part]:
+        most = self.store.plan.exchange_block_bytes
+        for start in range(span.start, span.start + span.nbytes, most):
+            there = page.home.view(start, min(most, span.start + span.nbytes - start))
+            here = there
+            if not self.store.link.direct and page.home.tier is Tier.DEVICE:
+                here = torch.empty(there.nbytes, dtype=torch.uint8, device="cpu")
+            yield _Part(there, here, self._others.fetch(span.owner, page, start, here))
+
+    def _refresh(self, unit: int) -> None:
+        """Bring the parts of other ranks into a permanent page whose unit is behind, and wait for them."""
+        page = self.pages[unit]
+        if unit not in self._behind or not page.permanent:
+            return
+        self._begin_refresh(unit)
+        with self.meter.faulting():
+            try:
+                for part in self._refreshes[unit]:
+                    part.transfer.wait()
+                    if part.here is not part.there:
+                        self.store.link.follow_compute()
+                        self.store.link.fence(self.store.copy_up(part.there, part.here))
+            finally:
+                self._refreshes.pop(unit, None)
+        self._behind.discard(unit)
+
+
+def _others(page: ParameterPage) -> Iterator[Span]:
+    """The spans of a page that other ranks own."""
+    return chain.from_iterable(page.shard.others.values())
