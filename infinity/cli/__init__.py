@@ -17,8 +17,10 @@ from infinity.cli import doctor as doctor
 from infinity.cli import plan as plan
 from infinity.cli import train as train
 from infinity.cli import tune as tune
+from infinity.cli.failure import Told, record, report
+from infinity.cli.ranks import leads
 from infinity.cli.signals import interrupt, signal_of
-from infinity.errors import BudgetError, ConfigError, InfinityError
+from infinity.errors import InfinityError
 
 COMMANDS = (train, plan, tune, doctor, checkpoint)
 
@@ -48,24 +50,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # Python flushes stdout once more at the end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Exception as error:
+        record(error)
+        raise
     return code
 
 
 def _run(options: argparse.Namespace) -> int:
     """Run a subcommand and return its exit code. An InfinityError is printed, with --json also as JSON. Of a
-    signal that ends the subcommand at once, --json prints the name, and nothing else does.
+    signal that ends the subcommand at once, --json prints the name, and nothing else does. With several ranks
+    the one that has the error prints it; of a signal, rank 0 prints the name.
     """
     try:
         code: int = options.run(options)
     except InfinityError as error:
-        kind, cure = type(error).__name__, _cure(error, options)
-        print(f"{kind}: {error.cause} {cure}", file=sys.stderr)
-        if options.json:
-            print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}))
-        return 2 if isinstance(error, ConfigError) else 1
+        return report(error, options)
+    except Told as told:
+        return told.code
     except KeyboardInterrupt as error:
         number = signal_of(error)
-        if options.json:
+        if options.json and leads():
             print(json.dumps({"stopped": number.name}))
         return 128 + number
     return code
@@ -83,32 +87,3 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """Return the sentence to print on how to cure an error.
-
-    If a larger budget cures it, the sentence names the option that sets the budget, with a sufficient size.
-    """
-    if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
-        return error.cure
-    if not hasattr(options, f"budget_{error.tier}"):
-        return error.cure
-    size = _enough(error.needed)
-    if error.tier == "nvme":
-        return f"Give --budget-nvme PATH:{size}."
-    other = ""
-    if error.tier == "host" and not options.budget_nvme:
-        other = ", or add --budget-nvme PATH:SIZE, to which pages can go"
-    return f"Give --budget-{error.tier} {size}{other}."
-
-
-def _enough(nbytes: int) -> str:
-    """Return `nbytes` as text that a budget option takes, such as "160MiB".
-
-    It is rounded up to whole MiB, or to whole KiB below 8 MiB. Below 8 KiB it is exact.
-    """
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= 8 * factor:
-            return f"{-(-nbytes // factor)}{unit}"
-    return str(nbytes)

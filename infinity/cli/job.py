@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
 from infinity import cpu_adam
-from infinity.api import plan_for
+from infinity.api import plan_for, plan_with_others
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
 from infinity.cli.commits import EVERY
 from infinity.cli.resumption import commit_to_continue, identity_of, progress_of
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
+from infinity.layout.shards import ALONE, Share
 from infinity.lm.batches import Batches
 from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.presets import PRESETS
@@ -32,6 +34,9 @@ from infinity.planning.plan import Plan
 from infinity.system import machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
+
+if TYPE_CHECKING:  # a run of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
 
 _MOST = (1 << 31) - 1
 
@@ -65,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="micro-batches in a step (default: %(default)s)",
+        help="micro-batches in a step, for each process (default: %(default)s)",
     )
     training.add_argument(
         "--lr", type=float, metavar="RATE", help="highest learning rate (default: chosen by the model)"
@@ -167,30 +172,43 @@ class Job:
     """What `identity_of` says of the job."""
     resumed: Mapping[str, Any] | None
     """The state that was saved with the commit that is continued; None for a new run."""
+    communicator: Communicator | None
+    """Connects with the other ranks; None if there are none, or if nothing will be trained."""
 
     @property
     def header(self) -> str:
-        """The first printed line: version, device, I/O backends, and the sizes of the model and the text."""
+        """The first printed line: version, device, I/O backends, the number of ranks if there are several,
+        and the sizes of the model and the text.
+        """
         from infinity import __version__
 
+        share = self.plan.share
         return " · ".join(
             [
                 f"infinity {__version__}",
                 _describe_device(self.device),
                 *_describe_engines(self.budget),
+                *([f"{share.ranks} ranks at ZeRO stage {share.stage}"] if share.ranks > 1 else []),
                 f"{format_count(self.language_model.parameters)} parameters on text of {self.text.files} "
                 f"files ({format_size(self.text.nbytes)})",
             ]
         )
 
 
-def show_job(options: argparse.Namespace, console: Console, checkpoint: Checkpoint | None = None) -> Job:
+def show_job(
+    options: argparse.Namespace,
+    console: Console,
+    checkpoint: Checkpoint | None = None,
+    *,
+    share: Share = ALONE,
+    communicator: Communicator | None = None,
+) -> Job:
     """Make the job that the options describe, and print its first line and its plan.
 
     Arguments and errors are those of `make_job`. console: where to print.
     """
     with console.status("planning"):
-        job = make_job(options, checkpoint)
+        job = make_job(options, checkpoint, share=share, communicator=communicator)
     lines = [job.header, "", str(job.plan)]
     if job.resumed is not None:
         lines.insert(1, _continuation(job))
@@ -200,12 +218,22 @@ def show_job(options: argparse.Namespace, console: Console, checkpoint: Checkpoi
     return job
 
 
-def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) -> Job:
+def make_job(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint | None = None,
+    *,
+    share: Share = ALONE,
+    communicator: Communicator | None = None,
+) -> Job:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. Raises
-    ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets, and
-    IncompatibleCheckpoint if the commit to continue is of another job.
+    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. share: the rank
+    for which the job is planned. communicator: connects with the other ranks of a job that is to be trained,
+    which all call this.
+
+    Raises ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets,
+    IncompatibleCheckpoint if the commit to continue is of another job, and RankDivergence if another rank has
+    another job.
     """
     check_options(options)
     torch.manual_seed(options.seed)
@@ -213,7 +241,7 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
     precision = Precision(compute=options.compute, states=options.states)
     directories = _directories(options.budget_nvme)
     budget = Budget(device=options.budget_device, host=options.budget_host, nvme=directories)
-    device = usable_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(_device(options.device, several=communicator is not None))
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
     recipe = Recipe(
@@ -226,7 +254,17 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
     identity = identity_of(options, model, text, recipe.learning_rate)
     resumed = None if saved is None else progress_of(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
-    planned = plan_for(
+    planner = functools.partial(
+        plan_for,
+        slab_directory=None if options.checkpoint is None else os.path.realpath(options.checkpoint),
+        prefer=None if saved is None else division_of(saved),
+        share=share,
+    )
+    if communicator is not None:
+        said = {**identity, "--steps": options.steps}
+        communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
+        planner = functools.partial(plan_with_others, communicator, weights=model.weights)
+    planned = planner(
         model.model,
         optimizer,
         budget=budget,
@@ -235,8 +273,6 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
         device=device,
         update="auto",
         accumulation=options.accumulate,
-        slab_directory=None if options.checkpoint is None else os.path.realpath(options.checkpoint),
-        prefer=None if saved is None else division_of(saved),
     )
     if options.checkpoint is not None:
         planned = replace(planned, commit_interval=options.every or EVERY)
@@ -254,6 +290,7 @@ def make_job(options: argparse.Namespace, checkpoint: Checkpoint | None = None) 
         checkpoint=checkpoint,
         identity=identity,
         resumed=resumed,
+        communicator=communicator,
     )
 
 
@@ -299,6 +336,18 @@ def _directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Siz
             raise ConfigError(f"--budget-nvme names {path} twice.", "Give each directory once.")
         found[path] = size
     return found or None
+
+
+def _device(given: str | None, *, several: bool) -> str:
+    """The device that --device names. several: whether there are several ranks; then each rank of a node has
+    a GPU of its own by default.
+    """
+    chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not several or chosen != "cuda":
+        return chosen
+    from infinity.distributed.communicator import local_ranks
+
+    return f"cuda:{local_ranks()[0]}"
 
 
 def _describe_device(device: torch.device) -> str:

@@ -11,6 +11,13 @@ from rich.console import Console
 
 from infinity import __version__
 from infinity.cli.job import Job, add_options, show_job
+from infinity.errors import ConfigError
+from infinity.layout.shards import Share
+from infinity.planning.stage_table import bytes_by_stage, text_by_stage
+
+_MOST_RANKS = 1 << 16
+_STAGE = 3
+"""The stage of ZeRO where --stage does not name one: the stage at which a rank needs the least memory."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,24 +29,53 @@ def add_parser(subparsers: Any) -> None:
         "Measures this machine for a few seconds. Allocates nothing for the model.",
     )
     add_options(parser)
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that train the model together; the plan is that of one of them, and budgets are "
+        "those of one (default: %(default)s)",
+    )
+    ranks.add_argument(
+        "--stage",
+        type=int,
+        choices=range(4),
+        help="what the ranks divide among them, as in ZeRO: 0 nothing, 1 optimizer states, 2 also gradients, "
+        f"3 also parameters (default: {_STAGE})",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan the training run that the options describe, and print the plan. Returns 0.
 
-    Raises BudgetError if the run does not fit the budgets.
+    Raises BudgetError if the run does not fit the budgets, and ConfigError for options that cannot be used.
     """
+    share = _share(options)
     console = Console(stderr=options.json)
-    job = show_job(options, console)
+    job = show_job(options, console, share=share)
+    if share.ranks > 1:
+        title = f"\nbytes of one of {share.ranks} ranks by stage, beside those of ZeRO's formulas"
+        console.print(f"{title}\n{text_by_stage(bytes_by_stage(job.plan))}", highlight=False, soft_wrap=True)
     if options.json:
         print(json.dumps(_summary(job)))
     return 0
 
 
+def _share(options: argparse.Namespace) -> Share:
+    """The share of the first rank. Raises ConfigError for values that no ranks can have."""
+    if not 1 <= options.ranks <= _MOST_RANKS:
+        raise ConfigError(f"--ranks is {options.ranks}.", f"Give a number from 1 to {_MOST_RANKS}.")
+    if options.ranks == 1 and options.stage is not None:
+        raise ConfigError("--stage was given for one rank.", "Add --ranks N, with at least 2 ranks.")
+    return Share(0, options.ranks, _STAGE if options.stage is None else options.stage)
+
+
 def _summary(job: Job) -> dict[str, Any]:
     plan = job.plan
-    return {
+    found = {
         "infinity": __version__,
         "model": job.language_model.name,
         "parameters": job.language_model.parameters,
@@ -50,3 +86,7 @@ def _summary(job: Job) -> dict[str, Any]:
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "step_seconds": None if job.prediction is None else job.prediction.seconds,
     }
+    if plan.share.ranks > 1:
+        by_stage = [{**asdict(each), "kind": each.kind.value} for each in bytes_by_stage(plan)]
+        found["ranks"] = {**asdict(plan.share), "by_stage": by_stage}
+    return found

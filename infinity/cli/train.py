@@ -15,6 +15,7 @@ from infinity import __version__
 from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.job import Job, add_options, check_options, show_job
 from infinity.cli.progress import format_seconds
+from infinity.cli.ranks import PARTITIONS, leads, met
 from infinity.cli.resumption import open_checkpoint
 from infinity.cli.step_log import finite, open_log
 from infinity.cli.training_run import Outcome, carry_out_job
@@ -31,6 +32,14 @@ def add_parser(subparsers: Any) -> None:
         "fit the device go to RAM, and pages that do not fit there go to the directories of --budget-nvme.",
     )
     add_options(parser)
+    ranks = parser.add_argument_group("ranks")
+    ranks.add_argument(
+        "--partition",
+        choices=PARTITIONS,
+        help="what the processes that torchrun has started divide among them: parameters, gradients and "
+        "optimizer states; gradients and optimizer states; optimizer states; or nothing (default: "
+        f"{PARTITIONS[0]})",
+    )
     parser.set_defaults(run=run)
 
 
@@ -38,26 +47,30 @@ def run(options: argparse.Namespace) -> int:
     """Train the model that the options describe, and print the progress and the results.
 
     Returns 0. With --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM) if a signal has stopped the training.
-    A signal before the training, or a second one, raises KeyboardInterrupt at once.
+    A signal before the training, or a second one, raises KeyboardInterrupt at once. With several ranks, only
+    rank 0 prints, and writes the files of --log, --export and --trace.
     """
     started = time.monotonic()
-    console = Console(stderr=options.json)
-    if options.export is not None:
-        check_destination(options.export)
+    console = Console(stderr=options.json, quiet=not leads())
+    if not leads():
+        options = argparse.Namespace(**{**vars(options), "log": None, "export": None, "trace": None})
     with contextlib.ExitStack() as stack:
+        communicator = stack.enter_context(met(options))
+        if options.export is not None:
+            check_destination(options.export)
         # Before the plan: a file that cannot be written is refused at once.
         timeline = None if options.trace is None else stack.enter_context(Timeline(options.trace))
         check_options(options)
         checkpoint = open_checkpoint(options)
         if checkpoint is not None:
             stack.enter_context(checkpoint)
-        job = show_job(options, console, checkpoint)
+        job = show_job(options, console, checkpoint, communicator=communicator)
         console.print()
         after = None if job.resumed is None else job.resumed["step"]
         log = stack.enter_context(open_log(options.log, after=after))
         outcome = carry_out_job(job, options, console, log, timeline)
     _print(console, job, outcome, time.monotonic() - started)
-    if options.json:
+    if options.json and leads():
         print(json.dumps(_summary(job, outcome, time.monotonic() - started)))
     return 0 if outcome.stopped is None else 128 + outcome.stopped
 
@@ -124,7 +137,7 @@ def _printable(text: str) -> str:
 
 def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
     plan = job.plan
-    return {
+    found = {
         "infinity": __version__,
         "model": job.language_model.name,
         "parameters": job.language_model.parameters,
@@ -145,3 +158,6 @@ def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "stopped": None if outcome.stopped is None else outcome.stopped.name,
         "commit": None if outcome.kept is None else outcome.kept.as_dict(),
     }
+    if plan.share.ranks > 1:
+        found["ranks"] = {"ranks": plan.share.ranks, "stage": plan.share.stage}
+    return found

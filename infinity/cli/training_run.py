@@ -18,6 +18,7 @@ from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.commits import EVERY, Commits, Kept
 from infinity.cli.job import Job
 from infinity.cli.progress import ProgressLine
+from infinity.cli.ranks import ending_together, leads, run_ranks
 from infinity.cli.signals import StopFlag, Stopped
 from infinity.cli.step_log import write_step
 from infinity.lm.sample import generate
@@ -90,8 +91,9 @@ def carry_out_job(
             budget=job.budget,
             weights=None if job.resumed is not None else job.language_model.weights,
             checkpoint=job.checkpoint,
+            communicator=job.communicator,
         )
-    with runtime:
+    with runtime, ending_together(job.communicator, options):
         if options.export is not None:  # again, before the long run: the log or pages may lie there now
             check_destination(options.export)
         commits = None
@@ -132,8 +134,13 @@ class _Run:
         self._timeline = timeline
         self._flag = StopFlag()
         between = None if commits is None else self._flag.check
-        self._training = Training(job.language_model, runtime, job.batches, job.recipe, between=between)
-        self._held_out = HeldOut(job.language_model, job.batches, job.device, count=self._begin())
+        ranks = run_ranks(job.communicator)
+        self._training = Training(
+            job.language_model, runtime, job.batches, job.recipe, between=between, ranks=ranks
+        )
+        self._held_out = HeldOut(
+            job.language_model, job.batches, job.device, count=self._begin(), ranks=ranks
+        )
         self.outcome = Outcome()
 
     def work(self) -> Outcome:
@@ -166,7 +173,8 @@ class _Run:
         self._train()
         with self._console.status("loss on held-out text, and a sample"):
             self.outcome.after = self._held_out.loss(between=between)
-            self.outcome.sample = self._sample()
+            if leads():  # the other ranks serve pages until this one closes its runtime
+                self.outcome.sample = self._sample()
 
     def _train(self) -> None:
         timeline, training, steps = self._timeline, self._training, self._job.recipe.steps

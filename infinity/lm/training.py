@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.lm.batches import Batches
 from infinity.lm.language_model import LanguageModel
+from infinity.lm.ranks import ONE_RANK, RunRanks
 from infinity.lm.step_end import StepEnd
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats
@@ -33,7 +34,7 @@ class Recipe:
 
     steps: int
     accumulate: int
-    """Number of micro-batches in a step."""
+    """Number of micro-batches in a step, on each rank."""
     learning_rate: float
     """The highest learning rate of the run."""
     clip: float
@@ -47,12 +48,12 @@ class StepReport:
     step: int
     """Number of the step, from 1 on."""
     loss: float
-    """Mean loss of the step's micro-batches, in nats per token."""
+    """Mean loss of the step's micro-batches on all ranks, in nats per token."""
     norm: float
     """Global 2-norm of the gradients, before clipping."""
     learning_rate: float
     tokens: int
-    """Number of tokens that were predicted in the step."""
+    """Number of tokens that were predicted in the step, by all ranks."""
     seconds: float
     """Seconds that the step took, reading the data included."""
     stats: Stats
@@ -94,11 +95,13 @@ class Training:
         recipe: Recipe,
         *,
         between: Callable[[], object] | None = None,
+        ranks: RunRanks = ONE_RANK,
     ) -> None:
-        """runtime: the runtime that pages `language_model.model`. batches: gives the batch of every
-        micro-batch. between: called after each micro-batch; an exception that it raises ends the run, and
-        `undo` then forgets the step that was under way. None: nothing is called, and nothing is kept for
-        `undo`.
+        """runtime: the runtime that pages `language_model.model`, and averages gradients over ranks. batches:
+        gives the batch of every micro-batch. ranks: those that train the model; micro-batch m of rank r takes
+        the batch that a single rank takes for its micro-batch m * ranks + r. between: called after each
+        micro-batch; an exception that it raises ends the run, and `undo` then forgets the step that was under
+        way. None: nothing is called, and nothing is kept for `undo`.
         """
         self.step = 0
         """Number of steps that were finished, those of an earlier process included."""
@@ -107,6 +110,7 @@ class Training:
         self._batches = batches
         self._recipe = recipe
         self._between = between or do_nothing
+        self._ranks = ranks
         self._scheduler = LambdaLR(runtime.optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
         self._step_end = None if between is None else StepEnd(language_model.model)
 
@@ -152,7 +156,8 @@ class Training:
         recipe, device, optimizer = self._recipe, self._runtime.plan.device, self._runtime.optimizer
         started, losses, tokens = time.perf_counter(), [], 0
         for micro in range(recipe.accumulate):
-            batch = self._batches.training(self.step, micro).to(device)
+            number = micro * self._ranks.ranks + self._ranks.rank
+            batch = self._batches.training(self.step, number).to(device)
             loss = self._subject.loss(batch)
             (loss / recipe.accumulate).backward()
             losses.append(loss.detach())
@@ -163,7 +168,9 @@ class Training:
         optimizer.step()
         self._scheduler.step()
         optimizer.zero_grad()
-        loss_value = statistics.fmean(float(each) for each in losses)
+        heard = self._ranks.gather("the losses of a step", [float(each) for each in losses])
+        # The sum of fmean is exact before it is rounded, so that the order of micro-batches changes no bit.
+        loss_value = statistics.fmean(each for rank in heard for each in rank)
         self.step += 1
         if self._step_end is not None:
             self._step_end.keep()
@@ -174,7 +181,7 @@ class Training:
             loss=loss_value,
             norm=float(norm),
             learning_rate=rate,
-            tokens=tokens,
+            tokens=tokens * self._ranks.ranks,
             seconds=time.perf_counter() - started,
             stats=last,
         )
@@ -197,8 +204,12 @@ class HeldOut:
         device: torch.device,
         *,
         count: int | None = None,
+        ranks: RunRanks = ONE_RANK,
     ) -> None:
-        """count: take this many of the held-out batches, as `count` of an earlier object said; None: all."""
+        """count: take this many of the held-out batches, as `count` of an earlier object said; None: all.
+        ranks: those that divide the batches among them.
+        """
+        self._ranks = ranks
         self._subject = language_model
         self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
 
@@ -210,21 +221,26 @@ class HeldOut:
     def loss(self, *, seconds: float | None = None, between: Callable[[], object] = do_nothing) -> float:
         """Measure and return the mean loss over the held-out batches, in nats per token.
 
-        seconds: time after which no further batch is begun. A limit is needed because the model may be read
-        from disk for each batch. If a call leaves batches out, later calls leave the same batches out, so
-        that the losses of all calls are comparable. between: called after each batch, and may raise an
-        exception to end the call.
+        With several ranks all of them call this. They measure a batch each at a time, and all return the same
+        mean. seconds: time on the first rank after which no further batch is begun. A limit is needed because
+        the model may be read from disk for each batch. If a call leaves batches out, later calls leave the
+        same batches out, so that the losses of all calls are comparable. between: called after each batch,
+        and may raise an exception to end the call.
         """
-        model, found = self._subject.model, []
+        model, ranks, found = self._subject.model, self._ranks, list[float]()
         training = model.training
         started = time.perf_counter()
         model.eval()
         try:
             with torch.no_grad():
-                for batch in self._batches:
-                    found.append(float(self._subject.loss(batch)))
+                for first in range(0, len(self._batches), ranks.ranks):
+                    mine = self._batches[first : first + ranks.ranks][ranks.rank : ranks.rank + 1]
+                    losses = [float(self._subject.loss(batch)) for batch in mine]
                     between()
-                    if seconds is not None and time.perf_counter() - started > seconds:
+                    late = seconds is not None and time.perf_counter() - started > seconds
+                    heard = ranks.gather("the loss on held-out text", [losses, late])
+                    found += [each for theirs, _ in heard for each in theirs]
+                    if heard[0][1]:  # one clock decides for all ranks
                         break
         finally:
             model.train(training)

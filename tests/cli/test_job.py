@@ -57,7 +57,10 @@ def test_the_options_and_their_defaults() -> None:
         actions = [each for each in parser._actions if each.dest != "help"]
         found[name] = {option: each.default for each in actions for option in each.option_strings}
         assert all(each.option_strings for each in actions)
-    assert found == {"train": OPTIONS, "plan": OPTIONS}
+    assert found == {
+        "train": {**OPTIONS, "--partition": None},
+        "plan": {**OPTIONS, "--ranks": 1, "--stage": None},
+    }
 
 
 def test_every_option_has_a_line_of_help() -> None:
@@ -207,6 +210,46 @@ def test_a_plan_in_json(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> Non
     assert set(smallest) == {"device", "host", "nvme"}
     sizes = {"device": smallest["device"], "host": smallest["host"], NVME: smallest["nvme"]}
     job.plan(capsys, *budget_options(job, sizes))
+
+
+@pytest.mark.parametrize("stage", [None, 0, 2])
+def test_a_plan_of_one_rank_in_json(job: TinyJob, capsys: pytest.CaptureFixture[str], stage) -> None:
+    plan = job.plan(capsys, "--ranks", 2, *(() if stage is None else ("--stage", stage)))
+    assert set(plan) == PLAN_KEYS | {"ranks"}
+    found = plan["ranks"]
+    stage = 3 if stage is None else stage
+    assert (found["rank"], found["ranks"], found["stage"]) == (0, 2, stage)
+    planned = {(each["stage"], each["kind"]): each["planned"] for each in found["by_stage"]}
+    (tier,) = plan["tiers"]
+    here = (planned[stage, "parameter"], planned[stage, "gradient"], planned[stage, "optimizer"])
+    assert (tier["params"], tier["gradients"], tier["optimizer"]) == here
+    for kind, divided_from in (("parameter", 3), ("gradient", 2), ("optimizer", 1)):
+        assert planned[0, kind] == planned[divided_from - 1, kind] > planned[divided_from, kind] > 0
+        assert planned[divided_from, kind] == planned[3, kind]
+
+
+def test_a_plan_of_one_rank_for_people(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(job.arguments("plan", "--ranks", 4, "--stage", 1)) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 of 4 · stage 1: optimizer states are divided" in text
+    assert "bytes of one of 4 ranks by stage, beside those of ZeRO's formulas" in text
+    rows = [line.split()[0] for line in text.splitlines() if "(ZeRO)" in line or line[:1].isdigit()]
+    assert rows == ["stage", "0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        (["--ranks", 0], "--ranks is 0."),
+        (["--ranks", MANY], f"--ranks is {MANY}."),
+        (["--stage", 2], "--stage was given for one rank."),
+        (["--ranks", 2, "--checkpoint", "x"], "commits over ranks are not there yet"),
+    ],
+)
+def test_ranks_that_cannot_be_planned(job: TinyJob, capsys, options, cause) -> None:
+    line, _, _ = run_error(capsys, job.arguments("plan", "--json", *options), 2)
+    assert cause in line
+    assert not (job.folder / "x").exists()
 
 
 def test_a_plan_for_people_leaves_nothing_and_fills_nothing(

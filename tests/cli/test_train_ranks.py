@@ -1,0 +1,149 @@
+"""Tests of `infinity train` on two ranks: it trains to the bits of one, one rank prints, all end together."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import tiny_job
+from tiny_job import JSON_KEYS, PATIENCE, TinyJob, ended, run_error
+
+pytestmark = pytest.mark.usefixtures("warm")
+RANKS = 2
+ENDLESS = 1_000_000
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def ranks(
+    job: TinyJob, *options: object, second: tuple[object, ...] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start `infinity train` on two ranks without torchrun. second: options of rank 1 alone."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(RANKS):
+            environment = {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "WORLD_SIZE": str(RANKS),
+                "LOCAL_WORLD_SIZE": str(RANKS),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "INFINITY_RANK_TIMEOUT": str(PATIENCE),
+                "TORCHELASTIC_ERROR_FILE": str(job.folder / f"error-{rank}"),
+            }
+            arguments = job.arguments("train", "--json", *options, *(second if rank else ()))
+            processes.append(job.start(*arguments, env=environment))
+            stack.enter_context(ended(processes[-1]))
+        yield processes
+
+
+def outputs(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each rank."""
+    said = [each.communicate(timeout=PATIENCE) for each in processes]
+    return [(each.returncode, *texts) for each, texts in zip(processes, said, strict=True)]
+
+
+def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None:
+    """Two ranks with two micro-batches each do what one rank with four does. They have pages on disk."""
+    found = {}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name, program, accumulate in (
+        ("one", [], 4),
+        ("two", ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--"], 2),
+    ):
+        files = {option: job.folder / f"{name}-{option}" for option in ("log", "export")}
+        arguments = job.arguments("train", "--json", "--steps", 3, "--accumulate", accumulate)
+        arguments += ["--budget-host", "1MiB", *job.nvme()]
+        arguments += [text for option, file in files.items() for text in (f"--{option}", str(file))]
+        command = [sys.executable, *program, tiny_job.__file__, *arguments]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        with ended(process):
+            stdout, stderr = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, stderr
+        assert stdout.count("\n") == 1
+        summary = json.loads(stdout)
+        log = [json.loads(line) for line in files["log"].read_text().splitlines()]
+        assert [line["loss"] for line in log] == summary["losses"]
+        same = ("losses", "held_out_loss", "sample")
+        weights = (files["export"] / "model.safetensors").read_bytes()
+        found[name] = (
+            {key: summary[key] for key in same},
+            [(line["step"], line["norm"], line["tokens"]) for line in log],
+            weights,
+        )
+        assert stderr.count("infinity 0") == stderr.count("step 1/3") == stderr.count("done in") == 1
+        assert (" 2 ranks " in stderr) == (name == "two")
+        assert set(summary) - JSON_KEYS == ({"ranks"} if name == "two" else set())
+        assert (summary["nvme"]["planned"] > 0) == (name == "two")  # whose pages do not all fit in RAM
+        assert list(job.pages.iterdir()) == []
+    assert found["two"] == found["one"]
+
+
+def test_an_error_that_all_ranks_have_is_printed_once(job: TinyJob) -> None:
+    with ranks(job, "--checkpoint", job.folder / "run") as processes:
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [2, 2]
+    errors = sorted((stderr for _, _, stderr in said), key=len)
+    assert errors[0] in ("rank 0 ends with rank 1 (ConfigError)\n", "rank 1 ends with rank 0 (ConfigError)\n")
+    assert errors[1].startswith("ConfigError: --checkpoint was given to several ranks")
+    assert errors[1].count("\n") == 1
+    (printed,) = [json.loads(stdout) for _, stdout, _ in said if stdout]
+    assert printed["error"] == "ConfigError"
+    for rank in range(RANKS):
+        text = (job.folder / f"error-{rank}").read_text()
+        assert json.loads(text)["message"]["message"].startswith("ConfigError: --checkpoint")
+
+
+def test_the_rank_that_has_an_error_prints_it(job: TinyJob) -> None:
+    with ranks(job, second=("--budget-host", "1KiB")) as processes:
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [1, 1]
+    assert said[0][1:] == ("", "rank 0 ends with rank 1 (BudgetError)\n")
+    assert said[1][2].startswith("BudgetError: ")
+    assert json.loads(said[1][1])["error"] == "BudgetError"
+
+
+def test_ranks_with_different_jobs_are_refused(job: TinyJob) -> None:
+    with ranks(job, second=("--seed", 1)) as processes:
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [1, 1]
+    text = "".join(stderr for _, _, stderr in said)
+    assert text.count("RankDivergence: At infinity train the --seed of rank 1 is not that of rank 0") == 1
+
+
+def test_a_signal_to_one_rank_ends_all(job: TinyJob) -> None:
+    log = job.folder / "log"
+    with ranks(job, "--steps", ENDLESS, "--log", log, "--budget-host", "1MiB", *job.nvme()) as processes:
+        until = time.monotonic() + PATIENCE
+        while not log.exists() or log.read_text().count("\n") < 3:
+            assert time.monotonic() < until and all(each.poll() is None for each in processes)
+            time.sleep(0.01)
+        processes[1].send_signal(signal.SIGTERM)
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [1, 143]
+    assert said[0][2].splitlines()[-1] == "rank 0 ends with rank 1 (SIGTERM)"
+    assert said[1][1:] == ("", "")
+    assert list(job.pages.iterdir()) == []
+
+
+def test_one_process_divides_nothing(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = job.arguments("train", "--json", "--partition", "optimizer")
+    assert "--partition was given for one process" in run_error(capsys, arguments, 2)[0]
