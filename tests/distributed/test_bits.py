@@ -1,0 +1,86 @@
+"""Tests that training on several ranks has the bits of one rank with the same micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranked_cases import HOMES, Case, pairwise
+from training_ranks import check_bits
+
+STAGES = (0, 1, 2, 3)
+MATRIX: dict[str, tuple[Any, ...]] = {
+    "stage": STAGES,
+    "home": HOMES,
+    "states": ("fp32", "bf16", "int8"),
+    "accumulate": (1, 3),
+    "clip": (None, 0.05),
+    "compute": ("fp32", "bf16"),
+    "optimizer": ("adamw", "sgd"),
+    "declared": (False, True),
+    "together": (False, True),
+    "subject": ("mlp", "decoder"),
+}
+MODELS = (
+    Case("frozen", 3, accumulate=2, clip=0.05),
+    Case("frozen", 2, home="nvme"),
+    Case("convolutions", 3, home="nvme"),
+    Case("convolutions", 2, accumulate=2),
+    Case("dtypes", 3, compute="bf16", accumulate=2),
+    Case("dtypes", 2, compute="bf16", home="nvme", clip=0.05),
+    Case("groups", 3, accumulate=2),
+    Case("groups", 2, home="nvme"),
+    Case("meta", 3),
+    Case("meta", 2, home="nvme"),
+    Case("odd", 3, accumulate=2, clip=0.05),
+    Case("odd", 2, home="nvme", compute="bf16"),
+    Case("tiny", 3),
+    Case("decoder", 3, update="sync"),
+)
+ON_FOUR = (
+    Case("mlp", 3, accumulate=2, clip=0.05),
+    Case("decoder", 2, home="nvme", compute="bf16"),
+    Case("decoder", 3, home="host", accumulate=2, together=True),
+    Case("odd", 3, states="int8"),
+    Case("tiny", 2, optimizer="sgd"),
+    Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
+)
+
+
+def exact(options: dict[str, Any]) -> Case:
+    """The case of these options. At stages 0 and 1 a step has one backward; else the last bits may differ."""
+    case = Case(**options)
+    return case if case.exact else replace(case, accumulate=1)
+
+
+def test_pairwise_matrix(tmp_path: Path) -> None:
+    check_bits(tuple(exact(each) for each in pairwise(MATRIX)), 2, tmp_path)
+
+
+def test_models_of_all_kinds(tmp_path: Path) -> None:
+    check_bits(MODELS, 2, tmp_path)
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    check_bits(ON_FOUR, 4, tmp_path)
+
+
+def test_stages_that_add_a_rank_s_gradients_first_are_close(tmp_path: Path) -> None:
+    cases = [
+        Case(subject, stage, optimizer="sgd", accumulate=3, clip=0.5, steps=20)
+        for subject, stage in (("mlp", 0), ("decoder", 1))
+        if stage in STAGES
+    ]
+    check_bits(tuple(cases), 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_whole_matrix(stage: int, home: str, tmp_path: Path) -> None:
+    options = {**MATRIX, "stage": (stage,), "home": (home,), "subject": ("mlp",)}
+    every = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+    check_bits(tuple(dict.fromkeys(exact(each) for each in every)), 2, tmp_path, timeout=600.0)

@@ -1,0 +1,112 @@
+"""Tests of bytes: what a rank's homes and pools hold, and what crosses the wire in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_ranks
+from ranked_cases import Case
+
+STAGES = (0, 1, 2, 3)
+STEPS = 3
+ITEMSIZE = 4
+"""Bytes of an element of parameters and gradients in float32."""
+each_size = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
+def launched(
+    function: str, cases: list[Case], size: int, directory: Path
+) -> dict[Case, list[dict[str, Any]]]:
+    """What each rank returned for each case."""
+    found = training_ranks.launch(function, cases, size, directory, 100.0)
+    broken = [one for each in found for one in each if not isinstance(one, dict)]
+    assert not broken, broken[0]
+    return dict(zip(cases, found, strict=True))
+
+
+@each_size
+def test_homes_and_pools_have_the_planned_bytes(size: int, tmp_path: Path) -> None:
+    cases = [Case("large", stage, home="host") for stage in STAGES]
+    cases += [Case("frozen", 3, home="nvme"), Case("dtypes", 2, home="nvme", compute="bf16")]
+    for case, ranks in launched("bytes_of_homes_and_pools", cases, size, tmp_path).items():
+        for found in ranks:
+            assert found["homes"] == found["planned"], case
+            regions = [region for unit in found["regions"] for region in unit]
+            parameters = sum(elements * itemsize for elements, itemsize, _ in regions)
+            trained = [(elements, itemsize) for elements, itemsize, trainable in regions if trainable]
+            # Two moments of 4 bytes each, and for a bf16 parameter the 2 bytes that its master has more.
+            states = sum(elements * (8 if itemsize == 4 else 10) for elements, itemsize in trained)
+            whole = {
+                "PARAMETER": (parameters, case.stage < 3),
+                "GRADIENT": (4 * sum(elements for elements, _ in trained), case.stage < 2),
+                "OPTIMIZER": (states, case.stage < 1),
+            }
+            for kind, (nbytes, everything) in whole.items():
+                assert sum(found["homes"][kind]) == (nbytes if everything else nbytes // size), (case, kind)
+            plan, pools = found["plan"], found["pools"]
+            assert all(peak <= nbytes for peak, nbytes in pools.values())
+            assert pools["homes"] == [plan["host"], plan["host"]]
+            assert pools["device homes"] == [plan["device"], plan["device"]]
+            assert pools["resident"] == [plan["resident_bytes"], plan["resident_bytes"]]
+            assert pools["staging"][1] == plan["staging_bytes"]
+            assert pools["transit"][1] == plan["transit_bytes"]
+            assert pools["outgoing"][1] + pools["incoming"][1] == plan["exchange_bytes"]
+
+
+@each_size
+def test_each_gradient_goes_once_to_its_owner(size: int, tmp_path: Path) -> None:
+    cases = [Case("large", stage, accumulate=accumulate) for stage in STAGES for accumulate in (1, 2)]
+    for case, ranks in launched("bytes_over_the_wire", cases, size, tmp_path).items():
+        # Stages 0 and 1 add a rank's own gradients up before one exchange; a byte goes with each piece there.
+        times, flag = (STEPS * case.accumulate, 0) if case.stage > 1 else (STEPS, 1)
+        for found in ranks:
+            owned, others = found["owned"], found["trained"] - found["owned"]
+            theirs = found["all pieces"] - found["pieces"]
+            own = times * (owned * ITEMSIZE + flag * found["pieces"])
+            away = times * (others * ITEMSIZE + flag * theirs)
+            summed = (own, away) if case.stage == 0 else (0, 0)  # the sums then go to all ranks
+            assert found["received"]["gradients"] == (size - 1) * own + summed[1], case
+            assert found["sent"]["gradients"] == away + (size - 1) * summed[0], case
+        total = sum(found["sent"]["gradients"] for found in ranks)
+        assert total == sum(found["received"]["gradients"] for found in ranks)
+        if case.stage > 1:
+            assert total == times * (size - 1) * ranks[0]["trained"] * ITEMSIZE
+
+
+@each_size
+def test_each_page_is_gathered_as_often_as_it_comes(size: int, tmp_path: Path) -> None:
+    divided = Case("even", 3, home="host")
+    more = replace(divided, accumulate=3)
+    cases = [divided, more, replace(more, together=True)]
+    cases += [Case("even", stage, home=home) for stage in STAGES[:3] for home in ("host", "unified")]
+    by_case = launched("bytes_over_the_wire", cases, size, tmp_path)
+    for case, ranks in by_case.items():
+        for found in ranks:
+            assert found["received"].get("parameters", 0) == sum(found["fetches"]), case
+            gathers = [
+                nbytes / ((size - 1) * page / size)
+                for nbytes, page in zip(found["fetches"], found["pages"], strict=True)
+            ]
+            if case.stage == 3:
+                # Each page comes for the forward and for the backward. But the forward's last page stays for
+                # the backward, which needs no first page: the inputs have no gradient. That page is fetched
+                # ahead after every step.
+                passes = STEPS * (1 if case.together else case.accumulate)
+                assert gathers == [passes + 1, *[2 * passes] * (len(gathers) - 2), passes], case
+            elif case.stage == 0:
+                assert not any(gathers)
+            else:  # once after each step, but nobody may need what the last one brought
+                assert set(gathers) <= {STEPS - 1, STEPS}, case
+        sent = sum(found["sent"].get("parameters", 0) for found in ranks)
+        assert sent == sum(found["received"].get("parameters", 0) for found in ranks)
+    assert [each["fetches"] for each in by_case[cases[2]]] == [each["fetches"] for each in by_case[divided]]
+
+
+def test_rank_0_s_values_come_once(tmp_path: Path) -> None:
+    cases = [Case("large", stage, steps=0) for stage in STAGES]
+    for case, ranks in launched("bytes_over_the_wire", cases, 2, tmp_path).items():
+        wanted = ranks[1]["owned" if case.stage == 3 else "trained"] * ITEMSIZE
+        assert ranks[0]["sent"] == ranks[1]["received"] == {"initial values": wanted}

@@ -1,0 +1,158 @@
+"""Programs of ranks that train at different speeds; see tests/distributed/test_races.py."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from typing import Any
+
+import rank_processes
+import torch
+from torch import nn
+
+import infinity
+from infinity.distributed.conductor import Conductor
+from infinity.distributed.message import Kind
+from infinity.distributed.wire import Wire
+from infinity.training_step import TrainingStep
+
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+TOGETHER = 2
+"""Number of micro-batches in a step, over all ranks."""
+
+
+class Model(nn.Module):
+    """A model of four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(96, 96), nn.Linear(96, 8)
+        self.middle = nn.ModuleList([nn.Linear(96, 96) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for layer in self.middle:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return self.last(hidden)
+
+
+class Training:
+    """A model, its runtime and its micro-batches, of which each rank takes one in each step."""
+
+    def __init__(self, partition: str, **options: Any) -> None:
+        self.model = Model()
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if SIZE > 1:
+            options["partition"] = partition
+        self.runtime = infinity.offload(
+            self.model, optimizer, budget=infinity.Budget(host="64MiB"), **options
+        )
+
+    def backward(self, number: int, *, times: float = 1.0) -> None:
+        """Run a micro-batch of a step, if it is one of this rank's."""
+        if number % SIZE == RANK:
+            inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(number)) * times
+            loss = self.model(inputs).float().square().mean()
+            (loss / (1 if SIZE > 1 else TOGETHER)).backward()
+
+    def end(self) -> str:
+        self.runtime.optimizer.step()
+        self.runtime.optimizer.zero_grad()
+        return self.digest()
+
+    def digest(self) -> str:
+        values = b"".join(each.view(torch.uint8).numpy().tobytes() for each in self._values())
+        return hashlib.sha256(values).hexdigest()
+
+    def _values(self) -> list[torch.Tensor]:
+        return [each.contiguous() for each in self.model.state_dict().values()]
+
+
+def idle_rank() -> list[str]:
+    """Rank 0 has no backward in the second step, and hears late that gradients were cleared."""
+    act = Conductor._act
+
+    def late(self: Conductor, waiting: list[Any]) -> bool:
+        if RANK == 0 and any(message.kind is Kind.CLEARED for _, message in waiting):
+            time.sleep(0.1)
+        return act(self, waiting)
+
+    Conductor._act = late  # type: ignore[method-assign]
+    training, found = Training("optimizer"), []
+    for step in range(3):
+        for number in range(TOGETHER):
+            if step != 1 or number:
+                training.backward(number)
+        found.append(training.end())
+    training.runtime.close()
+    return found
+
+
+def late_first_backward() -> list[str]:
+    """Rank 0 gets gradients of rank 1 before its own, at a loss scale that it has not used yet."""
+    training, found = Training("gradients", precision=infinity.Precision(compute="fp16")), []
+    for step in range(3):
+        if SIZE > 1 and RANK == 0:
+            time.sleep(0.1)
+        for number in range(TOGETHER):
+            training.backward(number, times=float("inf") if step == 1 else 1.0)
+        found.append(training.end())
+    training.runtime.close()
+    return found
+
+
+def edits_while_sending() -> list[str]:
+    """Both ranks edit parameters at once after a step, while rank 0's bytes of that step are still sent."""
+    send = Wire._send
+
+    def late(self: Wire, peer: int, parcel: Any) -> None:
+        if RANK == 0 and parcel.message.kind is Kind.DATA and parcel.message.fields[1] == "parameters":
+            time.sleep(0.05)
+        send(self, peer, parcel)
+
+    Wire._send = late  # type: ignore[method-assign]
+    training = Training("gradients")
+    views, found = [each.data for each in training.model.first.parameters()], []
+    for _ in range(2):
+        for number in range(TOGETHER):
+            training.backward(number)
+        training.runtime.optimizer.step()
+        training.runtime.optimizer.zero_grad()
+        for view in views:
+            view.add_(0.125)
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter.mul_(0.5)
+        found.append(training.digest())
+    training.runtime.close()
+    return found
+
+
+def states_after_loading() -> list[float]:
+    """Rank 0 reads states that it has loaded while rank 1 still loads."""
+    training = Training("parameters")
+    for number in range(TOGETHER):
+        training.backward(number)
+    training.runtime.optimizer.step()
+    state = training.runtime.optimizer.state_dict()
+    for each in state["state"].values():
+        each["exp_avg"].fill_(0.25)
+    write = TrainingStep.write_state
+
+    def late(self: TrainingStep, *arguments: Any) -> None:
+        if RANK == 1:
+            time.sleep(0.02)
+        write(self, *arguments)
+
+    TrainingStep.write_state = late  # type: ignore[method-assign]
+    training.runtime.optimizer.load_state_dict(state)
+    loaded = training.runtime.optimizer.state_dict()["state"].values()
+    found = [float(each["exp_avg"].mean()) for each in loaded]
+    training.runtime.close()
+    return found
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())

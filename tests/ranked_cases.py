@@ -1,0 +1,271 @@
+"""Cases of training on several ranks, each trained by one rank, too, with the same micro-batches.
+
+Micro-batch m of rank r among N is number m*N+r of one rank. One rank divides its losses by N as well, because
+several ranks average their gradients. With N a power of two that changes no bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from homes import ROOMY, check_homes
+from ranked_models import SUBJECTS
+from torch import Tensor, nn
+
+import infinity
+from infinity.api import plan_for
+from infinity.config import Precision
+from infinity.layout.shards import ALONE, Share
+from infinity.runtime import Runtime
+from infinity.tiers import Tier
+
+PARTITIONS = (None, "optimizer", "gradients", "parameters")
+"""Stage of ZeRO -> name of what is divided."""
+HOMES = ("unified", "device", "host", "nvme")
+"""In RAM where the model computes; on a device with memory of its own; in RAM beside such a device; on NVMe
+beside such a device.
+"""
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of one training."""
+
+    subject: str = "mlp"
+    stage: int = 3
+    accumulate: int = 1
+    clip: float | None = None
+    home: str = "unified"
+    compute: str = "fp32"
+    states: str = "fp32"
+    optimizer: str = "adamw"
+    declared: bool = False
+    """Whether offload is told the number of backwards in a step."""
+    together: bool = False
+    """Whether runtime.accumulate runs the micro-batches."""
+    update: str = "lazy"
+    steps: int = 3
+    generates: bool = False
+    """Whether each rank runs forwards alone between steps, each rank another number of them."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether several ranks have the bits of one rank."""
+        return self.stage >= 2 or self.accumulate == 1
+
+    @property
+    def name(self) -> str:
+        """The settings that are not the defaults, as the test's name."""
+        plain = asdict(Case())
+        mine = {name: value for name, value in asdict(self).items() if value != plain[name]}
+        words = [str(mine.pop("subject", "mlp")), f"stage{self.stage}"]
+        mine.pop("stage", None)
+        return "-".join(
+            words + [name if value is True else f"{name}={value}" for name, value in mine.items()]
+        )
+
+
+class Place(NamedTuple):
+    """Where a process stands among the ranks of a case."""
+
+    rank: int
+    ranks: int
+    """Number of ranks."""
+    alone: bool
+    """Whether one rank runs the micro-batches of all."""
+
+
+def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, directory: Path) -> infinity.Budget:
+    """A budget under which the pages of the case rest at its home."""
+    if case.home == "unified":
+        return infinity.Budget(host=ROOMY)
+    nvme = {str(directory): ROOMY}
+    smallest = plan_for(
+        model,
+        optimizer,
+        budget=infinity.Budget(device=ROOMY, host=ROOMY, nvme=nvme),
+        precision=precision_of(case),
+        example_inputs=None,
+        device="cpu",
+        update=case.update,
+        accumulation=_backwards(case, place) if case.declared else None,
+        slab_directory=None,
+        share=ALONE if place.alone else Share(place.rank, place.ranks, case.stage),
+    ).smallest
+    if case.home == "device":
+        return infinity.Budget(device=ROOMY, host=smallest[Tier.HOST])
+    if case.home == "host":
+        return infinity.Budget(device=smallest[Tier.DEVICE], host=ROOMY)
+    return infinity.Budget(device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme=nvme)
+
+
+def precision_of(case: Case) -> Precision:
+    return Precision(compute=case.compute, states=case.states, keep=SUBJECTS[case.subject].keep)
+
+
+@contextmanager
+def opened(case: Case, place: Place, directory: Path) -> Any:
+    """Yield (model, runtime). Ranks have seeds of their own; that of rank 0 is the reference's."""
+    subject = SUBJECTS[case.subject]
+    torch.manual_seed(SEED + place.rank)
+    with torch.device("meta" if subject.meta else "cpu"):
+        model = subject.make()
+    groups: Any = subject.groups(model) if subject.groups else list(model.parameters())
+    optimizer: torch.optim.Optimizer
+    if case.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    with infinity.offload(
+        model,
+        optimizer,
+        budget=budget_of(case, place, model, optimizer, directory),
+        precision=precision_of(case),
+        device="cpu",
+        update=case.update,
+        accumulation=_backwards(case, place) if case.declared else None,
+        partition=PARTITIONS[case.stage],
+    ) as runtime:
+        check_homes(case.home, runtime.plan)
+        yield model, runtime
+
+
+def train(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case. Returns digests of all parameters by name, losses, norms, and what was generated."""
+    with opened(case, place, directory) as (model, runtime):
+        found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
+        schedulers = []
+        if SUBJECTS[case.subject].schedule:
+            schedulers.append(torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7))
+        for step in range(case.steps):
+            found["losses"] += backwards(case, place, model, runtime, step)
+            if case.clip is not None:
+                found["norms"].append(float(runtime.clip_grad_norm_(case.clip)))
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            for each in schedulers:
+                each.step()
+            if case.generates:
+                found["generated"].append(_generated(model, place.rank, step))
+        state = model.state_dict()
+        found["digests"] = {name: digest(each) for name, each in state.items()}
+        found["values"] = [float(each.double().norm()) for each in state.values()]
+    return found
+
+
+def backwards(case: Case, place: Place, model: nn.Module, runtime: Runtime, step: int) -> list[float]:
+    """Run the forwards and backwards of a step. Returns the losses, divided by the number of backwards of a
+    rank.
+    """
+    subject = SUBJECTS[case.subject]
+    count = _backwards(case, place)
+    apart = 1 if place.alone else place.ranks
+    first = step * case.accumulate * place.ranks + (0 if place.alone else place.rank)
+    batches = [subject.batch(step, first + apart * each) for each in range(count)]
+
+    def loss_of(batch: tuple[Tensor, ...]) -> Tensor:
+        return subject.loss_of(model, batch) / count
+
+    losses = []
+    if case.together:
+        losses = runtime.accumulate(batches, loss_of)
+    else:
+        for batch in batches:
+            loss = loss_of(batch)
+            loss.backward()
+            losses.append(loss.detach())
+    return [float(each) * (place.ranks if place.alone else 1) for each in losses]
+
+
+def _generated(model: nn.Module, rank: int, step: int) -> list[int]:
+    """Have a decoder go on with a text, by more tokens the higher the rank. Returns the first three."""
+    tokens = SUBJECTS["decoder"].batch(step, 0)[0][:1]
+    model.eval()
+    with torch.no_grad():
+        for _ in range(3 + 4 * rank):
+            tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), 1)
+    model.train()
+    found: list[int] = tokens[0, 9:12].tolist()
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    """A hash of a tensor's values, in the order of its indices."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def differences(case: Case, ranks: int, found: Sequence[Any], alone: dict[str, Any]) -> list[str]:
+    """What is not the same on several ranks and on one, as phrases; empty if all is.
+
+    found: what `train` returned on each rank, or else an error's text. alone: what it returned on one rank.
+    Stages 0 and 1 may differ in the last bits if a rank has several backwards in a step: each rank adds its
+    own gradients first.
+    """
+    broken = [each for each in found if not isinstance(each, dict)]
+    if broken:
+        return [f"{case.name} ended with {broken[0]}"]
+    told = []
+    for name in ("digests", "norms", "generated"):
+        if any(each[name] != found[0][name] for each in found):
+            told.append(f"{case.name}: the {name} of ranks differ")
+    losses = [found[number % ranks]["losses"][number // ranks] for number in range(len(alone["losses"]))]
+    mine = {**found[0], "losses": losses}
+    if case.exact:
+        told += [
+            f"{case.name}: {name} {mine[name]} where one rank has {alone[name]}"
+            for name in ("digests", "losses", "norms", "generated")
+            if mine[name] != alone[name]
+        ]
+        return told
+    for name in ("values", "losses", "norms"):
+        far = [(a, b) for a, b in zip(mine[name], alone[name], strict=True) if abs(a - b) > 1e-5 * abs(b)]
+        if far:
+            told.append(f"{case.name}: {name} of ranks and of one rank are far apart: {far}")
+    return told
+
+
+def pairwise(options: dict[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Few combinations of options in which every two values of two options meet."""
+    names = list(options)
+    open_pairs = {
+        (a, x, b, y)
+        for at, a in enumerate(names)
+        for b in names[at + 1 :]
+        for x in options[a]
+        for y in options[b]
+    }
+    found = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs, key=repr)
+        chosen = {a: x, b: y}
+        for name in names:
+            if name not in chosen:
+                chosen[name] = max(
+                    options[name], key=lambda value, name=name: _meets(open_pairs, chosen, name, value)
+                )
+        open_pairs -= {
+            each for each in open_pairs if chosen[each[0]] == each[1] and chosen[each[2]] == each[3]
+        }
+        found.append({name: chosen[name] for name in names})
+    return found
+
+
+def _meets(open_pairs: set[Any], chosen: dict[str, Any], name: str, value: Any) -> int:
+    """The number of open pairs that a value would close, given the values chosen so far."""
+    return sum(
+        (a == name and x == value and chosen.get(b) == y and b in chosen)
+        or (b == name and y == value and a in chosen and chosen[a] == x)
+        for a, x, b, y in open_pairs
+    )
+
+
+def _backwards(case: Case, place: Place) -> int:
+    return case.accumulate * (place.ranks if place.alone else 1)

@@ -1,0 +1,210 @@
+"""Small models for several ranks, with their losses, batches and optimizers.
+
+A micro-batch follows from the step and from its number among the micro-batches of all ranks, so that one rank
+can train with the same ones. Forwards depend on parameters and on the micro-batch alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from infinity.lm.decoder import Decoder, DecoderConfig
+
+WIDTH, CLASSES = 20, 5
+EXPERTS = 4
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be trained. `inputs` and `loss` are by default those of a classifier of vectors."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[int, int], tuple[Tensor, ...]] | None = None
+    """Makes a micro-batch, from the number of the step and that of the micro-batch."""
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor] | None = None
+    """Returns the mean loss of a micro-batch, a scalar."""
+    groups: Callable[[nn.Module], Groups] | None = None
+    """Makes the optimizer's param groups; None: one group has all parameters."""
+    keep: tuple[str, ...] = ()
+    """Patterns of parameters that stay float32."""
+    meta: bool = False
+    """Whether the model is made under torch.device("meta")."""
+    schedule: bool = False
+    """Whether the learning rates shrink after every step."""
+
+    def batch(self, step: int, number: int) -> tuple[Tensor, ...]:
+        """The micro-batch of a number, counted over all ranks."""
+        return (self.inputs or vectors)(step, number)
+
+    def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """The mean loss of a micro-batch, a scalar."""
+        return (self.loss or classes)(model, batch)
+
+
+def _random(step: int, number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * step + number)
+
+
+def vectors(step: int, number: int) -> tuple[Tensor, Tensor]:
+    """Vectors (6, WIDTH), float32, and their classes (6,), int64."""
+    random = _random(step, number)
+    return torch.randn(6, WIDTH, generator=random), torch.randint(0, CLASSES, (6,), generator=random)
+
+
+def classes(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    dtype = next(each.dtype for each in model.parameters())
+    return F.cross_entropy(model(batch[0].to(dtype)).float(), batch[1])
+
+
+def _tokens(step: int, number: int) -> tuple[Tensor]:
+    return (torch.randint(0, 64, (2, 9), generator=_random(step, number)),)
+
+
+def _next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    (tokens,) = batch
+    found: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return found
+
+
+def mlp(*widths: int) -> nn.Sequential:
+    """Layers with biases, which together take a few pages."""
+    sizes = (WIDTH, *(widths or (96, 64, 96)))
+    hidden = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], CLASSES))
+
+
+def decoder() -> nn.Module:
+    """A decoder whose embedding is its head, too."""
+    model = Decoder(DecoderConfig(width=32, layers=2, heads=2, hidden=48, vocabulary=64))
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def _frozen() -> nn.Module:
+    """A model with a frozen layer and a frozen bias."""
+    model = mlp()
+    for each in (*model[1].parameters(), model[3].bias):
+        each.requires_grad_(False)
+    return model
+
+
+def _convolutions() -> nn.Module:
+    """Convolutions whose weights lie channels_last."""
+    model = nn.Sequential(
+        nn.Unflatten(1, (5, 2, 2)),
+        nn.Conv2d(5, 24, 2, padding=1),
+        nn.GELU(),
+        nn.Conv2d(24, 12, 3, padding=1),
+        nn.Flatten(),
+        nn.Linear(12 * 9, CLASSES),
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+class _Odd(nn.Module):
+    """Parameters of sizes that fill no page: 0, 1, 3 and 4097 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.zeros(0))
+        self.one = nn.Parameter(torch.randn(()))
+        self.three = nn.Parameter(torch.randn(3))
+        self.many = nn.Parameter(torch.randn(4097))
+        self.out = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.out(x * self.many[:WIDTH] + self.many[-WIDTH:] * self.one)
+        return scaled + self.three.sum() * torch.arange(CLASSES) + self.none.sum()
+
+
+class Experts(nn.Module):
+    """A residual mixture of experts: each vector goes through one of them, which the router scores highest.
+
+    An expert that no vector of a micro-batch goes to is not called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(WIDTH, 24)
+        self.router = nn.Linear(24, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)) for _ in range(EXPERTS)
+        )
+        self.out = nn.Linear(24, CLASSES)
+
+    def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
+        """Logits (batch, CLASSES). x: (batch, WIDTH). allowed: experts that may be used, bool (EXPERTS,)."""
+        hidden = self.inward(x)
+        scores = self.router(hidden).masked_fill(~allowed, -torch.inf).softmax(-1)
+        weight, chosen = scores.max(-1)
+        mixed = hidden
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().flatten()
+            brought = self.experts[number](hidden[rows]) * weight[rows, None]
+            mixed = mixed.index_add(0, rows, brought.to(mixed.dtype))
+        logits: Tensor = self.out(mixed)
+        return logits
+
+
+def _routed(step: int, number: int) -> tuple[Tensor, ...]:
+    """Vectors, classes, and the experts allowed: odd micro-batches never use the first, the last is used by
+    no micro-batch in every second step, and every fifth micro-batch uses one alone.
+    """
+    allowed = torch.ones(EXPERTS, dtype=torch.bool)
+    allowed[0] = number % 2 == 0
+    allowed[-1] = step % 2 == 0
+    if (step + number) % 5 == 0:
+        allowed[1:] = False
+        allowed[1 + step % 2] = True
+    return (*vectors(step, number), allowed)
+
+
+def _expert_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    dtype = next(each.dtype for each in model.parameters())
+    return F.cross_entropy(model(batch[0].to(dtype), batch[2]).float(), batch[1])
+
+
+def _two_groups(model: nn.Module) -> Groups:
+    parameters = list(model.parameters())
+    return [
+        {"params": [each for each in parameters if each.dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": [each for each in parameters if each.dim() <= 1], "lr": 3e-3, "weight_decay": 0.0},
+    ]
+
+
+class _Even(nn.Module):
+    """Six layers whose pages have the same number of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 64 - WIDTH))
+        for block in self.blocks:
+            x = F.gelu(block(x))
+        return x[:, :CLASSES]
+
+
+SUBJECTS = {
+    "mlp": Subject(mlp),
+    "decoder": Subject(decoder, _tokens, _next_token),
+    "frozen": Subject(_frozen),
+    "convolutions": Subject(_convolutions),
+    "dtypes": Subject(decoder, _tokens, _next_token, keep=("*norm*",)),
+    "groups": Subject(mlp, groups=_two_groups, schedule=True),
+    "meta": Subject(mlp, meta=True),
+    "odd": Subject(_Odd),
+    "tiny": Subject(lambda: nn.Linear(WIDTH, CLASSES)),
+    "experts": Subject(Experts, _routed, _expert_loss),
+    "large": Subject(lambda: mlp(300, 260, 200, 280)),
+    "even": Subject(_Even),
+}

@@ -1,0 +1,160 @@
+"""Programs of ranks that train the cases of tests/ranked_cases.py, many of them one after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import rank_processes
+import torch
+from ranked_cases import Case, Place, backwards, differences, opened, train
+
+from infinity.planning.placement import Kind
+
+CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
+"""Environment variables: the cases as JSON, and a directory for pages."""
+_PATIENCE = 40
+"""Seconds, and a second more for each step, after which a rank that hangs in a case ends and says where."""
+
+
+def launch(
+    function: str, cases: Sequence[Case], size: int, directory: Path, timeout: float
+) -> list[list[Any]]:
+    """Run a function of this file on `size` ranks. Returns, for each case, what it returned on each rank.
+
+    A rank that raised an error stands there as the error's text; later cases then stand there as None.
+    """
+    environment = {
+        CASES: json.dumps([asdict(each) for each in cases]),
+        DIRECTORY: str(directory),
+        "INFINITY_RANK_TIMEOUT": str(_PATIENCE // 2),
+    }
+    outcomes = rank_processes.run(
+        "training_ranks.py", function, size=size, timeout=timeout, environment=environment
+    )
+    found = [each.result or [f"The rank ended with {each.code}: {each.text}"] for each in outcomes]
+    return [[each[at] if at < len(each) else None for each in found] for at in range(len(cases))]
+
+
+def check_bits(cases: tuple[Case, ...], size: int, directory: Path, timeout: float = 100.0) -> None:
+    """Assert that `size` ranks and one rank train the cases to the same results."""
+    found = launch("training", cases, size, directory, timeout)
+    told: list[str] = []
+    for case, each in zip(cases, found, strict=True):
+        told += differences(case, size, each, train(case, Place(0, size, alone=True), directory))
+        if told and not all(isinstance(one, dict) for one in each):
+            break  # later cases did not run
+    assert not told, "\n".join(told)
+
+
+def _each_case(run: Any) -> list[Any]:
+    """Run all cases on this rank, until one fails."""
+    torch.set_num_threads(1)
+    place = Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), alone=False)
+    found: list[Any] = []
+    for options in json.loads(os.environ[CASES]):
+        case = Case(**options)
+        print(case.name, flush=True)  # is told if the rank ends without a result
+        faulthandler.dump_traceback_later(_PATIENCE + case.steps, exit=True)
+        try:
+            found.append(run(case, place, Path(os.environ[DIRECTORY])))
+        except Exception:
+            found.append(traceback.format_exc())
+            break
+    faulthandler.cancel_dump_traceback_later()
+    return found
+
+
+def training() -> list[Any]:
+    return _each_case(train)
+
+
+def bytes_of_homes_and_pools() -> list[Any]:
+    return _each_case(homes_and_pools)
+
+
+def bytes_over_the_wire() -> list[Any]:
+    return _each_case(traffic)
+
+
+def homes_and_pools(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Bytes of all homes by kind, of the plan, and of pools and their peaks, after the steps of a case."""
+    with opened(case, place, directory) as (model, runtime):
+        _steps(case, place, model, runtime)
+        parts, plan = runtime._components, runtime.plan
+        pages = {
+            Kind.PARAMETER: parts.pages,
+            Kind.GRADIENT: list(parts.gradients.pages.values()),
+            Kind.OPTIMIZER: list(parts.states.pages.values()),
+        }
+        return {
+            "homes": {kind.name: [each.home.nbytes for each in pages[kind]] for kind in Kind},
+            "planned": {kind.name: list(plan.page_sizes[kind]) for kind in Kind},
+            "regions": [
+                [(each.elements, each.dtype.itemsize, each.trainable) for each in unit.regions]
+                for unit in plan.layout.units
+            ],
+            "pools": {name: (pool.counters.peak, pool.nbytes) for name, pool in parts.store.pools.items()},
+            "plan": {tier.value: nbytes for tier, nbytes in plan.home_bytes.items()}
+            | {
+                name: getattr(plan, name)
+                for name in ("resident_bytes", "staging_bytes", "transit_bytes", "exchange_bytes")
+            },
+        }
+
+
+def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Bytes that this rank sent and received in all steps of a case, by what they were.
+
+    "fetches": bytes of each unit that this rank asked others for. "pages": bytes of each unit's parameter
+    page, in the order of units. "owned", "trained": elements of gradients that this rank sums up, and that
+    the model has; "pieces", "all pieces": the numbers of pieces in which they are.
+    """
+    with opened(case, place, directory) as (model, runtime):
+        communicator = runtime._components.peers.communicator
+        layouts = runtime.plan.layout.units
+        fetches = [0] * len(layouts)
+        fetch = communicator.remote.fetch
+
+        def counted(owner: int, page: Any, start: int, into: torch.Tensor) -> Any:
+            fetches[page.index] += into.nbytes
+            return fetch(owner, page, start, into)
+
+        communicator.remote.fetch = counted
+        _steps(case, place, model, runtime)
+        with runtime._components.pager.lock:
+            runtime._components.prefetch_engine.land_all()  # the page with which a further step would begin
+        pieces = [
+            (runtime.plan.share.owns(at), piece.count)
+            for unit in layouts
+            for at, chunk in enumerate(unit.chunks)
+            for piece in chunk.pieces
+        ]
+    counters = communicator.wire.traffic()  # all has come, now that the runtime is closed
+    return {
+        "received": dict(counters.received),
+        "sent": dict(counters.sent),
+        "fetches": fetches,
+        "pages": [unit.nbytes for unit in layouts],
+        "owned": sum(count for mine, count in pieces if mine),
+        "pieces": sum(mine for mine, _ in pieces),
+        "trained": sum(count for _, count in pieces),
+        "all pieces": len(pieces),
+    }
+
+
+def _steps(case: Case, place: Place, model: Any, runtime: Any) -> None:
+    for step in range(case.steps):
+        backwards(case, place, model, runtime, step)
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
