@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import saving
+from peers import ranked, rss, saving
 from peers.task import Batches, Contender, Task
 
 PR_SET_PDEATHSIG = 1
-WAYS = {"commit": saving.commit_turn, "save": saving.save_turn}
-"""Name -> function that runs a turn with saves: (contender, batches, **arguments) -> reply."""
+WAYS = {"commit": saving.commit_turn, "save": saving.save_turn, "ranked": ranked.ranked_turn}
+"""Name -> function that runs a turn of another kind: (contender, batches, **arguments) -> reply."""
 
 
 def main() -> int:
@@ -42,7 +42,7 @@ def main() -> int:
             return 0
         task = Task.from_json(parent_line)
         module = importlib.import_module(f"peers.{task.contender}")
-        before = memory("VmRSS")
+        before = rss.read("VmRSS")
         contender: Contender = module.open_contender(task)
         batches = Batches(task)
         if torch.cuda.is_initialized():
@@ -101,21 +101,9 @@ def usage() -> dict[str, int]:
     return {
         "read_bytes": int(moved["read_bytes"]),
         "write_bytes": int(moved["write_bytes"]),
-        "rss_peak": sum(memory("VmHWM", process) for process in family()),
+        "rss_peak": sum(rss.read("VmHWM", process) for process in family()),
         "device_peak": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
     }
-
-
-def memory(field: str, process: str = "self") -> int:
-    """Read a size from /proc/PID/status; returns bytes, or 0 if the process has ended or lacks the field.
-
-    field: name of the line, for example "VmHWM". process: id of the process.
-    """
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")), 0)
 
 
 def family(process: str = "self") -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from peers.process import Process
@@ -26,7 +26,7 @@ SETTLED = 4
 
 
 def add_task_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that the benchmarks of saves share."""
+    """Add the options that the benchmarks of saves and of ranks share."""
     parser.add_argument("--directory", type=Path, required=True, help="a directory on the disk to use")
     parser.add_argument("--model", choices=PRESETS, default="309m")
     parser.add_argument("--batch", type=int, default=1)
@@ -60,12 +60,27 @@ def running(
     whether infinity's commits are on; they go to `Task.checkpoint`. python: the contender's interpreter.
     Raises ContenderFailed.
     """
+    task = task_of(options, top, contender, mode)
+    if commits:
+        task = replace(task, checkpoint=f"{task.directory}/checkpoint")
+    with Process(f"{contender}:{mode}", task, python, options.timeout) as process:
+        process.ready()
+        process.turn(SETTLED, 0)
+        yield process, task
+        process.finish()
+
+
+def task_of(options: argparse.Namespace, top: Path, contender: str, mode: str) -> Task:
+    """The task of a contender, on one rank and without commits, with a new directory in `top` for its files.
+
+    options: those of `add_task_options`. top: the benchmark's directory, where the text is made if it is not
+    there yet.
+    """
     text = top / "text"
     if not text.exists():
         text.write_bytes(the_text())
     decoder = decoder_of(options)
-    directory = tempfile.mkdtemp(prefix=f"{contender}-", dir=top)
-    task = Task(
+    return Task(
         contender=contender,
         mode=mode,
         decoder=asdict(decoder),
@@ -75,7 +90,7 @@ def running(
         learning_rate=PRESETS[options.model].learning_rate,
         clip=options.clip or None,
         device="cpu",
-        directory=directory,
+        directory=tempfile.mkdtemp(prefix=f"{contender}-", dir=top),
         text=str(text),
         budgets={
             "device": None,
@@ -84,10 +99,4 @@ def running(
         },
         states="fp32",
         update="lazy",
-        checkpoint=f"{directory}/checkpoint" if commits else None,
     )
-    with Process(f"{contender}:{mode}", task, python, options.timeout) as process:
-        process.ready()
-        process.turn(SETTLED, 0)
-        yield process, task
-        process.finish()

@@ -1,4 +1,4 @@
-"""DeepSpeed with one rank, offloading to NVMe or to the CPU.
+"""DeepSpeed with one rank or several, offloading to NVMe or to the CPU.
 
 Mode "nvme" is ZeRO-Infinity: stage 3, with parameters and states on the disk, and a model built in zero.Init.
 Mode "cpu" is ZeRO-Offload: stage 2, with the bf16 model on the computing device, and gradients and states in
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from peers import single_rank
+from peers import world
 from peers.saving import sync_tree
 from peers.task import BETAS, WEIGHT_DECAY, Task
 
@@ -114,12 +114,13 @@ class DeepSpeed:
     """Contender that trains with a DeepSpeed engine."""
 
     def __init__(self, task: Task) -> None:
-        single_rank.set_environment()
+        world.set_environment(task)
         if task.device == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
         import deepspeed  # type: ignore[import-not-found]
 
         deepspeed.init_distributed(dist_backend="gloo" if task.device == "cpu" else "nccl")
+        self.rss_base = world.joined()
         torch.manual_seed(0)
         with torch.device("meta"):
             largest = max(parameter.numel() for parameter in task.model().parameters())

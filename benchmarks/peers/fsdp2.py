@@ -1,8 +1,9 @@
-"""FSDP2 with one rank, offloading to RAM: fp32 shards, gradients and states are in RAM and are updated there.
+"""FSDP2 with one rank or several, offloading to RAM: fp32 shards, gradients and states are in RAM, and are
+updated there.
 
 The settings are those of FSDP2's documentation and of torchtitan: each block and the root module are sharded,
 parameters go to the device in bf16, gradients come back in fp32, and AdamW is fused. Nothing goes to a disk.
-FSDP2 also runs on the CPU, over gloo, where it saves no memory, so that tests run the same code.
+FSDP2 also runs on the CPU, over gloo. With one rank it saves no memory there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-from peers import single_rank
+from peers import world
 from peers.task import BETAS, WEIGHT_DECAY, Task
 
 
@@ -22,15 +23,16 @@ class Fsdp2:
     """Contender that trains a sharded model with FSDP2."""
 
     def __init__(self, task: Task) -> None:
-        single_rank.set_environment()
+        world.set_environment(task)
         on_gpu = task.device == "cuda"
         # Gradients are in RAM when their norm is computed, so gloo is needed besides nccl on a GPU, too.
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        self.rss_base = world.joined()
         torch.manual_seed(0)
         self._clip = task.clip
         self._model = task.real_model()
         policies: dict[str, Any] = {
-            "mesh": init_device_mesh(task.device, (1,)),
+            "mesh": init_device_mesh(task.device, (task.ranks,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
         }

@@ -13,6 +13,7 @@ import select
 import shutil
 import signal
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,19 @@ class Process:
 
     The end of the statement kills the process and removes the directory `task.directory`. name: the name of
     the contender in error messages. task: the training job. python: path of the interpreter that runs the
-    contender. timeout: seconds to wait for a reply.
+    contender. timeout: seconds to wait for a reply. environment: variables of the process, by name, besides
+    those of this process.
     """
 
-    def __init__(self, name: str, task: Task, python: str, timeout: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        task: Task,
+        python: str,
+        timeout: float,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.timeout = timeout
         """Seconds to wait for a reply, or for the end of the process."""
@@ -44,9 +54,13 @@ class Process:
         reading, writing = os.pipe()
         # Extensions that are compiled at first use call tools by name: the tools of the contender's own
         # interpreter must come first.
-        environment = os.environ | {
-            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-        }
+        variables = (
+            os.environ
+            | (environment or {})
+            | {
+                "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            }
+        )
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 [python, str(_CHILD), str(writing)],
@@ -54,7 +68,7 @@ class Process:
                 stdout=log,
                 stderr=log,
                 pass_fds=[writing],
-                env=environment,
+                env=variables,
                 start_new_session=True,  # the parent alone handles Ctrl-C
             )
         os.close(writing)
@@ -96,6 +110,10 @@ class Process:
             raise self._failed("did not end") from None
         if code != 0:
             raise self._failed(f"ended with {code}")
+
+    def kill(self) -> None:
+        """Kill the process. Whoever waits for its reply, in another thread, gets ContenderFailed."""
+        self._process.kill()
 
     def __enter__(self) -> Process:
         return self

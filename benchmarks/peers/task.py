@@ -48,6 +48,9 @@ class Task:
     """When infinity's updates run: the argument `update` of infinity.offload."""
     checkpoint: str | None = None
     """Directory of infinity's commits: the argument `checkpoint` of infinity.offload."""
+    rank: int = 0
+    ranks: int = 1
+    """Number of processes that train the model together. Each has a batch of its own in a step."""
 
     def to_json(self) -> str:
         """Encode the task as one line of JSON."""
@@ -91,7 +94,10 @@ class Contender(Protocol):
 
 
 class Batches:
-    """Sequence of batches, the same for every contender: windows of the text at seeded random positions."""
+    """Sequence of batches, the same for every contender: windows of the text at seeded random positions.
+
+    In a step, each of several ranks takes the batch of its number out of as many as there are ranks.
+    """
 
     def __init__(self, task: Task) -> None:
         text = bytearray(Path(task.text).read_bytes())
@@ -102,7 +108,8 @@ class Batches:
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the next batch; returns (tokens, targets), each int64 (batch, seq) on the task's device."""
         batch, seq = self._task.batch, self._task.seq
-        starts = torch.randint(len(self._text) - seq, (batch,), generator=self._generator).tolist()
+        drawn = torch.randint(len(self._text) - seq, (self._task.ranks, batch), generator=self._generator)
+        starts = drawn[self._task.rank].tolist()
         rows = torch.stack([self._text[start : start + seq + 1] for start in starts]).long()
         rows = rows.to(self._task.device)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

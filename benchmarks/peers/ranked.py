@@ -1,0 +1,54 @@
+"""Ranked: turns of training on one of several ranks, run in the rank's own process (contender.py).
+
+Nothing here imports infinity, because peers may have an interpreter without it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from peers import rss, tcp
+from peers.task import Batches, Contender
+
+
+class RankedContender(Contender, Protocol):
+    """A contender that can be one of several ranks."""
+
+    rss_base: int
+    """What `world.joined` returned in this process."""
+
+
+def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, steps: int) -> dict[str, Any]:
+    """Train `lead` untimed and then `steps` timed steps. Return the reply.
+
+    The reply is a dict. "losses": of all steps, untimed ones first, of this rank's micro-batches. "seconds":
+    of each timed step, from the end of the step before to its own. "sent_bytes": bytes that this process sent
+    to other ranks in a timed step, on average. "rss_built", "rss_steps": the peak RSS until the first timed
+    step, and from there on, each above the RSS with which the process joined the others. "facts": what the
+    contender tells about itself, after the timed steps; the entry "sent", if there is one, has the bytes that
+    it has counted as sent so far, by their purpose, and becomes their number in a timed step.
+    """
+    losses = [contender.step(*batches.next()) for _ in range(lead)]
+    built = rss.read("VmHWM") - contender.rss_base
+    rss.restart_peak()
+    counted, sockets = contender.facts().get("sent"), tcp.sent()
+    seconds: list[float] = []
+    last = time.perf_counter()
+    for _ in range(steps):
+        losses.append(contender.step(*batches.next()))
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
+    sent_bytes = tcp.since(sockets) // steps
+    facts = contender.facts()
+    if counted is not None:
+        facts["sent"] = {name: (n - counted.get(name, 0)) // steps for name, n in facts["sent"].items()}
+    return {
+        "losses": losses,
+        "seconds": seconds,
+        "sent_bytes": sent_bytes,
+        "rss_built": built,
+        "rss_steps": rss.read("VmHWM") - contender.rss_base,
+        "facts": facts,
+    }
