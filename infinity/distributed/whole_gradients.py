@@ -7,7 +7,7 @@ gradient. At stage 0, all ranks then pull the sums of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -51,7 +51,9 @@ class WholeGradients:
             for parameter in sorted(set().union(*(each[place] for each in contents.values()))):
                 for chunk_index, piece in page.owned(parameter):
                     ranks = [rank for rank in sorted(contents) if parameter in contents[rank][place]]
-                    self._replace(page, chunk_index, piece, self._sum(page, chunk_index, piece, ranks))
+                    total = self._sum(page, chunk_index, piece, ranks)
+                    assert total is not None, "a rank said that it has a gradient"
+                    self._replace(page, chunk_index, piece, total)
 
     def share_sums(self) -> None:
         """Take over the sums of the pieces that other ranks own. All ranks have called `sum_up`."""
@@ -61,6 +63,7 @@ class WholeGradients:
                     owner = self._share.owner(chunk_index)
                     if owner != self._share.rank:
                         found = self._pull(page, owner, chunk_index, piece)
+                        assert found is not None, "the owner has summed up what any rank has"
                         self._replace(page, chunk_index, piece, found)
 
     def sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
@@ -69,25 +72,7 @@ class WholeGradients:
         Before the step ends, the ranks are asked for their gradients; afterwards the owner has the sum.
         """
         owner = self._share.owner(chunk_index)
-        ranks = [owner] if self.summed else range(self._share.ranks)
-        total: torch.Tensor | None = None
-        for rank in ranks:
-            if rank == self._share.rank:
-                there = page.has_piece(chunk_index, piece)
-                found = self._gradients.piece(page, chunk_index, piece) if there else None
-            else:
-                found = self._pull_if_any(page, rank, chunk_index, piece)
-            if found is not None:
-                total = found if total is None else total.add_(found)
-        return total
-
-    def _pull_if_any(
-        self, page: GradientPage, rank: int, chunk_index: int, piece: Piece
-    ) -> torch.Tensor | None:
-        """Pull a rank's gradient of a piece; None if it has none. The content of other ranks is not known."""
-        into = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
-        there = self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
-        return into if there else None
+        return self._sum(page, chunk_index, piece, [owner] if self.summed else range(self._share.ranks))
 
     def ended(self) -> None:
         """Note that all ranks have the sums that they need."""
@@ -97,21 +82,26 @@ class WholeGradients:
         """Forget the sums, since the gradients are forgotten."""
         self.summed = False
 
-    def _sum(self, page: GradientPage, chunk_index: int, piece: Piece, ranks: list[int]) -> torch.Tensor:
+    def _sum(
+        self, page: GradientPage, chunk_index: int, piece: Piece, ranks: Iterable[int]
+    ) -> torch.Tensor | None:
+        """Sum up the ranks' gradients of a piece, in the order of `ranks`; None if no rank has one."""
         total: torch.Tensor | None = None
         for rank in ranks:
             if rank == self._share.rank:
-                found = self._gradients.piece(page, chunk_index, piece)
+                there = page.has_piece(chunk_index, piece)
+                found = self._gradients.piece(page, chunk_index, piece) if there else None
             else:
                 found = self._pull(page, rank, chunk_index, piece)
-            total = found if total is None else total.add_(found)
-        assert total is not None
+            if found is not None:
+                total = found if total is None else total.add_(found)
         return total
 
-    def _pull(self, page: GradientPage, rank: int, chunk_index: int, piece: Piece) -> torch.Tensor:
+    def _pull(self, page: GradientPage, rank: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+        """Pull a rank's gradient of a piece; None if it has none."""
         into = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
-        self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
-        return into
+        there = self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
+        return into if there else None
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
         page.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)

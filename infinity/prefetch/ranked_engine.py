@@ -31,8 +31,6 @@ from infinity.tiers.link import Transfer
 
 _LOOKED_AT = 64
 """Number of coming uses among which these pages are looked for."""
-_LOOKED_AT = 64
-"""Number of coming uses among which these pages are looked for."""
 _REFRESHED_AHEAD = 2
 """Number of permanent pages whose parts of others are fetched before they are used."""
 
