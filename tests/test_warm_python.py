@@ -110,6 +110,29 @@ def test_it_ends_as_interpreters_end(program: str) -> None:
     assert (process.returncode, out, err.strip().rpartition("\n")[2]) == ENDS[program]
 
 
+def test_a_passed_descriptor_has_its_number_whichever_it_is() -> None:
+    """The process that forks has a socket, whose number a program's own descriptor may have, too."""
+    reading, writing = os.pipe()
+    numbers = [*range(3, 40), warm_python._FREE - 1, warm_python._FREE, warm_python._FREE + 1]
+    taken = {int(each) for each in os.listdir("/proc/self/fd")}
+    try:
+        for number in set(numbers) - taken:
+            os.dup2(writing, number)
+            program = f"import os; os.write({number}, b'{number}')"
+            process = warm_python.Popen([sys.executable, "-c", program], pass_fds=[number])
+            os.close(number)
+            assert (process.wait(60), os.read(reading, 8).decode()) == (0, str(number))
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_program_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+    for kind in (subprocess.Popen, warm_python.Popen):
+        with pytest.raises(OSError, match="No such file"):
+            kind([sys.executable, "-c", ""], cwd=tmp_path / "none")
+
+
 def test_signals_reach_it_and_nobody_is_left() -> None:
     program = "import sys, time; print('ready', flush=True); time.sleep(600)"
     for number in (signal.SIGINT, signal.SIGTERM):

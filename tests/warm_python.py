@@ -31,13 +31,12 @@ PR_SET_CHILD_SUBREAPER = 36
 MOST_BYTES = 1 << 17
 """Largest size in bytes of a request for a fork, which holds program, arguments and environment."""
 MOST_DESCRIPTORS = 16
-_FREE = 64
-"""A number above all descriptor numbers that a fork's program is to have. Received descriptors are first
-moved to this number and above, so that none is overwritten before it has got its own number.
+_LONGEST_ANSWER = 4096
+_FREE = 256
+"""A number above all descriptor numbers that a fork's program is to have. The process that forks keeps its
+socket at this number or above, and a fork first moves the descriptors that it has received there, so that a
+descriptor which gets its own number overwrites none of them.
 """
-
-_PATIENCE = 60.0
-"""Seconds for which an answer is waited for, the first of which come when torch is imported."""
 
 _Popen = subprocess.Popen
 
@@ -52,7 +51,7 @@ class Popen(_Popen[Any]):
         preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:14]
         stdin, _, _, stdout, _, stderr = pipes
         new_session = rest[19]
-        if preexec or shell or not _can_be_warm(args):
+        if preexec or shell or not _can_be_warm(args) or max(pass_fds, default=0) >= _FREE:
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
         standard = [number if number >= 0 else at for at, number in enumerate((stdin, stdout, stderr))]
@@ -86,9 +85,6 @@ class _Server:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._lock = threading.Lock()
-        self._start()
-
-    def _start(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno())]
@@ -102,26 +98,14 @@ class _Server:
         request: what the program gets, under the keys "arguments" (those after the interpreter),
         "directory", "environment", "new session" (whether it gets one) and "descriptors" (numbers).
         descriptors: descriptors of this process; each becomes the number at its place in
-        request["descriptors"].
+        request["descriptors"]. Raises OSError where the program cannot be started.
         """
         with self._lock:
-            answer = self._ask(request, descriptors)
-            if answer is None:  # a stopped process answers nothing: go on with another
-                self.process.kill()
-                self.end()
-                self._start()
-                answer = self._ask(request, descriptors)
-        assert answer, "the process that forks has ended"
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            answer = self._socket.recv(_LONGEST_ANSWER).decode()
+        if not answer.isdecimal():
+            raise OSError(answer or "the process that forks has ended")
         return int(answer)
-
-    def _ask(self, request: dict[str, Any], descriptors: list[int]) -> bytes | None:
-        """The answer to a request; None if none comes within a minute."""
-        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-        self._socket.settimeout(_PATIENCE)
-        try:
-            return self._socket.recv(64)
-        except TimeoutError:
-            return None
 
     def end(self) -> None:
         self._socket.close()
@@ -160,12 +144,16 @@ def serve(asked: socket.socket) -> None:
             os._exit(0)
         between = os.fork()
         if between == 0:
-            if os.fork() != 0:
-                os._exit(0)
-            while os.getppid() != parent:
-                time.sleep(0.0005)
             request = json.loads(message)
-            _become(request, descriptors)
+            try:
+                if os.fork() != 0:
+                    os._exit(0)
+                while os.getppid() != parent:
+                    time.sleep(0.0005)
+                _become(request, descriptors)
+            except BaseException as error:  # or the process that asked would wait for ever
+                asked.send(f"{type(error).__name__}: {error}".encode()[:_LONGEST_ANSWER])
+                os._exit(1)
             asked.send(str(os.getpid()).encode())
             asked.close()
             _run(request["arguments"])
@@ -239,4 +227,7 @@ if __name__ == "__main__":
         import rich.progress  # noqa: F401
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    given = int(sys.argv[1])
+    kept = fcntl.fcntl(given, fcntl.F_DUPFD_CLOEXEC, _FREE)
+    os.close(given)
+    serve(socket.socket(fileno=kept))
