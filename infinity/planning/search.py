@@ -21,14 +21,15 @@ _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements of a long chunk. Long chunks are tried only for devices with memory of their own. There the
-update of any chunk takes some 50 Python calls, for which the step waits, so fewer and longer chunks are
-better. 7B parameters have some 1,700 long chunks, whose calls take a hundredth of a step.
+"""Elements of a long chunk. Long chunks are tried for devices with memory of their own, and over ranks. On
+such a device the update of any chunk takes some 50 Python calls, for which the step waits, so fewer and
+longer chunks are better. 7B parameters have some 1,700 long chunks, whose calls take a hundredth of a step.
+Ranks send each other a few messages for each chunk, and these cost more than its bytes.
 """
 
-_LONG_SHARE = 64
+_LONG_SHARE, _LONG_SHARE_OF_RANKS = 64, 8
 """The search tries long chunks only if the parameters, gradients and optimizer states of two long chunks
-together take at most the bytes of host RAM divided by this number.
+together take at most the bytes of host RAM divided by this number. The second number is that over ranks.
 """
 
 _LARGEST_UNIT = 1 << 30
@@ -60,9 +61,9 @@ class Search:
         `Precision.gradient_dtype`. rule: the optimizer's rule; None for inference. line: the kinds of pages
         in the order in which they get room in the fastest tiers, parameters first; see `line_of` in
         infinity/planning/placement.py. own_memory: whether the device has memory that the CPU cannot use. If
-        so, gradients leave the device through a ring buffer, and long chunks are tried. commits: whether the
-        NVMe tier holds the durable images of pages. prefer: a division that is tried before all others,
-        unless it is one of another model; see `Division.grouping`. share: the rank that is planned for.
+        so, gradients leave the device through a ring buffer. commits: whether the NVMe tier holds the durable
+        images of pages. prefer: a division that is tried before all others, unless it is one of another
+        model; see `Division.grouping`. share: the rank that is planned for.
         """
         self._surveyed = surveyed
         self._line = line
@@ -73,8 +74,9 @@ class Search:
         self._rule = rule
         self._groupings = _groupings(surveyed)
         self._chunks = _chunk_lengths(surveyed)
-        self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory else 0
+        self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory or share.ranks > 1 else 0
         """Elements of a long chunk; 0 if long chunks are not tried."""
+        self._long_share = _LONG_SHARE if share.ranks == 1 else _LONG_SHARE_OF_RANKS
         self._measured: dict[tuple[int, int], Candidate] = {}
         preferred = None if prefer is None else prefer.grouping(surveyed)
         self._preferred = (
@@ -152,7 +154,7 @@ class Search:
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
                 long = self._candidate(grouping, self._long)
-                if 2 * long.chain_bytes * _LONG_SHARE <= room.host:
+                if 2 * long.chain_bytes * self._long_share <= room.host:
                     yield long
             for chunk in self._chunks:
                 yield self._candidate(grouping, chunk)

@@ -138,6 +138,19 @@ def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:
     assert least.exchange_bytes == 2 * least.exchange_block_bytes > 0
 
 
+def test_ranks_send_each_other_few_long_chunks_where_ram_has_room() -> None:
+    with torch.device("meta"):
+        large = stack([3000, 3000])
+
+    def chunk(host: int, share: Share) -> int:
+        made = planned(large, host=host * MiB, nvme={"/nowhere": 1024 * MiB}, share=share)
+        assert made.layout.chunk_elements <= 1 << 20 or 16 * made.chain_bytes <= made.budgets[Tier.HOST]
+        return made.layout.chunk_elements
+
+    assert [chunk(1024, Share(0, ranks, 3)) for ranks in (1, 2, 4)] == [1 << 20, 1 << 22, 1 << 22]
+    assert chunk(400, Share(0, 2, 3)) <= 1 << 20
+
+
 def test_disk_bytes_are_this_ranks() -> None:
     def moved(ranks: int, stage: int) -> Plan:
         smallest = planned(model(), host=64 * MiB, nvme={"/n": 64 * MiB}).smallest
