@@ -17,7 +17,8 @@ The table has, of a rank: the seconds of a step, the median of all timed steps o
 sent to other ranks in a step, which are the payload of the process's TCP sockets as the kernel counts it; and
 the peak RSS above that of the process when it has joined the others and has no model yet: in the timed steps,
 and before them, when the model is built and trains its first steps. The loss is the mean over ranks, of the
-last step. The seconds of peers are divided by ours of the same round.
+last step. The seconds of peers are divided by ours of the same round. The RSS of infinity is also divided by
+what its plan says.
 
 All train on the same batches. Initial values are each library's own draws, so that losses are alike, but
 equal only among the cases of one library. Gradients of ranks are summed in fp32 by infinity and by FSDP2,
@@ -138,10 +139,17 @@ def turn_of(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def medians(turns: list[dict[str, Any]]) -> dict[str, float]:
-    """The medians of all figures, those of seconds over all timed steps, and the last loss ("loss")."""
+    """The medians of all figures, those of seconds over all timed steps, and the last loss ("loss"). Of a
+    case of infinity's also "plan_ratio", the RSS in steps divided by the RAM of the plan.
+    """
     found = {name: statistics.median(turn[name] for turn in turns) for name in FIGURES}
     found["step_s"] = statistics.median(each for turn in turns for each in turn["seconds"])
     found["loss"] = turns[-1]["losses"][-1]
+    if "plan" in turns[0]["facts"]:
+        planned = [turn["facts"]["plan"]["ram_bytes"] for turn in turns]
+        found["plan_ratio"] = statistics.median(
+            turn["rss_steps"] / nbytes for turn, nbytes in zip(turns, planned, strict=True)
+        )
     return found
 
 
@@ -168,6 +176,9 @@ def show(results: dict[str, dict[str, float]], compared: dict[str, dict[str, dic
     for name, each in results.items():
         cells = [f"{each[key] * factor:.{digits}f}" for key, (_, factor, digits) in FIGURES.items()]
         print(f"| {name} | " + " | ".join(cells) + f" | {each['loss']:.4f} |")
+    for name, each in results.items():
+        if "plan_ratio" in each:
+            print(f"{name}: RSS in steps is {each['plan_ratio']:.3f} x the plan's RAM")
     for peer, found in compared.items():
         for name, ratio in found.items():
             words = f"{min(ratio['rounds']):.2f} to {max(ratio['rounds']):.2f}"

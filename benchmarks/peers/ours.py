@@ -172,14 +172,14 @@ def _planned(
     nvme = {task.directory: task.budgets["nvme"]} if task.budgets["nvme"] else None
     if task.mode != "fit":
         host = host_budget(
-            task.mode, draft, device=device, nvme=nvme, reserved=_reserved(task, model, inputs)
+            task.mode, draft, device=device, nvme=nvme, reserved=activation_bytes(task, model, inputs)
         )
     budget = infinity.Budget(device=device, host=host, nvme=None if task.mode == "all-host" else nvme)
     plan = draft(budget, example_inputs=inputs)
     return budget, all_on_nvme(plan) if task.mode == "all-nvme" else plan
 
 
-def _reserved(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+def activation_bytes(task: Task, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
     """Return the bytes of the host budget that activations take; 0 if they cannot be estimated.
 
     Also 0 if the model computes on a GPU, or if the task has a device budget, because activations are not

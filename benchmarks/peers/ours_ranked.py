@@ -3,7 +3,7 @@
 The mode is the stage of ZeRO and a place for the pages of this rank, such as "3:ram" or "3:nvme". Modes with
 "ram" have no NVMe tier, and a host budget with room for what this rank keeps and for the pages that come and
 go. Modes with "nvme" have a host budget with ample room to compute and update pages; pages that do not fit
-there, too, rest on NVMe. A host budget of the task replaces both.
+there, too, rest on NVMe. Activations come on top. A host budget of the task replaces both.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from infinity.api import plan_for
 from infinity.layout.shards import Share
 from peers import world
 from peers.budgets import host_budget
-from peers.ours import figures
-from peers.task import BETAS, WEIGHT_DECAY, Task
+from peers.ours import activation_bytes, figures
+from peers.task import BETAS, WEIGHT_DECAY, Batches, Task
 
 PARTITIONS = (None, "optimizer", "gradients", "parameters")
 """Stage of ZeRO -> the argument `partition` of infinity.offload."""
@@ -52,17 +52,20 @@ class OursRanked:
         }
         nvme = {task.directory: task.budgets["nvme"]}
         host = task.budgets["host"]
+        inputs = Batches(task).next()
         if host is None:
             draft = functools.partial(
                 self._draft, optimizer, Share(task.rank, task.ranks, int(stage)), options
             )
-            host = host_budget(PLACES[place], draft, device=None, nvme=nvme, reserved=0)
+            reserved = activation_bytes(task, self._model, inputs)
+            host = host_budget(PLACES[place], draft, device=None, nvme=nvme, reserved=reserved)
         self._clip = task.clip
         self._runtime = infinity.offload(
             self._model,
             optimizer,
             budget=infinity.Budget(host=host, nvme=nvme if place == "nvme" else None),
             partition=PARTITIONS[int(stage)],
+            example_inputs=inputs,
             **options,
         )
         self._plan = figures(self._runtime.plan)
@@ -74,7 +77,7 @@ class OursRanked:
         options: dict[str, Any],
         budget: infinity.Budget,
     ) -> infinity.Plan:
-        """The plan of this rank under `budget`, made without the other ranks."""
+        """The plan of this rank under `budget`, made without the other ranks and without activations."""
         return plan_for(
             self._model,
             optimizer,

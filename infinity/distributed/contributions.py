@@ -78,10 +78,12 @@ class Contributions:
         gradients: Gradients,
         updater: Updater,
         room: Pool,
+        most_waiting: int,
         lock: TrainerLock,
     ) -> None:
         """gradients: the sums. updater: adds to them. room: the pool into which contributions of other ranks
-        come. As many bytes of this rank's gradients may wait for other ranks.
+        come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other ranks; a
+        single gradient may always wait.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -97,6 +99,7 @@ class Contributions:
         self._pages = gradients.pages
         self._updater = updater
         self._room = room
+        self._most_waiting = most_waiting
         self._lock = lock
         self._epoch = 0
         """Number of times that gradients were cleared. Contributions of other epochs are not mixed."""
@@ -132,7 +135,7 @@ class Contributions:
         Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self._wire.wait_for_step(
-            lambda: self._waiting_bytes + nbytes <= self._room.nbytes or not self._waiting_bytes
+            lambda: self._waiting_bytes + nbytes <= self._most_waiting or not self._waiting_bytes
         ):
             raise self._late("takes the gradients of this rank")
 

@@ -73,6 +73,7 @@ class Peers:
                     gradients=gradients,
                     updater=updater,
                     room=store.exchange[1],
+                    most_waiting=store.plan.waiting_bytes,
                     lock=lock,
                 )
             self.step = RankedStep(

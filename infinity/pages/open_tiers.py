@@ -84,7 +84,7 @@ class OpenTiers:
         self.meter = meter
         self._opened: list[Home] = []
         with contextlib.ExitStack() as cleanup:
-            self.host = cleanup.enter_context(HostArena(plan.host_bytes, device=plan.device))
+            self.host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device))
             self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
@@ -104,11 +104,9 @@ class OpenTiers:
             self.exchange: tuple[Pool, Pool] | None = None
             """Buffers for bytes that go to other ranks, and for those that come; None with one rank."""
             if plan.exchange_bytes:
-                half = plan.exchange_bytes // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
-                self.exchange = (
-                    self.host.pool("outgoing", half),
-                    self.host.pool("incoming", plan.exchange_bytes - half),
-                )
+                buffers = plan.exchange_bytes - plan.waiting_bytes
+                half = buffers // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
+                self.exchange = self.host.pool("outgoing", half), self.host.pool("incoming", buffers - half)
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
             the device computes. Both are None if the plan has no such updates.

@@ -123,8 +123,8 @@ class Plan:
     exchange_block_bytes: int = 0
     """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
     exchange_bytes: int = 0
-    """Bytes of all exchange buffers, the host RAM in which chunks wait that are sent to other ranks or were
-    received from them. A multiple of `exchange_block_bytes`; 0 with one rank.
+    """Bytes of host RAM in which chunks wait that are sent to other ranks or were received from them: the
+    exchange buffers and `waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
     """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
@@ -199,9 +199,25 @@ class Plan:
         return sum(self.page_bytes(unit, Kind.PARAMETER) for unit in self.mirrored)
 
     @property
+    def waiting_bytes(self) -> int:
+        """The most bytes that this rank's gradients take in RAM, where autograd made them, while they wait
+        for the ranks that keep their sums. They are part of `exchange_bytes`.
+
+        0 where this rank first adds its gradients up by itself, and where memory is at its least: one
+        gradient then waits at a time, and is not counted.
+        """
+        blocks = self.exchange_bytes // self.exchange_block_bytes if self.exchange_block_bytes else 0
+        return 0 if self.share.whole_gradients else blocks // 4 * self.exchange_block_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the host arena, in which all memory of the host tier lies but `waiting_bytes`."""
+        return self.host_bytes - self.waiting_bytes
+
+    @property
     def host_bytes(self) -> int:
-        """Bytes of the host arena, in sum: pages at home in RAM, staging, transit buffers, the buffer that
-        receives gradients, exchange buffers and, if `unified`, the pool of resident pages.
+        """Bytes of the host tier, in sum: pages at home in RAM, staging, transit buffers, the buffer that
+        receives gradients, the exchange with other ranks and, if `unified`, the pool of resident pages.
         """
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
@@ -217,7 +233,7 @@ class Plan:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of RAM that the plan uses: the host arena and, if the device is the CPU, also the device
+        """Bytes of RAM that the plan uses: the host tier and, if the device is the CPU, also the device
         tier and `reserved`.
         """
         return self.host_bytes + (self.device_bytes + self.reserved if self.device.type == "cpu" else 0)

@@ -82,6 +82,7 @@ def test_two_ranks_of_each_case_and_a_peer_that_does_not_start(
         assert len(each["losses"]) == settings["lead"] + settings["steps"]
         assert each["sent_bytes"] >= sum(each["facts"]["sent"].values()) > 0
         assert each["rss_steps"] > 0 and each["rss_built"] > 0
+        assert each["facts"]["plan"]["activations"] > 0
     plans = {name: each["facts"]["plan"] for name, each in found.items()}
     assert set(plans["ours:3:ram"]["budgets"]) == {"host"}
     assert set(plans["ours:3:nvme"]["budgets"]) == {"host", "nvme"}
@@ -149,7 +150,8 @@ def test_figures_of_a_turn_are_those_of_its_ranks() -> None:
 def test_medians_and_ratios_of_rounds() -> None:
     def turn(number: int, *seconds: float) -> dict[str, Any]:
         figures = {"sent_bytes": number, "rss_steps": 7, "rss_built": 8, "losses": [3.0, 2.0 - number]}
-        return figures | {"round": number, "seconds": list(seconds), "step_s": seconds[0]}
+        facts = {"facts": {"plan": {"ram_bytes": 7 - number}}}
+        return figures | facts | {"round": number, "seconds": list(seconds), "step_s": seconds[0]}
 
     found = {
         "ours:3:ram": [turn(0, 2.0, 9.0), turn(1, 3.0, 4.0), turn(2, 4.0, 4.0)],
@@ -162,6 +164,7 @@ def test_medians_and_ratios_of_rounds() -> None:
         "rss_steps": 7,
         "rss_built": 8,
         "loss": 0.0,
+        "plan_ratio": 7 / 6,
     }
     assert ranks.ratios_to_peers(found) == {
         "fsdp2": {

@@ -136,6 +136,14 @@ def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:
     assert roomy.rows()[0]["working"] == roomy.transit_bytes + roomy.exchange_bytes
     least = planned(model(), host=roomy.smallest[Tier.HOST], share=Share(0, 2, 2))
     assert least.exchange_bytes == 2 * least.exchange_block_bytes > 0
+    assert least.waiting_bytes == 0
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_that_wait_for_other_ranks_are_planned(stage) -> None:
+    made = planned(model(), **ROOMY, share=Share(0, 2, stage))
+    assert made.waiting_bytes == (2 * made.exchange_block_bytes if stage >= DIVIDED_FROM[Kind.GRADIENT] else 0)
+    assert made.host_bytes - made.arena_bytes == made.waiting_bytes
 
 
 def test_ranks_send_each_other_few_long_chunks_where_ram_has_room() -> None:
