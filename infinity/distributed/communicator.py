@@ -57,7 +57,7 @@ class Communicator(Closing):
         text = str(error) if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {text.rstrip('.')}"
         self.wire.declare(what)
-        self.bell.fail(rank_failure(self.ranks.rank, what))
+        self.liveness.declare(rank_failure(self.ranks.rank, what))
 
     def leave(self) -> None:
         """Wait until all ranks close their runtimes, so that they are served until then. Errors are ignored:

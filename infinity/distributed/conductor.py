@@ -104,7 +104,7 @@ class Conductor:
                 return False
             elif message.kind is Kind.BYE:
                 self._liveness.departed(source)
-            elif message.kind not in (Kind.BYE, Kind.FAILED):
+            elif message.kind is not Kind.FAILED:
                 others.append((source, message))
         if others or self._watching:
             with self._lock.turn():

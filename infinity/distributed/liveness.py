@@ -55,7 +55,7 @@ class Liveness:
         return self._bell.failure
 
     def declare(self, error: InfinityError) -> None:
-        """This rank has failed. The others raise RankFailure with this error's text."""
+        """This rank has failed. The others raise RankFailure with this error's text, and soon."""
         self._bell.fail(error)
         self._wake.set()
 

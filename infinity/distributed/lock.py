@@ -47,11 +47,6 @@ class TrainerLock:
         """As threading.RLock.release."""
         return self._lock.release
 
-    @property
-    def wanted(self) -> bool:
-        """Whether the conductor waits for its turn."""
-        return self._asked.locked()
-
     def owned(self) -> bool:
         """Whether the calling thread holds the lock."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]

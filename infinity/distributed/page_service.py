@@ -188,7 +188,7 @@ class PageService:
         if request.what is not What.PARAMETERS:
             return None
         start, nbytes = request.fields[:2]
-        return self._remote.kept(self._pages[request.unit], start, nbytes)
+        return self._remote.kept(request.source, self._pages[request.unit], start, nbytes)
 
     def _has_edits(self, request: _Request) -> bool:
         """Whether the home has all edits that the asking rank has made; see [Note: edits over ranks].

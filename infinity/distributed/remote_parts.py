@@ -45,6 +45,8 @@ class RemoteParts:
         self.step = 0
         self._unserved: dict[int, int] = {}
         """Unit -> bytes of this rank's part that other ranks have not fetched since the last step."""
+        self._served: set[tuple[int, int, int]] = set()
+        """(rank, unit, first byte) of what other ranks have fetched since then, which may come again."""
         self._kept: dict[int, list[tuple[HomeRange, torch.Tensor]]] = {}
         """Unit -> (range of the page, copy of its bytes after the last step) of this rank's part."""
         self._sending: dict[int, list[Dispatch]] = {}
@@ -58,6 +60,7 @@ class RemoteParts:
     def published(self, pages: Sequence[ParameterPage]) -> None:
         """Note that a step updates these pages, so that other ranks will fetch this rank's parts of them."""
         self._kept.clear()
+        self._served.clear()
         others = len(self._wire.peers)
         self._unserved = {page.index: others * sum(each.nbytes for each in page.shard.own) for page in pages}
 
@@ -78,17 +81,18 @@ class RemoteParts:
         unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
         self._sending[page.index] = [*unfinished, dispatch]
 
-    def kept(self, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
+    def kept(self, source: int, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
         """The copy of bytes of this rank's part that was kept for other ranks; None if there is none.
 
-        One of them fetches these bytes now. start: bytes from the start of the page.
+        source: the rank that fetches these bytes now. start: bytes from the start of the page.
         """
         found = None
         for each, copy in self._kept.get(page.index, ()):
             at = start - each.page_start
             if 0 <= at < each.nbytes:
                 found = copy[at : at + nbytes]
-        if page.index in self._unserved:
+        if page.index in self._unserved and (source, page.index, start) not in self._served:
+            self._served.add((source, page.index, start))
             self._unserved[page.index] -= nbytes
             if not self._unserved[page.index]:
                 del self._unserved[page.index]

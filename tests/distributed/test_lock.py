@@ -18,6 +18,11 @@ def until(condition: Callable[[], bool]) -> None:
         pause.wait(0.001)
 
 
+def wanted(lock: TrainerLock) -> bool:
+    """Whether the conductor waits for its turn."""
+    return lock._asked.locked()
+
+
 def test_the_conductor_has_its_turn_before_the_trainers_next_one() -> None:
     lock, order = TrainerLock(), []
 
@@ -29,7 +34,7 @@ def test_the_conductor_has_its_turn_before_the_trainers_next_one() -> None:
         with lock:
             conductor = threading.Thread(target=conduct)
             conductor.start()
-            until(lambda: lock.wanted)
+            until(lambda: wanted(lock))
             with lock:
                 order.append("trainer, inside")
         for _ in range(3):
@@ -49,7 +54,7 @@ def test_acquire_lets_the_conductor_pass_too() -> None:
     lock.acquire()
     conductor = threading.Thread(target=conduct)
     conductor.start()
-    until(lambda: lock.wanted)
+    until(lambda: wanted(lock))
     lock.release()
     assert lock.acquire()
     order.append("trainer")
@@ -146,10 +151,10 @@ def test_ctrl_c_while_the_conductor_is_waited_for_takes_nothing() -> None:
 
     holder = threading.Thread(target=hold)
     holder.start()
-    until(lambda: not lock.wanted and not free(lock))
+    until(lambda: not wanted(lock) and not free(lock))
     asker = threading.Thread(target=ask_and_interrupt)
     asker.start()
-    until(lambda: lock.wanted)
+    until(lambda: wanted(lock))
     main = threading.main_thread().ident
     interrupt = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -164,7 +169,7 @@ def test_ctrl_c_while_the_conductor_is_waited_for_takes_nothing() -> None:
 
 def free(lock: TrainerLock) -> bool:
     """Whether nobody holds the lock."""
-    if not lock.wanted and lock.acquire(blocking=False):
+    if not wanted(lock) and lock.acquire(blocking=False):
         lock.release()
         return True
     return False

@@ -142,7 +142,9 @@ def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_gradients_that_wait_for_other_ranks_are_planned(stage) -> None:
     made = planned(model(), **ROOMY, share=Share(0, 2, stage))
-    assert made.waiting_bytes == (2 * made.exchange_block_bytes if stage >= DIVIDED_FROM[Kind.GRADIENT] else 0)
+    assert made.waiting_bytes == (
+        2 * made.exchange_block_bytes if stage >= DIVIDED_FROM[Kind.GRADIENT] else 0
+    )
     assert made.host_bytes - made.arena_bytes == made.waiting_bytes
 
 
