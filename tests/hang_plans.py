@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 UNWATCHED = ("meeting", "agreeing")
 """Points at which ranks may not have met yet, so that no heartbeat shows that one was stopped. Nothing but
@@ -59,9 +60,9 @@ class Plan:
     """What one rank of a training does wrong."""
 
     fault: str
-    """One of FAULTS, or "none"."""
+    """One of FAULTS, "none", or "pause": the rank waits until a test removes `mark`."""
     point: str = ""
-    """The point at which it ends or sleeps."""
+    """The point at which it ends, sleeps or pauses."""
     nth: int = 1
     """How many times the point comes; or the number of a transfer that fails, or a seed of delays."""
     rank: int = 0
@@ -77,6 +78,11 @@ class Plan:
     """Seconds for which ranks wait for each other."""
     directory: str = ""
     """Of the NVMe tier."""
+
+    @property
+    def mark(self) -> Path:
+        """A file beside the directory that is there while the rank pauses."""
+        return Path(f"{self.directory}.paused")
 
 
 def plan_of(number: int) -> Plan:

@@ -83,6 +83,8 @@ class Culprit:
             sys.exit(3)
         elif self.plan.fault == "sleep":
             time.sleep(2.5 * self.plan.timeout)
+        elif self.plan.fault == "pause":
+            pause(self.plan)
 
     def does(self, fault: str) -> bool:
         return self.mine and self.plan.fault == fault
@@ -98,6 +100,14 @@ class Culprit:
             return method(*given, **named)
 
         return with_fault
+
+
+def pause(plan: Plan) -> None:
+    """Make the plan's mark, and go on when a test has removed it, or after the plan's time-out."""
+    plan.mark.touch()
+    until = time.monotonic() + plan.timeout
+    while plan.mark.exists() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def delay(seed: int) -> None:
