@@ -379,6 +379,23 @@ class Plan:
             for tier, budget in self.budgets.items()
         ]
 
+    def budget_for_pages(self, nbytes: int) -> int:
+        """Bytes of a budget, for the tier in which the model computes, with which the pool of resident pages
+        holds `nbytes` bytes.
+
+        Where homes hold parts of parameter pages it is not the smallest such budget: in that tier it has room
+        for all pages too, and for larger working buffers.
+        """
+        budget = self.budgets[Tier.HOST if self.unified else Tier.DEVICE]
+        if self.share.whole_parameters:
+            return budget + nbytes - self.resident_bytes
+        largest = max(
+            sum(sizes[unit] for sizes in self.page_sizes.values()) for unit in range(len(self.homes))
+        )
+        pages = sum(self.home_bytes.values()) + 2 * largest + self.transit_bytes + self.reserved + nbytes
+        # An eighth is more than the exchange takes, and a quarter is left to unknown activations.
+        return max(budget, round_up(pages * 8 // (7 if self.activations is not None else 5), PAGE_ALIGNMENT))
+
     def shortfall(self, activations: int) -> int:
         """Bytes that are missing from a budget if activations take `activations` bytes; 0 if the
         activations fit. The budget is that of the tier in which the model computes.

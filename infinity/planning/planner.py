@@ -29,13 +29,15 @@ from infinity.planning.placement import Kind, Placement, Room, line_of
 from infinity.planning.plan import Plan
 from infinity.planning.reserve import Reserve
 from infinity.planning.search import Search
-from infinity.tiers import SLAB_HEADER_BYTES, Tier
+from infinity.tiers import PAGE_ALIGNMENT, SLAB_HEADER_BYTES, Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.link import is_direct
 
 _UNKNOWN_SHARE = 4
-"""If the bytes of activations are unknown, a CUDA budget divided by this number is kept free of pages."""
+"""If the bytes of activations are unknown, the budget divided by this number is kept free: of all pages on
+CUDA, and on the CPU of those that come from other ranks.
+"""
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,23 @@ class _Draft:
             )
         if alone and not self.unified:
             found = self._with_mirrors(found)
+        if not self.share.whole_parameters:
+            found = self._with_all_room_for_pages(found, counted=reserve.kept_out_of is not None)
         return replace(found, prediction=found.predict())
+
+    def _with_all_room_for_pages(self, plan: Plan, *, counted: bool) -> Plan:
+        """Return the plan with what is left of the tier that computes in the pool of resident pages.
+
+        Every page comes from other ranks, and pages that stay from forward to backward come once. If
+        activations are unknown, a quarter of the budget is left to them. There is never more room than for
+        all pages. counted: whether `plan.reserved` has that quarter already.
+        """
+        budget = self.budgets[self.computes_in]
+        used = plan.host_bytes if self.unified else plan.device_bytes
+        kept = budget // _UNKNOWN_SHARE if plan.activations is None and not counted else 0
+        left = max(0, budget - plan.reserved - used - kept) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        whole = sum(unit.nbytes for unit in plan.layout.units)
+        return replace(plan, resident_bytes=max(plan.resident_bytes, min(whole, plan.resident_bytes + left)))
 
     def _with_mirrors(self, plan: Plan) -> Plan:
         host_free = self.budgets[Tier.HOST] - plan.host_bytes

@@ -449,7 +449,7 @@ class PrefetchEngine:
         wanted = sum(self._sizes[unit] for unit in units)
         held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
         tier = Tier.HOST if self.store.plan.unified else Tier.DEVICE
-        needed = self.store.plan.budgets[tier] + wanted + max(0, held) - pool.nbytes
+        needed = self.store.plan.budget_for_pages(wanted + max(0, held))
         names = ", ".join(self.pages[unit].layout.name or "the root's own" for unit in sorted(units))
         views = f" and views that your code holds keep {format_size(held)}" if held > 0 else ""
         return BudgetError(

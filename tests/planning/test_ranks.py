@@ -125,9 +125,19 @@ def test_at_stage_3_every_page_that_computes_is_in_the_pool(unified) -> None:
     near = Tier.HOST if unified else Tier.DEVICE
     assert {home[Kind.PARAMETER] for made in (whole, parts) for home in made.homes} == {near}
     assert whole.resident_bytes == 0
-    largest = sorted((unit.nbytes for unit in parts.layout.units), reverse=True)
-    assert parts.resident_bytes == sum(largest[:3])
+    assert parts.resident_bytes == sum(unit.nbytes for unit in parts.layout.units), "there is room for all"
     check(parts, Budget(**budget))
+
+
+@pytest.mark.parametrize("nvme", [True, False])
+def test_a_budget_for_pages_is_enough_for_them(nvme) -> None:
+    budget = {"nvme": {"/nowhere": 64 * MiB}} if nvme else {}
+    tight = planned(model(), **ROOMY, **budget, share=Share(0, 2, 3)).smallest[Tier.HOST]
+    made = planned(model(), host=tight, **budget, share=Share(0, 2, 3))
+    whole = sum(unit.nbytes for unit in made.layout.units)
+    assert made.resident_bytes < whole
+    enough = made.budget_for_pages(whole)
+    assert planned(model(), host=enough, **budget, share=Share(0, 2, 3)).resident_bytes == whole
 
 
 def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:
