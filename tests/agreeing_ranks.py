@@ -13,6 +13,7 @@ import rank_processes
 
 from infinity.distributed.ballots import Ballots
 from infinity.distributed.bell import Bell
+from infinity.distributed.communicator import Communicator
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
@@ -119,6 +120,15 @@ def host_stopped() -> list[Any]:
     found = us.cast("step()", 1)
     us.close()
     return found
+
+
+def crosswise() -> list[Any]:
+    """The ranks close two runtimes in different orders, and wait for each other at the first."""
+    both = [Communicator(None, 3, cuda=False) for _ in range(2)]
+    for each in both[:: 1 - 2 * both[0].ranks.rank]:
+        each.leave()
+        each.close()
+    return ["closed"]
 
 
 def host_killed() -> list[Any]:

@@ -35,13 +35,15 @@ class Ballots:
         """Rank -> the call in which it was last known to be."""
         self._number = 0
 
-    def agree(self, call: str, facts: Any = None, *, patient: bool = False) -> dict[int, Any]:
+    def agree(
+        self, call: str, facts: Any = None, *, patient: Callable[[], bool] = lambda: False
+    ) -> dict[int, Any]:
         """Say that this rank makes a call, and wait until all ranks have said so.
 
-        call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: wait as
-        long as all ranks live. Returns the facts of all ranks: rank -> facts, in the order of ranks. Raises
-        RankDivergence if a rank makes another call or does not come within the bell's time-out, and
-        RankFailure if one is lost or has left.
+        call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: asked
+        after every time-out of the bell whether to go on waiting. Returns the facts of all ranks: rank ->
+        facts, in the order of ranks. Raises RankDivergence if a rank makes another call or does not come
+        while it is waited for, and RankFailure if one is lost or has left.
         """
         if self._wire.failure is not None:
             raise self._wire.failure.again()
@@ -52,7 +54,7 @@ class Ballots:
         for peer in self._ranks.peers:
             self._wire.post(peer, Kind.BALLOT, number, call, facts)
         with self._released():
-            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient:
+            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
                 pass
         if any(each != call for each, _ in tuple(ballots.values())):
             raise RankDivergence(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -26,6 +26,8 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.system.closing import Closing
 
 _T = TypeVar("_T")
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
+"""The communicators of this process's runtimes that are open."""
 
 
 class Communicator(Closing):
@@ -44,6 +46,9 @@ class Communicator(Closing):
         self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
         self.remote = RemoteParts(self.wire, self.lock)
         self._closed = False
+        self._alone = False
+        """Whether this rank has left without having waited for the others."""
+        _open.add(self)
         atexit.register(self._end)
 
     def agree(self, call: str, **facts: Any) -> dict[int, dict[str, Any]]:
@@ -61,13 +66,20 @@ class Communicator(Closing):
 
     def leave(self) -> None:
         """Wait until all ranks close their runtimes, so that they are served until then. Errors are ignored:
-        a rank that fails or does something else is not waited for.
+        a rank that fails or does something else is not waited for, nor, after the time-out, one that closes
+        another runtime first: it waits for this rank there.
         """
         if self.bell.failure is None:
-            with contextlib.suppress(InfinityError):
+            try:
                 for peer in self.ranks.peers:
                     self.wire.post(peer, Kind.LEAVING)
-                self.ballots.agree("close()", {}, patient=True)
+                self.ballots.agree("close()", {}, patient=lambda: not self._awaited_elsewhere())
+            except InfinityError:
+                self._alone = True
+
+    def _awaited_elsewhere(self) -> bool:
+        """Whether a rank closes another runtime of this process, and waits there."""
+        return any(each.wire.leaving for each in tuple(_open) if each is not self)
 
     def _end(self) -> None:
         """Leave the other ranks as the process ends with an open runtime, by an error or without one."""
@@ -99,9 +111,10 @@ class Communicator(Closing):
         if self._closed:
             return
         self._closed = True
+        _open.discard(self)
         atexit.unregister(self._end)
         orderly = self.bell.failure is None
-        ended = self.wire.close()
+        ended = self.wire.close(patience=1.0 if self._alone else 10.0)
         self.liveness.close()
         if not ended:
             self.ranks.hang_up()

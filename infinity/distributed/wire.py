@@ -179,12 +179,17 @@ class Wire:
         """The error for what is expected from a peer that has left or is lost; None while it is there."""
         return self._ended.get(peer)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether a peer closes its runtime."""
+        return bool(self._leaving)
+
     def wait_for_step(self, come: Callable[[], bool]) -> bool:
         """Do what `Bell.wait_for` does, for what belongs to a step that all ranks have still to take.
 
         Raises RankFailure if a peer closes its runtime, for then the step never comes.
         """
-        if not self.bell.wait_for(lambda: come() or bool(self._leaving)):
+        if not self.bell.wait_for(lambda: come() or self.leaving):
             return False
         if not come():
             raise rank_failure(min(self._leaving), "closes its runtime, and this rank goes on training")

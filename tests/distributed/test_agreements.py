@@ -37,6 +37,13 @@ def test_a_rank_that_does_not_come_is_named_with_its_last_call() -> None:
     assert healthy
 
 
+def test_runtimes_that_are_closed_in_different_orders_do_not_wait_for_ever() -> None:
+    outcomes = rank_processes.run(
+        "agreeing_ranks.py", "crosswise", size=2, environment={TIMEOUT_VARIABLE: "1"}
+    )
+    assert [(each.code, each.result) for each in outcomes] == [(0, ["closed"])] * 2, outcomes
+
+
 def test_a_stopped_rank_is_noticed_by_its_silence() -> None:
     found = results("stopped", 3, victim=2)
     assert (
