@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.message import Kind
-from infinity.distributed.wire import Wire
+from infinity.distributed.peer_line import PeerLine
 from infinity.training_step import TrainingStep
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -105,14 +105,14 @@ def late_first_backward() -> list[str]:
 
 def edits_while_sending() -> list[str]:
     """Both ranks edit parameters at once after a step, while rank 0's bytes of that step are still sent."""
-    send = Wire._send
+    post = PeerLine._post
 
-    def late(self: Wire, peer: int, parcel: Any) -> None:
+    def late(self: PeerLine, parcel: Any) -> Any:
         if RANK == 0 and parcel.message.kind is Kind.DATA and parcel.message.fields[1] == "parameters":
             time.sleep(0.05)
-        send(self, peer, parcel)
+        return post(self, parcel)
 
-    Wire._send = late  # type: ignore[method-assign]
+    PeerLine._post = late  # type: ignore[method-assign]
     training = Training("gradients")
     views, found = [each.data for each in training.model.first.parameters()], []
     for _ in range(2):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from infinity.distributed import wire
+from infinity.distributed import peer_line
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import HEADER_BYTES, Kind, Message, pack, unpack
 from infinity.distributed.wire import Wire
@@ -125,12 +125,12 @@ def killed() -> list[Any]:
     us = Ranks.of(None)
     if us.rank == 1:
         header = bytearray(HEADER_BYTES)
-        us.receive(torch.frombuffer(header, dtype=torch.uint8), 0, wire._HEADER).wait()
+        us.receive(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
         number = unpack(header, None).fields[0]
         sizes = [1 << 20, 1 << 20]
         header, _ = pack(Message(Kind.DATA, [number, "states", sizes]))
-        us.send(torch.frombuffer(header, dtype=torch.uint8), 0, wire._HEADER).wait()
-        us.send(torch.ones(sizes[0], dtype=torch.uint8), 0, wire._PAYLOAD).wait()
+        us.send(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
+        us.send(torch.ones(sizes[0], dtype=torch.uint8), 0, peer_line.PAYLOAD).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     line = Wire(us)
     first, second = torch.zeros(2, 1 << 20, dtype=torch.uint8)

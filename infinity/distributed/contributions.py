@@ -24,8 +24,9 @@ import torch
 
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
-from infinity.distributed.wire import Delivery, Dispatch, Wire
+from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece

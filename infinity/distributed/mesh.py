@@ -9,7 +9,7 @@ import socket
 import stat
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,8 +31,11 @@ _LAST_SECONDS = 10.0
 _met: Counter[tuple[int, ...]] = Counter()
 """Global ranks of a mesh -> how many runtimes these ranks have met for in this process."""
 
-_idle: dict[tuple[int, ...], tuple[dist.ProcessGroup, Mapping[int, int]]] = {}
-"""Global ranks of a mesh that is not the whole world -> (group, sockets) that its next runtime takes.
+_TAGS = 8
+"""Tags that a runtime may use."""
+
+_idle: dict[tuple[int, ...], Ranks] = {}
+"""Global ranks of a mesh that is not the whole world -> the last runtime's, whose groups its next one takes.
 
 Torch names such a group by its ranks alone. A second one would find the addresses of the first in the store,
 as long as a rank has not put its new one there.
@@ -46,14 +49,19 @@ class Ranks:
     rank: int
     """This process's number in the mesh."""
     size: int
-    group: dist.ProcessGroup
-    """A gloo group of our own. Nothing but `send` and `receive` uses it."""
+    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
+    """Gloo groups of our own, in which ranks send to higher and to lower ones. Nothing but `send` and
+    `receive` uses them. A group has one connection for each two ranks: with one group, what a receiver tells
+    the sender would queue behind the bytes that it sends itself.
+    """
     store: Store
     """Keys of this runtime alone: a later runtime in the same processes has others."""
     everywhere: tuple[int, ...]
     """Number in the mesh -> number in the default group."""
     sockets: Mapping[int, int] = field(default_factory=dict)
-    """Descriptor -> inode of the sockets that the group has opened."""
+    """Descriptor -> inode of the sockets that the groups have opened."""
+    first_tag: int = 0
+    """An earlier runtime's receives may still wait in the groups, under smaller tags."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
@@ -71,21 +79,24 @@ class Ranks:
         rank = everywhere.index(dist.get_rank())
         store = _meet(everywhere, rank, seconds)
         if everywhere in _idle:
-            group, sockets = _idle.pop(everywhere)
-            return cls(rank, len(everywhere), group, store, everywhere, sockets)
+            last = _idle.pop(everywhere)
+            return replace(last, store=store, first_tag=last.first_tag + _TAGS)
         before = _sockets()
         whole = len(everywhere) == dist.get_world_size()
         try:
-            group = dist.new_group(
-                list(everywhere),
-                timeout=timedelta(seconds=seconds),
-                backend="gloo",
-                use_local_synchronization=not whole,
+            up, down = (
+                dist.new_group(
+                    list(everywhere),
+                    timeout=timedelta(seconds=seconds),
+                    backend="gloo",
+                    use_local_synchronization=not whole,
+                )
+                for _ in range(2)
             )
         except RuntimeError as error:
             raise _unconnected(error) from error
         sockets = {number: inode for number, inode in _sockets().items() if before.get(number) != inode}
-        return cls(rank, len(everywhere), group, store, everywhere, sockets)
+        return cls(rank, len(everywhere), (up, down), store, everywhere, sockets)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -94,11 +105,13 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
         """Begin to send a contiguous CPU tensor. Returns work to wait for (FOREVER); the caller keeps it."""
-        return dist.isend(tensor, self.everywhere[to], group=self.group, tag=tag)
+        group = self.groups[to < self.rank]
+        return dist.isend(tensor, self.everywhere[to], group=group, tag=self.first_tag + tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Begin to receive into a contiguous CPU tensor of the sent size. Returns work; wait FOREVER."""
-        return dist.irecv(tensor, self.everywhere[source], group=self.group, tag=tag)
+        group = self.groups[source > self.rank]
+        return dist.irecv(tensor, self.everywhere[source], group=group, tag=self.first_tag + tag)
 
     def hang_up(self) -> None:
         """End all connections at once, so that each thread that waits in one gets an error.
@@ -112,16 +125,17 @@ class Ranks:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def close(self, *, orderly: bool = True) -> None:
-        """Give the group back. Threads that still wait in it keep it until they end.
+        """Give the groups back. Threads that still wait in them keep them until they end.
 
         orderly: False after a failure: then the end of the process waits for no other rank.
         """
         if not orderly:
             _leaving.alone = True
         if orderly and len(self.everywhere) < dist.get_world_size():
-            _idle[self.everywhere] = self.group, self.sockets
+            _idle[self.everywhere] = self
         elif dist.is_initialized():
-            dist.destroy_process_group(self.group)
+            for group in self.groups:
+                dist.destroy_process_group(group)
 
 
 @dataclass

@@ -23,7 +23,8 @@ from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import What
 from infinity.distributed.remote_parts import RemoteParts
-from infinity.distributed.wire import Dispatch, Wire
+from infinity.distributed.transfers import Dispatch
+from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece

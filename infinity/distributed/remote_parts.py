@@ -8,7 +8,8 @@ import torch
 
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, What
-from infinity.distributed.wire import Delivery, Dispatch, Wire
+from infinity.distributed.transfers import Delivery, Dispatch
+from infinity.distributed.wire import Wire
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage

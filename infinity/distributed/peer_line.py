@@ -1,0 +1,265 @@
+"""Peer's line: the threads that speak with one other rank over gloo.
+
+[Note: threads of a line] Gloo gives no notice of an operation's end but to a thread that waits in it, and
+notices the peer's death only where the peer is named. So each peer has four threads: messages and payloads
+wait for each other in neither direction, and a thread that receives never waits for anything but its peer, so
+that ranks cannot block each other in a circle. Messages to one peer arrive in the order of their posting.
+
+[Note: a line is never idle] An operation of gloo begins when both sides have told each other of it, which
+takes a round trip. So there are always some receives of messages waiting for the next ones, and some sends
+are begun before the first has ended. Each direction has a connection of its own (`Ranks`): what a side tells
+the other does not queue behind the bytes that it sends.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from infinity.distributed.mesh import FOREVER, Ranks
+from infinity.distributed.message import HEADER_BYTES, Kind, Message, bytes_behind, pack, unpack
+from infinity.distributed.transfers import Dispatch
+from infinity.errors import InfinityError, rank_failure
+
+HEADER, BEHIND, PAYLOAD = 1, 2, 3
+"""Tags of gloo, so that no transfer can be taken for one of another purpose."""
+_MESSAGES_AT_ONCE = 16
+"""Messages that are on their way at a time: some for each of the payloads."""
+_PAYLOADS_AT_ONCE = 4
+
+
+class Parcel(NamedTuple):
+    """A message to a peer, and the payload behind it."""
+
+    message: Message
+    pieces: tuple[torch.Tensor, ...] = ()
+    dispatch: Dispatch | None = None
+
+
+@dataclass(slots=True)
+class _Sending:
+    """A parcel that is being sent."""
+
+    dispatch: Dispatch | None
+    nbytes: int
+    """Bytes of the payload."""
+    works: list[Any] = field(default_factory=list)
+    memory: list[torch.Tensor] = field(default_factory=list)
+    failure: InfinityError | None = None
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """A payload that is being received; BYE has none."""
+
+    message: Message
+    memory: list[torch.Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+
+
+class Ends(Protocol):
+    """What a line tells its wire, each in one of the line's threads."""
+
+    def sent(self, dispatch: Dispatch | None, nbytes: int, failure: InfinityError | None) -> None:
+        """A parcel with a payload of `nbytes` bytes has been taken, or could not be sent. Nothing in the line
+        refers to its memory any more.
+        """
+
+    def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+        """The memory for a payload of pieces of these sizes; None if it is to be dropped."""
+
+    def arrived(self, peer: int, number: int, label: str, sizes: list[int]) -> None:
+        """A payload has arrived. Nothing in the line refers to its memory any more."""
+
+    def heard(self, peer: int, message: Message) -> None:
+        """A message has come, other than DATA. BYE comes behind all payloads."""
+
+    def lost(self, peer: int, what: str) -> None:
+        """Nothing more can be heard from the peer."""
+
+
+class PeerLine:
+    """All that this rank sends to one peer, and receives from it."""
+
+    def __init__(self, ranks: Ranks, peer: int, ends: Ends) -> None:
+        self._ranks = ranks
+        self._peer = peer
+        self._ends = ends
+        self._messages: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._payloads: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
+        self._arriving: queue.SimpleQueue[_Arriving | None] = queue.SimpleQueue()
+        """The payloads in the order of their messages, then BYE; None: the peer is lost."""
+        self._posting = threading.Lock()
+        """Held while the parts of one parcel are posted, so that no others come between."""
+        bodies: dict[str, Callable[[], None]] = {
+            "to": self._send_messages,
+            "payloads to": self._send_payloads,
+            "from": self._receive_messages,
+            "payloads from": self._receive_payloads,
+        }
+        self.threads = [
+            threading.Thread(target=body, name=f"infinity {name} rank {peer}", daemon=True)
+            for name, body in bodies.items()
+        ]
+
+    def start(self) -> None:
+        for each in self.threads:
+            each.start()
+
+    def put(self, parcel: Parcel) -> None:
+        """Queue a parcel. Never blocks."""
+        (self._messages if parcel.dispatch is None else self._payloads).put(parcel)
+
+    def close(self) -> None:
+        """Queue BYE behind all other parcels. Nothing may be put afterwards."""
+        self._messages.put(None)
+        self._payloads.put(None)
+
+    # --- sending ------------------------------------------------------------------------------------------
+
+    def _send_messages(self) -> None:
+        self._send_all(self._messages, _MESSAGES_AT_ONCE)
+
+    def _send_payloads(self) -> None:
+        self._send_all(self._payloads, _PAYLOADS_AT_ONCE)
+        self.threads[0].join()  # BYE comes behind all messages, too
+        self._end(self._post(Parcel(Message(Kind.BYE, []))))
+
+    def _send_all(self, outbox: queue.SimpleQueue[Parcel | None], most: int) -> None:
+        """Send what comes, until None comes: at most so many parcels at a time."""
+        begun: deque[_Sending] = deque()
+        more = True
+        while more or begun:
+            while more and len(begun) < most:
+                try:
+                    parcel = outbox.get(block=not begun)
+                except queue.Empty:
+                    break
+                if parcel is None:
+                    more = False
+                else:
+                    begun.append(self._post(parcel))
+                del parcel  # no variable here keeps memory of the last payload alive
+            if begun:
+                self._end(begun.popleft())
+
+    def _post(self, parcel: Parcel) -> _Sending:
+        """Begin to send a parcel."""
+        header, behind = pack(parcel.message)
+        parts = [(_bytes(header), HEADER)]
+        if behind is not None:
+            parts.append((_bytes(behind), BEHIND))
+        parts += [(each, PAYLOAD) for each in parcel.pieces if each.nbytes]
+        sending = _Sending(parcel.dispatch, sum(each.nbytes for each in parcel.pieces))
+        sending.memory = [each for each, _ in parts]
+        try:
+            with self._posting:
+                for each, tag in parts:
+                    sending.works.append(self._ranks.send(each, self._peer, tag))
+        except RuntimeError as error:
+            sending.failure = self._refused(error)
+        return sending
+
+    def _end(self, sending: _Sending) -> None:
+        """Wait until the peer has taken a parcel."""
+        try:
+            for work in sending.works:
+                work.wait(FOREVER)
+        except RuntimeError as error:
+            sending.failure = self._refused(error)
+            del error
+        work = None
+        sending.works.clear()
+        sending.memory.clear()
+        self._ends.sent(sending.dispatch, sending.nbytes, sending.failure)
+
+    def _refused(self, error: RuntimeError) -> InfinityError:
+        # Whether the peer has left or is lost is known to the thread that receives from it.
+        return rank_failure(self._peer, f"took no bytes any more ({_line(error)})")
+
+    # --- receiving ----------------------------------------------------------------------------------------
+
+    def _receive_messages(self) -> None:
+        try:
+            rooms = deque(self._expect() for _ in range(_MESSAGES_AT_ONCE))
+            while self._receive_next(rooms):
+                pass  # no variable here keeps memory of the last payload alive
+        except Exception as error:  # whatever it is, nothing more can be heard from this peer
+            self._lose(error)
+            self._arriving.put(None)
+
+    def _expect(self) -> tuple[bytearray, Any]:
+        room = bytearray(HEADER_BYTES)
+        return room, self._ranks.receive(_bytes(room), self._peer, HEADER)
+
+    def _receive_next(self, rooms: deque[tuple[bytearray, Any]]) -> bool:
+        header, work = rooms.popleft()
+        work.wait(FOREVER)
+        behind = None
+        if more := bytes_behind(header):
+            behind = bytearray(more)
+            self._ranks.receive(_bytes(behind), self._peer, BEHIND).wait(FOREVER)
+        message = unpack(header, behind)
+        if message.kind is Kind.BYE:
+            self._arriving.put(_Arriving(message))
+            return False
+        rooms.append(self._expect())
+        if message.kind is Kind.DATA:
+            self._arriving.put(self._begin(message))
+        else:
+            self._ends.heard(self._peer, message)
+        return True
+
+    def _begin(self, message: Message) -> _Arriving:
+        """Begin to receive a payload."""
+        number, _, sizes = message.fields
+        into = self._ends.room_for(self._peer, number, sizes)
+        if into is None:
+            into = tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
+        works = [self._ranks.receive(each, self._peer, PAYLOAD) for each in into if each.nbytes]
+        return _Arriving(message, list(into), works)
+
+    def _receive_payloads(self) -> None:
+        try:
+            while self._payload_arrived():
+                pass
+        except Exception as error:
+            self._lose(error)
+
+    def _payload_arrived(self) -> bool:
+        arriving = self._arriving.get()
+        if arriving is None:
+            return False
+        for work in arriving.works:
+            work.wait(FOREVER)
+        work, message = None, arriving.message
+        # The thread that put it here may still have it, but none may have the memory of a payload that ended.
+        arriving.works.clear()
+        arriving.memory.clear()
+        if message.kind is Kind.BYE:
+            self._ends.heard(self._peer, message)
+            return False
+        self._ends.arrived(self._peer, *message.fields)
+        return True
+
+    def _lose(self, error: Exception) -> None:
+        self._ends.lost(self._peer, f"is gone: the connection to it broke ({_line(error)})")
+
+
+def _bytes(buffer: bytearray) -> torch.Tensor:
+    """A tensor over the buffer's own memory."""
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _line(error: Exception) -> str:
+    """The error's class and the first sentence of its text, without gloo's place in its source."""
+    text = (str(error).splitlines() or [""])[0]
+    text = re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0].rstrip(".")
+    return f"{type(error).__name__}: {text}"

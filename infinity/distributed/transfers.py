@@ -1,0 +1,99 @@
+"""Transfers: payloads under way between this rank and another one, and the waits for their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from infinity.distributed.bell import TIMEOUT_VARIABLE, Bell
+from infinity.errors import InfinityError, rank_failure
+
+
+class _Transfer:
+    """A payload under way. It satisfies the protocol of infinity/tiers/link.py."""
+
+    def __init__(
+        self, bell: Bell, peer: int, number: int, label: str, told: Callable[[Any], None] | None = None
+    ) -> None:
+        self._told = told
+        """Called with this object when it has ended; None: nobody is."""
+        self.peer = peer
+        self.number = number
+        self.label = label
+        self._bell = bell
+        self._ended = False
+        self._failure: InfinityError | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, successfully or with an error. Never blocks."""
+        return self._ended or self._bell.failure is not None
+
+    def wait(self, timeout: float | None = None) -> object:
+        """Wait without the GIL until it has ended.
+
+        timeout: seconds; None: the bell's time-out. Raises RankFailure if the peer died, left, refused or
+        does not come within the time, or the failure of the run; RankDivergence if the peer sent or refused
+        something because it does otherwise than this rank. After an error the memory may still be written or
+        read, until the wire's threads have ended.
+        """
+        if not self._bell.wait_for(lambda: self._ended, timeout):
+            seconds = self._bell.timeout if timeout is None else timeout
+            raise rank_failure(
+                self.peer, f"did not {self._verb} {self.label} within {seconds:g} s ({TIMEOUT_VARIABLE})"
+            )
+        if self._failure is not None:
+            raise self._failure.again()
+        return None
+
+    _verb = ""
+
+    @property
+    def timing(self) -> None:
+        """None: transfers between ranks are not timed."""
+        return None
+
+    def end(self, failure: InfinityError | None = None) -> None:
+        """Called by the wire. The first end counts."""
+        if not self._ended:
+            self._failure = None if failure is None else failure.again()
+            self._ended = True
+            self._bell.ring()
+            if self._told is not None:
+                self._told(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error, which `wait` raises."""
+        return self._failure is not None
+
+
+class Delivery(_Transfer):
+    """Bytes that are expected from a peer. `number` goes with the request, and comes back with the bytes."""
+
+    _verb = "deliver"
+
+    def __init__(
+        self,
+        bell: Bell,
+        peer: int,
+        number: int,
+        label: str,
+        *,
+        into: tuple[torch.Tensor, ...],
+        told: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__(bell, peer, number, label, told)
+        self.into = into
+        """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
+
+    def end(self, failure: InfinityError | None = None) -> None:
+        self.into = ()
+        super().end(failure)
+
+
+class Dispatch(_Transfer):
+    """Bytes on their way to a peer. Once it is done they may change: the peer has them."""
+
+    _verb = "take"
