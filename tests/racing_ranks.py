@@ -70,7 +70,7 @@ class Training:
         return [each.contiguous() for each in self.model.state_dict().values()]
 
 
-def idle_rank() -> list[str]:
+def idle_rank(partition: str = "optimizer") -> list[str]:
     """Rank 0 has no backward in the second step, and hears late that gradients were cleared."""
     act = Conductor._act
 
@@ -80,7 +80,7 @@ def idle_rank() -> list[str]:
         return act(self, waiting)
 
     Conductor._act = late  # type: ignore[method-assign]
-    training, found = Training("optimizer"), []
+    training, found = Training(partition), []
     for step in range(3):
         for number in range(TOGETHER):
             if step != 1 or number:
@@ -88,6 +88,11 @@ def idle_rank() -> list[str]:
         found.append(training.end())
     training.runtime.close()
     return found
+
+
+def idle_rank_with_contributions() -> list[str]:
+    """The same where gradients are contributions, whose numbers rank 0 tells when it enters step()."""
+    return idle_rank("gradients")
 
 
 def late_first_backward() -> list[str]:

@@ -89,8 +89,7 @@ class RankedStep:
             "factor of the gradients": repr(self._gradients.unscale),
             "number of zero_grad calls": self._cleared[self._share.rank],
             "content": bits_of(self._pages),
-            "backwards": 0 if self.contributions is None else self.contributions.ended,
-            "offered": [] if self.contributions is None else self._offered(self.contributions),
+            **self._contributed(),
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, facts)
@@ -108,8 +107,17 @@ class RankedStep:
             self._whole.ended()
         return squares
 
-    def _offered(self, contributions: Contributions) -> list[int]:
-        return [contributions.offered[rank] for rank in range(self._share.ranks)]
+    def _contributed(self) -> dict[str, Any]:
+        """The facts of a ballot about what this rank has contributed since it last cleared its gradients.
+
+        "backwards": number that it has ended. "offered": number of contributions to each rank.
+        """
+        contributions, ranks = self.contributions, range(self._share.ranks)
+        if contributions is None or self._forgotten < self._cleared[self._share.rank]:
+            # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
+            # this one contributes nothing.
+            return {"backwards": 0, "offered": [0 for _ in ranks]}
+        return {"backwards": contributions.ended, "offered": [contributions.offered[rank] for rank in ranks]}
 
     def _complete(
         self, heard: Mapping[int, Mapping[str, Any]], contents: Mapping[int, list[set[int]]]

@@ -10,6 +10,7 @@ import rank_processes
     "program",
     [
         "idle_rank",
+        "idle_rank_with_contributions",
         "late_first_backward",
         "edits_while_sending",
         "states_after_loading",
