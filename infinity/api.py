@@ -27,6 +27,7 @@ from infinity.planning.operator_timing import Roofline, seconds_of
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
 from infinity.runtime import Runtime
+from infinity.system import launcher
 from infinity.system.directory import path_text
 from infinity.tiers.tier import usable_device
 
@@ -152,9 +153,9 @@ def _offload_with_others(
 
     stage: of ZeRO. options: those of `plan_for`.
     """
-    from infinity.distributed.communicator import Communicator, local_ranks
+    from infinity.distributed.communicator import Communicator
 
-    place, _ = local_ranks()
+    place, _ = launcher.local_ranks()
     target = usable_device(device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
     with ExitStack() as cleanup:
         communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
@@ -197,7 +198,6 @@ def plan_with_others(
     different models, optimizers or precisions, and the errors of `infinity.distributed.agreed_plan`.
     """
     from infinity.distributed.agreed_plan import agreed_plan, check_equal
-    from infinity.distributed.communicator import local_ranks
 
     check_equal(communicator, model, optimizer, precision=precision, weights=weights is None)
     draft = functools.partial(
@@ -209,7 +209,7 @@ def plan_with_others(
         device=device,
         slab_directory=None,
         share=communicator.share,
-        on_node=local_ranks()[1],
+        on_node=launcher.local_ranks()[1],
         **options,
     )
     return agreed_plan(communicator, budget.host_bytes, lambda prefer: draft(prefer=prefer))
@@ -326,12 +326,24 @@ def _check_commits(
 
 
 def several_ranks(mesh: DeviceMesh | None) -> bool:
-    """Whether this process is one of several ranks. mesh: as in `offload`."""
+    """Whether this process is one of several ranks. mesh: as in `offload`. Raises ConfigError."""
     if mesh is not None:
+        _check_mesh(mesh)
         return mesh.size() > 1
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size() > 1
-    return os.environ.get("WORLD_SIZE", "1") != "1"
+    return launcher.world_size() > 1
+
+
+def _check_mesh(mesh: object) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(
+            f"The mesh is a {type(mesh).__name__}.",
+            "Give a torch.distributed.device_mesh.DeviceMesh, which init_device_mesh makes, or leave mesh= "
+            "out to train on all ranks.",
+        )
 
 
 def stage_of(partition: str | None) -> int:

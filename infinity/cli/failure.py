@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from infinity.cli.signals import signal_of
 from infinity.errors import BudgetError, ConfigError, InfinityError, RankDivergence, RankFailure
+from infinity.system import launcher
 
 
 class Told(Exception):
@@ -72,7 +73,10 @@ def _text(error: BaseException) -> str:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    try:
+        return launcher.rank()
+    except ConfigError:  # which is the error that is reported
+        return 0
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:

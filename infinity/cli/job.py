@@ -31,7 +31,7 @@ from infinity.lm.training import Recipe, make_optimizer
 from infinity.planning.budget_errors import format_count
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
-from infinity.system import machine
+from infinity.system import launcher, machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
 
@@ -345,9 +345,7 @@ def _device(given: str | None, *, several: bool) -> str:
     chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if not several or chosen != "cuda":
         return chosen
-    from infinity.distributed.communicator import local_ranks
-
-    return f"cuda:{local_ranks()[0]}"
+    return f"cuda:{launcher.local_ranks()[0]}"
 
 
 def _describe_device(device: torch.device) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from infinity.api import several_ranks, stage_of
 from infinity.cli.failure import Told, first_error, report
 from infinity.errors import ConfigError, InfinityError
 from infinity.lm.ranks import ONE_RANK, RunRanks
+from infinity.system import launcher
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
@@ -87,5 +87,5 @@ def run_ranks(communicator: Communicator | None) -> RunRanks:
 
 
 def leads() -> bool:
-    """Whether this process prints and writes the results: rank 0, or the only one."""
-    return not several_ranks(None) or os.environ.get("RANK", "0") == "0"
+    """Whether this process prints and writes the results: rank 0, or the only one. Raises ConfigError."""
+    return not several_ranks(None) or launcher.rank() == 0

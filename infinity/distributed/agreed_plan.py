@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from infinity.config import format_size
-from infinity.distributed.communicator import Communicator, node_number
+from infinity.distributed.communicator import Communicator
 from infinity.errors import BudgetError, ConfigError
 from infinity.layout.division import Division
 from infinity.planning.plan import Plan
+from infinity.system import launcher
 from infinity.system.version import VERSION
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
@@ -84,7 +85,7 @@ def agreed_plan(
 
 def _check_node(communicator: Communicator, given: int | None) -> None:
     """Check that the host budgets of the ranks of this node fit there together."""
-    node = node_number()
+    node = launcher.node_number()
     heard = communicator.agree("offload()", node=node, budget=given or 0, free=available_ram())
     here = [each for each in heard.values() if each["node"] == node]
     wanted, most = sum(each["budget"] for each in here), max(each["free"] for each in here)

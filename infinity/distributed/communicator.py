@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence, RankFailure, rank_failure
 from infinity.layout.shards import Share
 from infinity.pages.parameter_page import ParameterPage
+from infinity.system import launcher
 from infinity.system.closing import Closing
 
 _T = TypeVar("_T")
@@ -122,17 +122,7 @@ class Communicator(Closing):
         self.ranks.close(orderly=orderly and self.bell.failure is None)
 
 
-def local_ranks() -> tuple[int, int]:
-    """(this process's number among the ranks of its node, number of ranks there), from the environment."""
-    return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def node_number() -> int:
-    """The number of this rank's node, from the environment."""
-    return int(os.environ.get("GROUP_RANK", "0"))
-
-
 def node_share(items: Sequence[_T]) -> Sequence[_T]:
     """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
-    place, count = local_ranks()
+    place, count = launcher.local_ranks()
     return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]

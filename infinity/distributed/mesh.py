@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
 from infinity.errors import ConfigError, RankDivergence, RankFailure
+from infinity.system import launcher
 
 FOREVER = timedelta(days=60)
 """Give it to `wait` of what `Ranks.send` and `Ranks.receive` return: an operation that times out breaks its
@@ -149,10 +150,16 @@ _leaving = _Leaving()
 
 
 def _initialise(cuda: bool, timeout: float) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    size = launcher.world_size()
+    if size < 2:
         raise ConfigError(
             "There is no default process group, and WORLD_SIZE does not say that there are several ranks.",
             "Start the program with torchrun, or call torch.distributed.init_process_group.",
+        )
+    if launcher.rank() >= size:
+        raise ConfigError(
+            f"RANK is {launcher.rank()}, and WORLD_SIZE is {size}.",
+            "Start the program with torchrun, or number the ranks from 0 to WORLD_SIZE - 1.",
         )
     try:
         dist.init_process_group(
@@ -259,7 +266,7 @@ def _leave() -> None:
     with contextlib.suppress(RuntimeError):  # the others are gone without a word, or the store is
         if not _leaving.alone:
             store.set(f"infinity/gone/{dist.get_rank()}", "1")
-            if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            if dist.get_rank() == 0 and not launcher.keeps_store():
                 every = [f"infinity/gone/{each}" for each in range(dist.get_world_size())]
                 store.wait(every, timedelta(seconds=_LAST_SECONDS))
     dist.destroy_process_group()

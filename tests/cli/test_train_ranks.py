@@ -144,6 +144,19 @@ def test_a_signal_to_one_rank_ends_all(job: TinyJob) -> None:
     assert list(job.pages.iterdir()) == []
 
 
+@pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "two"), ("RANK", "x")])
+def test_an_environment_of_no_ranks_is_refused(
+    variable: str,
+    text: str,
+    job: TinyJob,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, text)
+    assert f"variable {variable} is {text!r}" in run_error(capsys, job.arguments("train", "--json"), 2)[0]
+
+
 def test_one_process_divides_nothing(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = job.arguments("train", "--json", "--partition", "optimizer")
     assert "--partition was given for one process" in run_error(capsys, arguments, 2)[0]
