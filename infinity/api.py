@@ -93,6 +93,7 @@ def offload(
     of the tiers (StorageError, StorageFull, DeviceError). A commit that cannot be loaded raises CorruptState
     or IncompatibleCheckpoint. Model and optimizer are then as they were.
     """
+    launcher.record_at_exit()
     budget, precision = check_kinds(budget, precision)
     stage = stage_of(partition)
     if several_ranks(mesh):

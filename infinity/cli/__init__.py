@@ -17,10 +17,11 @@ from infinity.cli import doctor as doctor
 from infinity.cli import plan as plan
 from infinity.cli import train as train
 from infinity.cli import tune as tune
-from infinity.cli.failure import Told, record, report
+from infinity.cli.failure import Told, report
 from infinity.cli.ranks import leads
 from infinity.cli.signals import interrupt, signal_of
 from infinity.errors import InfinityError
+from infinity.system import launcher
 
 COMMANDS = (train, plan, tune, doctor, checkpoint)
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        record(error)
+        launcher.record(error)
         raise
     return code
 

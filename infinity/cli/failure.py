@@ -1,11 +1,9 @@
-"""Failure of a command: how an error is printed, by one rank where several have it, and told to torchrun."""
+"""Failure of a command: how an error is printed, by one rank where several have it."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import sys
 from typing import Any
 
@@ -30,7 +28,7 @@ def report(error: InfinityError, options: argparse.Namespace) -> int:
 
     Where another rank prints the cause, only a short line is printed.
     """
-    record(error)
+    launcher.record(error)
     kind, cure, code = type(error).__name__, _cure(error, options), 2 if isinstance(error, ConfigError) else 1
     rank, first, cause = _rank(), *first_error(error)
     if rank != first and (isinstance(error, RankFailure | RankDivergence) or cause == _text(error)):
@@ -40,15 +38,6 @@ def report(error: InfinityError, options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"error": kind, "cause": error.cause, "cure": cure}), flush=True)
     return code
-
-
-def record(error: BaseException) -> None:
-    """Write an error where torchrun looks for it, so that its report names the cause; else do nothing."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        with contextlib.suppress(OSError):
-            get_error_handler().record_exception(error)
 
 
 def first_error(error: BaseException) -> tuple[int, str]:

@@ -50,6 +50,7 @@ class Communicator(Closing):
         """Whether this rank has left without having waited for the others."""
         _open.add(self)
         atexit.register(self._end)
+        launcher.record_at_exit()
 
     def agree(self, call: str, **facts: Any) -> dict[int, dict[str, Any]]:
         """Tell all ranks `facts`, and return what each rank has told in the same call: rank -> facts."""

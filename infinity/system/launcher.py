@@ -1,13 +1,19 @@
-"""Launcher: what torchrun, or whatever else has started the ranks, says in the environment.
+"""Launcher: what torchrun, or whatever else has started the ranks, says in the environment, and the file in
+which torchrun looks for the error of a rank.
 
 A number that a variable gives raises ConfigError if it is none. A variable that is empty counts as absent.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 
 from infinity.errors import ConfigError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def world_size() -> int:
@@ -49,3 +55,43 @@ def _number(variable: str, absent: int, *, least: int = 0) -> int:
             "Start the program with torchrun, which sets it, or give it such a number.",
         )
     return found
+
+
+def record(error: BaseException) -> None:
+    """Write an error where torchrun looks for it, so that its report names the cause; else do nothing.
+
+    Call it where the error is handled. A file that has an error already keeps it.
+    """
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        return
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    with contextlib.suppress(OSError):
+        if not os.path.exists(path) or os.path.getsize(path) == 0:
+            get_error_handler().record_exception(error)
+
+
+def record_at_exit() -> None:
+    """Have an error that ends this process, because nothing catches it, recorded as the process ends.
+
+    It is recorded before the functions run that `atexit` has got until now. One of them may wait for other
+    ranks, and torchrun ends all ranks once one of them has ended.
+    """
+    if not os.environ.get(ERROR_FILE):
+        return
+    # Now: Python refuses to import some of it while it ends.
+    import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
+
+    atexit.unregister(_record_uncaught)
+    atexit.register(_record_uncaught)
+
+
+def _record_uncaught() -> None:
+    error = getattr(sys, "last_value", None)
+    if not isinstance(error, Exception):  # Ctrl-C is no cause that torchrun would have to name
+        return
+    try:
+        raise error  # what writes the file takes the traceback of the error that is being handled
+    except Exception:
+        record(error)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch.distributed as dist
 from torch import nn
+from warm_python import Popen
 
 import infinity
 from infinity.errors import ConfigError
+
+# --- the environment and the mesh -----------------------------------------------------------------------
 
 
 def offload(**options: Any) -> infinity.Runtime:
@@ -66,3 +74,36 @@ def test_what_is_no_mesh_is_refused(mesh: Any, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"The mesh is a {kind}") as caught:
         offload(mesh=mesh)
     assert "init_device_mesh" in caught.value.cure
+
+
+# --- torchrun's error file ------------------------------------------------------------------------------
+
+
+def ended(program: str, file: Path) -> Any:
+    """Run a program with this error file, as torchrun does. Returns the content of the file."""
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+    process = Popen([sys.executable, "-c", program], env=environment, stdout=-1, stderr=-2, text=True)
+    written = process.communicate()[0]
+    assert process.returncode == 1, written
+    return json.loads(file.read_text())
+
+
+def test_an_error_that_nothing_catches_reaches_the_error_file(tmp_path: Path) -> None:
+    message = ended("import infinity; infinity.offload('model', None)", tmp_path / "error")["message"]
+    assert message["message"] == "ConfigError: The model is a str. Give an nn.Module."
+    assert "in check_model" in message["extraInfo"]["py_callstack"]
+    assert message["extraInfo"]["timestamp"].isdecimal()
+
+
+def test_an_error_file_that_has_an_error_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "error").write_text('"first"')
+    assert ended("import infinity; infinity.offload('model', None)", tmp_path / "error") == "first"
+
+
+def test_the_first_cause_on_several_ranks_reaches_the_error_file(tmp_path: Path) -> None:
+    zero, one = rank_processes.run(
+        "input_ranks.py", "uncaught", size=2, environment={"ERRORS": str(tmp_path)}
+    )
+    assert (zero.code, zero.error, one.code) == (0, "RankFailure", 1), (zero, one)
+    assert json.loads((tmp_path / "1").read_text())["message"]["message"] == "ZeroDivisionError: planted"
+    assert not (tmp_path / "0").exists(), "rank 0 has caught its error"

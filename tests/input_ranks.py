@@ -1,0 +1,40 @@
+"""Programs of ranks that offload unusual models and optimizers, or end by an error that nothing catches; see
+tests/distributed/test_inputs.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import rank_processes
+import torch
+from torch import nn
+
+import infinity
+from infinity.runtime import Runtime
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Runtime:
+    return infinity.offload(
+        model,
+        optimizer,
+        budget=infinity.Budget(host="32MiB"),
+        precision=infinity.Precision(compute="fp32"),
+        device="cpu",
+    )
+
+
+def uncaught() -> None:
+    """Rank 1 ends by an error that nothing catches; rank 0 raises RankFailure, which the script catches."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], str(RANK))
+    model = nn.Linear(4, 4)
+    with offloaded(model, torch.optim.SGD(model.parameters())) as runtime:
+        if RANK == 1:
+            raise ZeroDivisionError("planted")
+        runtime.optimizer.step()
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
