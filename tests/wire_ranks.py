@@ -223,5 +223,37 @@ def part_of_the_ranks() -> list[Any]:
     return found
 
 
+def host_gone_before() -> list[str]:
+    """Rank 0, which keeps the store, is killed before rank 1 comes to meet it."""
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        store.wait(["never"])
+    except RuntimeError:
+        return meeting()
+    return []
+
+
+def host_gone_meanwhile() -> list[str]:
+    """Rank 0, which keeps the store, is killed while rank 1 waits for it."""
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        return meeting()
+    dist.distributed_c10d._get_default_store().wait(["infinity/0-1/0/here/1"])
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+def meeting() -> list[str]:
+    """The class and the cause of the error of a rank that meets the others."""
+    try:
+        Ranks.of(None)
+    except InfinityError as error:
+        return [type(error).__name__, error.cause]
+    return []
+
+
 if __name__ == "__main__":
     rank_processes.serve(globals())

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import threading
 
 from infinity.distributed.bell import Bell
-from infinity.distributed.mesh import Ranks
+from infinity.distributed.mesh import Ranks, store_lost
 from infinity.errors import InfinityError, RankFailure, rank_failure
 
 _FAILURE = "failure"
@@ -140,17 +139,8 @@ class Liveness:
                 return
 
     def _store_lost(self, what: str) -> None:
-        """The store is kept by the launcher (torchrun), or else by rank 0 of the default group."""
-        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        host = self._ranks.everywhere.index(0) if 0 in self._ranks.everywhere and not by_launcher else None
+        error = store_lost(self._ranks.everywhere, what)
+        host = error.rank
         if self._closing or (host is not None and host != self._ranks.rank and host not in self._watched):
             return
-        named = "the launcher" if by_launcher else "rank 0 of the default group"
-        self._bell.fail(
-            RankFailure(
-                f"The store of the ranks {what}, so {named}, which keeps it, is dead or stopped.",
-                "Look at its own error, then start all ranks again: with commits on, resume= goes on from "
-                "the last commit.",
-                rank=host,
-            )
-        )
+        self._bell.fail(error)

@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -201,6 +201,22 @@ def _unconnected(error: RuntimeError) -> RankFailure:
     )
 
 
+def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
+    """The error of ranks whose store does not answer. The launcher (torchrun) keeps it, or else rank 0 of the
+    default group.
+
+    everywhere: as in `Ranks`. what: words that go on after "The store of the ranks", without a full stop.
+    """
+    by_launcher = launcher.keeps_store()
+    named = "the launcher" if by_launcher else "rank 0 of the default group"
+    return RankFailure(
+        f"The store of the ranks {what}, so {named}, which keeps it, is dead or stopped.",
+        "Look at its own error, then start all ranks again: with commits on, resume= goes on from the last "
+        "commit.",
+        rank=everywhere.index(0) if 0 in everywhere and not by_launcher else None,
+    )
+
+
 def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
     if mesh is None:
         return tuple(range(dist.get_world_size()))
@@ -221,23 +237,37 @@ def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
 def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
     """Wait until all ranks are here. Returns the store of this meeting.
 
-    Making a group would wait as long as the group's own time-out.
+    Making a group would wait as long as the group's own time-out. Raises RankDivergence if a rank does not
+    come, and RankFailure if the store is gone.
     """
     name = f"infinity/{','.join(_spans(everywhere))}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    store.set(f"here/{rank}", "1")
     keys = [f"here/{each}" for each in range(len(everywhere))]
     try:
-        store.wait(keys, timedelta(seconds=timeout))
+        store.set(keys[rank], "1")
+        absent = _absent(store, keys, timeout)
+        # A connection of its own: whoever waits for a key keeps all others from the connection meanwhile.
+        own = store.clone() if hasattr(store, "clone") and not absent else store
     except RuntimeError as error:
-        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise store_lost(everywhere, "is gone") from error
+    if absent:
         raise RankDivergence(
             f"{_named(absent)} did not come to offload() within {timeout:g} s.",
             f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
-        ) from error
+        )
     _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
-    # A connection of its own: whoever waits for a key keeps all others from the same connection meanwhile.
-    return store.clone() if hasattr(store, "clone") else store
+    return own
+
+
+def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
+    """Wait until the store has all keys; return the places of those that it has not got within `timeout`
+    seconds. Raises RuntimeError if the store is gone.
+    """
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError:  # the time is up, or the store is gone
+        return [each for each, key in enumerate(keys) if not store.check([key])]
+    return []
 
 
 def _named(ranks: list[int]) -> str:

@@ -74,6 +74,16 @@ def test_a_mesh_may_leave_ranks_out() -> None:
     assert two == [[1, 2, True], True] * 2
 
 
+@pytest.mark.parametrize("function", ["host_gone_before", "host_gone_meanwhile"])
+def test_a_rank_whose_store_is_gone_does_not_meet_the_others(function: str) -> None:
+    host, other = rank_processes.run("wire_ranks.py", function, size=2)
+    assert (host.code, other.code) == (-9, 0), other.text
+    assert other.result == [
+        "RankFailure",
+        "The store of the ranks is gone, so rank 0 of the default group, which keeps it, is dead or stopped.",
+    ]
+
+
 def test_one_rank_alone_imports_nothing_of_it() -> None:
     code = (
         "import infinity, sys; sys.exit(any(each.startswith('infinity.distributed') for each in sys.modules))"
