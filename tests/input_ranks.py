@@ -5,6 +5,7 @@ tests/distributed/test_inputs.py.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import rank_processes
 import torch
@@ -24,6 +25,16 @@ def offloaded(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Runt
         precision=infinity.Precision(compute="fp32"),
         device="cpu",
     )
+
+
+def overlapping_buffers() -> dict[str, Any]:
+    """Buffers with elements that share memory, with other values on each rank. Returns what they become."""
+    model = nn.Linear(4, 4)
+    model.register_buffer("one", torch.full((1,), RANK + 1.0).expand(4))
+    model.register_buffer("rows", (10.0 * RANK + torch.arange(3.0)).expand(2, 3).t())
+    model.register_buffer("windows", (10.0 * RANK + torch.arange(4.0)).as_strided((3, 2), (1, 1)))
+    with offloaded(model, None):
+        return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
 def uncaught() -> None:

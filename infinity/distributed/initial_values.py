@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -77,7 +77,7 @@ class InitialValues:
             with torch.no_grad():
                 for buffer in self._buffers:
                     there = self.take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
-                    buffer.copy_(there)
+                    _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
             communicator.wire.post(0, Kind.REQUEST, 0, What.INITIAL, -1, 0, 0)
             return []
         left, others = set(communicator.ranks.peers), []
@@ -110,6 +110,16 @@ class InitialValues:
         self._communicator.wire.deliver(
             source, number, [flat.contiguous().view(torch.uint8)], label="initial values"
         )
+
+
+def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The part of a tensor that a tensor with strides `stride`, such as an expanded one, has apart in memory:
+    of a dimension with stride 0 the first element, which is all others, too.
+    """
+    for dimension, (size, step) in enumerate(zip(tensor.shape, stride, strict=True)):
+        if step == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -17,6 +17,28 @@ from warm_python import Popen
 import infinity
 from infinity.errors import ConfigError
 
+
+def results(function: str) -> list[Any]:
+    """What each of two ranks returned; none may have failed."""
+    outcomes = rank_processes.run("input_ranks.py", function, size=2)
+    assert [(each.code, each.error) for each in outcomes] == [(0, "")] * 2, outcomes
+    return [each.result for each in outcomes]
+
+
+def test_buffers_whose_elements_share_memory_get_the_values_of_rank_0() -> None:
+    assert (
+        results("overlapping_buffers")
+        == [
+            {
+                "one": [1.0] * 4,
+                "rows": [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]],
+                "windows": [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]],
+            }
+        ]
+        * 2
+    )
+
+
 # --- the environment and the mesh -----------------------------------------------------------------------
 
 
