@@ -37,6 +37,25 @@ def overlapping_buffers() -> dict[str, Any]:
         return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
 
+def options_without_values() -> list[float]:
+    """An option that is a function, and one that is an object. Returns the parameter after a step."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.param_groups[0] |= {"schedule": lambda step: step, "owner": object()}
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    with offloaded(model, optimizer) as runtime:
+        model(torch.ones(1, 1)).sum().backward()
+        runtime.optimizer.step()
+        return model.weight.flatten().tolist()
+
+
+def other_options() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99 + 0.001 * RANK), eps=1e-8 * (1 + RANK))
+    offloaded(model, optimizer)
+
+
 def uncaught() -> None:
     """Rank 1 ends by an error that nothing catches; rank 0 raises RankFailure, which the script catches."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = os.path.join(os.environ["ERRORS"], str(RANK))

@@ -7,7 +7,7 @@ chunks and units are the smallest.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import nn
 
 from infinity.config import format_size
 from infinity.distributed.communicator import Communicator
-from infinity.errors import BudgetError, ConfigError
+from infinity.distributed.option_digests import option_digests
+from infinity.errors import BudgetError, ConfigError, RankDivergence
 from infinity.layout.division import Division
 from infinity.planning.plan import Plan
 from infinity.system import launcher
@@ -27,9 +28,10 @@ from infinity.tiers.arena import available_ram
 def check_equal(
     communicator: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
 ) -> None:
-    """Check that all ranks offload the same model with the same optimizer and options. Values may differ.
+    """Check that all ranks offload the same model with the same optimizer and options. Values of parameters
+    and buffers may differ.
 
-    options: by name. Raises RankDivergence if something differs.
+    options: those of `offload`, by name. Raises RankDivergence if something differs.
     """
     tensors = [
         (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)
@@ -39,7 +41,7 @@ def check_equal(
         )
     ]
     names = {id(each): name for name, each in model.named_parameters()}
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     communicator.same(
         "offload()",
         version=VERSION,
@@ -50,6 +52,21 @@ def check_equal(
         parameter_groups=_digest([[names.get(id(each)) for each in group["params"]] for group in groups]),
         **{name: str(value) for name, value in options.items()},
     )
+    _check_options(communicator.agree("offload()", options=option_digests(groups)))
+
+
+def _check_options(heard: Mapping[int, Mapping[str, Any]]) -> None:
+    """Check that the optimizers' options are equal. heard: rank -> the digests, under "options"."""
+    first = heard[0]["options"]
+    for rank, said in sorted(heard.items()):
+        here = said["options"]
+        differing = [name for name in sorted(first | here) if first.get(name) != here.get(name)]
+        if differing:
+            raise RankDivergence(
+                f"At offload() the optimizer of rank {rank} has other options than that of rank 0: "
+                f"{', '.join(differing)}.",
+                "Make the optimizer with the same options on all ranks.",
+            )
 
 
 def agreed_plan(

@@ -12,7 +12,6 @@ gradients when all ranks have called zero_grad(), and a rank's next gradient wai
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -22,6 +21,7 @@ from infinity.distributed.ballots import Ballots
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind
+from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
@@ -286,18 +286,3 @@ class RankedStep:
                         f"{self._share.rank} ({mine[name]}).",
                         "Make the same calls with the same values on all ranks.",
                     )
-
-
-def digest(options: Sequence[Mapping[str, Any]]) -> str:
-    """A short text that is equal for equal options of param groups."""
-    text = repr(
-        [
-            sorted((name, _plain(value)) for name, value in group.items() if name != "params")
-            for group in options
-        ]
-    )
-    return f"{zlib.crc32(text.encode()):08x}"
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else repr(value)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import rank_processes
+import torch
 import torch.distributed as dist
 from torch import nn
 from warm_python import Popen
 
 import infinity
+from infinity.distributed.option_digests import digest, option_digests
 from infinity.errors import ConfigError
 
 
@@ -37,6 +39,76 @@ def test_buffers_whose_elements_share_memory_get_the_values_of_rank_0() -> None:
         ]
         * 2
     )
+
+
+def test_options_that_are_no_values_may_be_other_objects_on_each_rank() -> None:
+    assert results("options_without_values") == [[2.0]] * 2
+
+
+def test_optimizers_with_other_options_are_refused_by_offload() -> None:
+    for each in rank_processes.run("input_ranks.py", "other_options", size=2):
+        assert (each.code, each.error) == (0, "RankDivergence"), each
+        assert "At offload() the optimizer of rank 1 has other options than that of rank 0: betas, eps." in (
+            each.text
+        )
+
+
+# --- digests of options ---------------------------------------------------------------------------------
+
+
+class Schedule:
+    """An option that is no plain value."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lambda step: step,
+        object,
+        Schedule,
+        lambda: [Schedule(), {"schedule": Schedule()}],
+        lambda: torch.tensor([0.5, 1.0]),
+        lambda: torch.empty(2, device="meta"),
+        lambda: {"a": 1, "b": (2.0, None)},
+        lambda: torch.float32,
+    ],
+)
+def test_equal_options_have_equal_digests(make: Any) -> None:
+    first, second = make(), make()  # both live, so that their addresses differ
+    assert digest([{"lr": 0.1, "option": first}]) == digest([{"option": second, "lr": 0.1}])
+
+
+def test_the_order_within_sets_and_mappings_does_not_matter() -> None:
+    assert digest([{"option": {"a": 1, "b": 2}}]) == digest([{"option": {"b": 2, "a": 1}}])
+    assert digest([{"option": {8, 0}}]) == digest([{"option": {0, 8}}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.2),
+        (1, "1"),
+        (True, None),
+        ((0.9, 0.99), (0.9, 0.999)),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        (torch.tensor(0.1), torch.tensor(0.2)),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (Schedule(), object()),
+        (json.dumps, json.loads),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_other_options_have_other_digests(one: Any, other: Any) -> None:
+    first, second = ([{"lr": 0.1, "option": each, "params": []}] for each in (one, other))
+    assert digest(first) != digest(second)
+    found = option_digests(first), option_digests(second)
+    assert [name for name in found[0] if found[0][name] != found[1][name]] == ["option"]
+
+
+def test_groups_and_options_that_are_absent_count() -> None:
+    assert digest([{"lr": 0.1}]) != digest([{"lr": 0.1}, {"lr": 0.1}])
+    assert digest([{"lr": 0.1}, {}]) != digest([{}, {"lr": 0.1}])
 
 
 # --- the environment and the mesh -----------------------------------------------------------------------
