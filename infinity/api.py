@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -91,7 +92,8 @@ def offload(
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
     of the tiers (StorageError, StorageFull, DeviceError). A commit that cannot be loaded raises CorruptState
-    or IncompatibleCheckpoint. Model and optimizer are then as they were.
+    or IncompatibleCheckpoint. Model and optimizer are then as they were. On several ranks, RankDivergence and
+    RankFailure are raised, too.
     """
     launcher.record_at_exit()
     budget, precision = check_kinds(budget, precision)
@@ -366,6 +368,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
             f"The model is a {type(model).__name__}, which handles its parameters by itself.",
             "Give infinity.offload the plain module inside of it.",
         )
+    _check_unsharded(model)
     known = set()
     for name, parameter in model.named_parameters():
         known.add(id(parameter))
@@ -384,3 +387,16 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
             "The optimizer has a parameter that is not the model's.",
             "Build the optimizer of model.parameters(), after the last change to the model.",
         )
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    """Raises ConfigError for FullyShardedDataParallel, whose parameters are parts of flattened ones."""
+    # Not imported: where there is such a module, its package has been.
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            where = f"has a {type(module).__name__} at {name}" if name else f"is a {type(module).__name__}"
+            raise ConfigError(
+                f"The model {where}, which shards its parameters by itself.",
+                "Give infinity.offload the plain model: partition= says what ranks divide among them.",
+            )

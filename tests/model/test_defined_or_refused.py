@@ -372,3 +372,15 @@ def test_ddp_inside_is_refused(tmp_path: Path) -> None:
             device="cpu",
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("where", ["is a FullyShardedDataParallel", "has a FullyShardedDataParallel at 1"])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+def test_fsdp_around_the_model_or_in_it_is_refused(where: str) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+    model = sharded if where.startswith("is") else nn.Sequential(nn.Linear(2, 2), sharded)
+    with pytest.raises(ConfigError, match=where):
+        infinity.offload(model, torch.optim.AdamW(model.parameters()), device="cpu")
