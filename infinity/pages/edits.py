@@ -115,8 +115,9 @@ class EditTracker:
         home.
 
         Does nothing with one rank, or without edits. Raises ConfigError, naming a parameter, if edits differ.
-        They are then undone by the pages' next arrivals. A permanent page cannot undo them, since it is
-        edited at home: then the error is kept, and the runtime cannot be used any more.
+        They are then undone by the pages' next arrivals. A permanent page (stages 0 to 2, at home where the
+        model computes) cannot undo them, since it is edited at home: then the error is kept, and the runtime
+        cannot be used any more.
         """
         if self._over_ranks is None:
             return
@@ -129,13 +130,16 @@ class EditTracker:
                 digests[page.layout.parameters[index].names[0]] = crc32c(values)
         differing = self._over_ranks.differing(digests) if digests else []
         if differing:
+            kept = any(page.permanent for page in pages)
+            fate = "the edits are undone" if not kept else "no values from before are left"
             error = ConfigError(
-                f"The parameter {differing[0]} was edited with different values on the ranks.",
-                "Edit parameters alike on all ranks.",
+                f"The parameter {differing[0]} was edited with different values on the ranks; {fate}.",
+                "Edit parameters alike on all ranks."
+                + (" This runtime cannot be used any more: start all ranks again." if kept else ""),
             )
+            if kept:
+                self._health.lose(error)
             for page in pages:
-                if page.permanent:
-                    self._health.lose(error)
                 self._undo_edits(page)
             raise error.again()
 
