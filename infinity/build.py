@@ -298,6 +298,7 @@ class _Builder:
                 health=health,
                 early=self.early,
             )
+            pager.over_ranks = peers.step
         parts = Components(
             model=self.model,
             plan=plan,

@@ -181,6 +181,9 @@ class Runtime(Closing):
         The loss scale is divided out, and the factor of an earlier `clip_grad_norm_` is applied. The copy
         has the parameter's shape and strides, and the dtype in which gradients are accumulated
         (`Precision.accumulate`).
+
+        With several ranks the copy has the average over ranks. Where every rank keeps all gradients (stages 0
+        and 1), all ranks call this for the same parameter, or it raises RankDivergence.
         """
         return self._training().gradient(parameter)
 

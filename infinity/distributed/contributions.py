@@ -12,13 +12,21 @@ wait, the one with the earliest turn waits for nobody but ranks that compute: a 
 either offers its contribution or ends its backward. Asking and sending need neither rank's training thread.
 That holds for a rank's first contribution to a piece in a micro-batch. Further ones, as of shared parameters,
 wait for the ends of backwards, their own included, so they take no room.
+
+[Note: withdrawn gradients]
+`p.grad = None` after m backwards withdraws a parameter's gradients of micro-batches below m. The owner of a
+piece may lack some of them then, and, if it is slow to withdraw itself, may have got later ones. So a
+withdrawal is a mark at micro-batch m: the sum begins anew with the first contribution from m on. Whoever
+makes that contribution has withdrawn before, and its mark travels ahead of it. If no such contribution comes,
+the sum is forgotten at the next agreement; see [Note: withdrawing] in infinity/distributed/ranked_step.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -48,6 +56,8 @@ class _Offer:
     token: int
     """The number by which that rank knows the gradient."""
     dtype: torch.dtype
+    micro_batch: int
+    """Number of the micro-batch on that rank since gradients were cleared."""
     here: torch.Tensor | None = None
     """The gradient, (count,), if this rank computed it."""
     room: int = 0
@@ -63,6 +73,20 @@ class _Asked:
     offer: _Offer
     memory: torch.Tensor
     """The bytes, uint8, in the pool of the exchange."""
+
+
+class _AskedSum(NamedTuple):
+    """A rank's request for a sum."""
+
+    source: int
+    number: int
+    """Number of the delivery at that rank."""
+    epoch: int
+    ended: int
+    """Number of backwards that the rank has ended: the sum is to have all ranks' gradients of as many."""
+    after: int
+    """Number of backwards of which the rank has withdrawn its gradients."""
+    key: Key
 
 
 class Contributions:
@@ -121,8 +145,16 @@ class Contributions:
         """Gradients that are being sent -> the bytes of room that they take."""
         self._begun: set[tuple[Key, int]] = set()
         """(piece, micro-batch) of this rank's contributions since gradients were cleared."""
-        self._asked_sums: list[tuple[int, int, int, int, Key]] = []
-        """(source, number of the delivery there, epoch, backwards, key) of requests for sums."""
+        self._asked_sums: list[_AskedSum] = []
+        """Requests for sums that have not been answered yet."""
+        self._withdrawn: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
+        """(unit, index of a parameter) -> micro-batches below which its gradients were withdrawn on a rank
+        since gradients were cleared; see [Note: withdrawn gradients].
+        """
+        self._starts: dict[Key, int] = {}
+        """Piece -> the micro-batch, one of `_withdrawn`, from which on contributions are in its sum. Others
+        have all.
+        """
         self._token = 0
         self._waiting_bytes = 0
         """Bytes of this rank's gradients that wait for other ranks, as contributions or for their turn."""
@@ -161,7 +193,7 @@ class Contributions:
             self._begun.add((key, micro_batch))
             self._count(room)
             if owner == self._share.rank:
-                offer = _Offer(owner, self._token, part.dtype, part, room)
+                offer = _Offer(owner, self._token, part.dtype, micro_batch, part, room)
                 self._take(self._turns.offered(key, micro_batch, owner, offer))
             else:
                 self.offered[owner] += 1
@@ -180,6 +212,12 @@ class Contributions:
             self._wire.post(peer, Kind.EXPECTED, self._epoch, micro_batch, listed)
         self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
         self._go_on()
+
+    def withdraw(self, unit: int, parameter: int) -> None:
+        """Withdraw this rank's gradients of a parameter from all backwards that it has ended."""
+        for peer in self._wire.peers:
+            self._wire.post(peer, Kind.WITHDRAWN, self._epoch, unit, parameter, self.ended)
+        self._withdrawn[unit, parameter].add(self.ended)
 
     def backward_ended(self, count: int = 1) -> None:
         """Note that this rank has ended `count` backwards: what it has not contributed to them is absent."""
@@ -241,6 +279,8 @@ class Contributions:
         self._ready.clear()
         self._outgoing.clear()
         self._begun.clear()
+        self._withdrawn.clear()
+        self._starts.clear()
         self._waiting_bytes = sum(self._sending.values())
         self._bell.ring()
         if self._paused > self._closed:
@@ -249,11 +289,14 @@ class Contributions:
         for source, message in early:
             self.heard(source, message)
 
-    def sum_of(self, unit: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+    def sum_of(self, unit: int, chunk_index: int, piece: Piece, after: int) -> torch.Tensor | None:
         """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
 
-        The sum has the gradients of as many backwards of each rank as this rank has ended.
+        The sum has the gradients of as many backwards of each rank as this rank has ended, without those that
+        this rank has withdrawn. after: number of backwards of which it has withdrawn them.
         """
+        if self.ended <= after:
+            return None
         page = self._pages[unit]
         key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
         owner = self._share.owner(chunk_index)
@@ -262,11 +305,12 @@ class Contributions:
                 come = self._bell.wait_for(lambda: self._turns.complete(key, self.ended))
             if not come:
                 raise self._late("brings gradients to this rank")
-            return self._sum(key)
+            return self._sum(key, after)
         found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients")
-        self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, self._epoch, self.ended, *key)
+        fields = [self._epoch, self.ended, after, *key]
+        self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, *fields)
         with self._lock.released():
             delivery.wait()
         return found if there.item() else None
@@ -287,13 +331,16 @@ class Contributions:
             micro_batch, listed = fields
             found = {(unit, index) for unit, index in listed}
             self._take(self._turns.expects(source, micro_batch, found))
+        elif epoch == self._epoch and message.kind is Kind.WITHDRAWN:
+            unit, parameter, micro_batch = fields
+            self._withdrawn[unit, parameter].add(micro_batch)
         elif epoch == self._epoch:
             self._heard[source] += 1
             micro_batch, token, dtype, *key = fields
             unit, chunk_index, index = key
             self._gradients.begin()
             self._pages[unit].content.add(self._piece((unit, chunk_index, index)).parameter)
-            offer = _Offer(source, token, getattr(torch, dtype))
+            offer = _Offer(source, token, getattr(torch, dtype), micro_batch)
             self._take(self._turns.offered((unit, chunk_index, index), micro_batch, source, offer))
         self._go_on()
 
@@ -306,10 +353,10 @@ class Contributions:
         dispatch = self._wire.deliver(source, number, [part.view(torch.uint8)], "gradients", tell=True)
         self._sending[dispatch] = room
 
-    def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
+    def sum_requested(self, source: int, number: int, epoch: int, ended: int, after: int, *key: int) -> None:
         """Take another rank's request for a sum, to be answered when the sum has what the rank asks for."""
         unit, chunk_index, index = key
-        self._asked_sums.append((source, number, epoch, ended, (unit, chunk_index, index)))
+        self._asked_sums.append(_AskedSum(source, number, epoch, ended, after, (unit, chunk_index, index)))
         self._answer_sums()
 
     def sent(self, dispatch: Dispatch) -> None:
@@ -351,28 +398,30 @@ class Contributions:
         """Answer the requests for sums that are complete."""
         waiting, self._asked_sums = self._asked_sums, []
         for each in waiting:
-            source, number, epoch, ended, key = each
-            if epoch < self._epoch:
-                self._wire.refuse(source, number, _cleared())
-            elif epoch > self._epoch or not self._turns.complete(key, ended):
+            if each.epoch < self._epoch:
+                self._wire.refuse(each.source, each.number, _cleared())
+            elif each.epoch > self._epoch or not self._turns.complete(each.key, each.ended):
                 self._asked_sums.append(each)
             else:
-                self._answer(source, number, key)
+                self._answer(each)
 
-    def _answer(self, source: int, number: int, key: Key) -> None:
-        found = self._sum(key)
+    def _answer(self, asked: _AskedSum) -> None:
+        key = asked.key
+        found = self._sum(key, asked.after)
         there = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
         if found is None:
             unit, chunk_index, _ = key
             dtype = self._pages[unit].dtype(chunk_index)
             found = torch.zeros(self._piece(key).count, dtype=dtype, device="cpu")
-        self._wire.deliver(source, number, [there, found.view(torch.uint8)], "gradients")
+        self._wire.deliver(asked.source, asked.number, [there, found.view(torch.uint8)], "gradients")
 
-    def _sum(self, key: Key) -> torch.Tensor | None:
-        """A copy of the sum of a piece that this rank owns; None if it has none."""
+    def _sum(self, key: Key, after: int) -> torch.Tensor | None:
+        """A copy of the sum of a piece that this rank owns; None if it has none, but of gradients that the
+        asking rank has withdrawn after so many backwards.
+        """
         unit, chunk_index, _ = key
         page, piece = self._pages[unit], self._piece(key)
-        if not page.has_piece(chunk_index, piece):
+        if not page.has_piece(chunk_index, piece) or self._starts.get(key, 0) < after:
             return None
         return self._gradients.piece(page, chunk_index, piece)
 
@@ -393,6 +442,11 @@ class Contributions:
 
     def _add(self, key: Key, offer: _Offer, gradient: torch.Tensor) -> None:
         unit, chunk_index, _ = key
+        withdrawn = self._withdrawn.get(self._parameter_of(key), ())
+        start = max((each for each in withdrawn if each <= offer.micro_batch), default=0)
+        if start > self._starts.get(key, 0):
+            self._starts[key] = start
+            self._pages[unit].forget_piece(chunk_index, self._piece(key))
         last = offer.source == self._share.ranks - 1
         try:
             self._updater.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)

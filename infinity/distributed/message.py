@@ -65,6 +65,11 @@ class Kind(enum.IntEnum):
     contributes no more before the agreement's end.
     """
 
+    WITHDRAWN = 17
+    """Fields: the sender's number of zero_grad calls, a unit, the index of a parameter in it, and a number of
+    backwards. The sender has withdrawn its gradients of the parameter from that many backwards.
+    """
+
 
 class What(enum.IntEnum):
     """What a REQUEST asks for."""

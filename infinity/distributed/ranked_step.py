@@ -7,12 +7,18 @@ says the exact sum of squares of what it keeps. So all ranks have the same norm,
 [Note: clearing]
 Another rank may still ask for sums of gradients when this one clears them. So the pages forget their
 gradients when all ranks have called zero_grad(), and a rank's next gradient waits until then.
+
+[Note: withdrawing]
+`p.grad = None` withdraws this rank's gradients of a parameter. They may be in a sum over ranks already, from
+which nothing can be taken away. So all ranks withdraw them, and the sum is forgotten; else the next agreement
+raises RankDivergence.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -26,13 +32,23 @@ from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
-from infinity.errors import InfinityError, RankDivergence, rank_failure
+from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.ranked_engine import RankedEngine
+
+
+@dataclass(slots=True)
+class _Withdrawal:
+    """That this rank has withdrawn its gradients of a parameter."""
+
+    after: int
+    """Number of backwards that this rank had ended since its last zero_grad(); 0 where it does not count."""
+    again: bool = False
+    """Whether it has contributed to the parameter since."""
 
 
 class RankedStep:
@@ -64,6 +80,8 @@ class RankedStep:
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
         """Number of times that all ranks have, and this rank's pages have forgotten them."""
+        self._withdrawn: dict[tuple[int, int], _Withdrawal] = {}
+        """(unit, index of a parameter) -> this rank's last withdrawal of it since the last agreement."""
         self._ballots = ballots
         self._service = service
         self._remote = remote
@@ -90,17 +108,19 @@ class RankedStep:
             "number of zero_grad calls": self._cleared[self._share.rank],
             "content": bits_of(self._pages),
             **self._contributed(),
+            "withdrawn": [[*place, *astuple(each)] for place, each in sorted(self._withdrawn.items())],
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, facts)
         self._check(call, heard, failure)
+        dropped = self._agreed_withdrawals(call, heard)
         with self._lock.released():
             self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
         contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
         for content in contents.values():
             for page, having in zip(self._pages.values(), content, strict=True):
                 page.content |= having
-        squares = self._agreed_squares(call, functools.partial(self._complete, heard, contents))
+        squares = self._agreed_squares(call, functools.partial(self._complete, heard, contents, dropped))
         if self._whole is not None and not self._whole.summed:
             if self._share.whole_states:
                 self._agreed_squares(call, self._whole.share_sums)
@@ -119,10 +139,46 @@ class RankedStep:
             return {"backwards": 0, "offered": [0 for _ in ranks]}
         return {"backwards": contributions.ended, "offered": [contributions.offered[rank] for rank in ranks]}
 
+    def _agreed_withdrawals(self, call: str, heard: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, int]]:
+        """The parameters, (unit, index), whose gradients all ranks have withdrawn, and have no new ones of.
+
+        Raises RankDivergence if a rank has not withdrawn what another one has, or after another backward.
+        """
+        said = {
+            rank: {(unit, index): _Withdrawal(*others) for unit, index, *others in each["withdrawn"]}
+            for rank, each in heard.items()
+        }
+        dropped = []
+        for place in sorted({place for mine in said.values() for place in mine}):
+            having = {rank: mine[place] for rank, mine in said.items() if place in mine}
+            if len(having) < len(said):
+                lacking = [rank for rank in said if rank not in having]
+                told = f"on {_ranks(having)}, and not on {_ranks(lacking)}"
+            elif not any(each.again for each in having.values()):
+                dropped.append(place)
+                continue
+            elif len({each.after for each in having.values()}) == 1:
+                continue
+            else:
+                told = ", ".join(
+                    f"after backward {each.after} on rank {rank}" for rank, each in having.items()
+                )
+            raise RankDivergence(
+                f"At {call} the gradient of {self._name(*place)} was withdrawn (p.grad = None) {told}.",
+                "Set p.grad = None on all ranks, after the same backward, or on none.",
+            )
+        self._withdrawn.clear()
+        return dropped
+
     def _complete(
-        self, heard: Mapping[int, Mapping[str, Any]], contents: Mapping[int, list[set[int]]]
+        self,
+        heard: Mapping[int, Mapping[str, Any]],
+        contents: Mapping[int, list[set[int]]],
+        dropped: Sequence[tuple[int, int]],
     ) -> None:
-        """Complete the sums of gradients that this rank owns."""
+        """Complete the sums of gradients that this rank owns. dropped: parameters, (unit, index), whose
+        gradients are to be forgotten.
+        """
         if self.contributions is not None:
             rank = self._share.rank
             self.contributions.close_step(
@@ -132,6 +188,8 @@ class RankedStep:
             self.contributions.await_all()
         if self._whole is not None:
             self._whole.sum_up(contents)
+        for unit, parameter in dropped:
+            self._gradients.drop(unit, parameter)
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
         """Do a part of the work, and wait until all ranks have. Returns the sum of squares of all gradients.
@@ -161,6 +219,7 @@ class RankedStep:
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()
+        self._withdrawn.clear()
         rank = self._share.rank
         self._cleared[rank] += 1
         for peer in self._wire.peers:
@@ -189,12 +248,45 @@ class RankedStep:
         later: as in `TrainingStep.add`. Raises ConfigError if no gradient may come now.
         """
         self._gradients.check_addition(unit, parameter)
-        if self.contributions is None:
-            assert self._whole is not None
+        if self._whole is not None:
             self._whole.check()
+        if (unit, parameter) in self._withdrawn:
+            self._withdrawn[unit, parameter].again = True
+        if self.contributions is None:
             return False
         self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)
         return True
+
+    def withdraw(self, unit: int, parameter: int) -> None:
+        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing].
+
+        Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward, and
+        where an eager update may have used the gradients.
+        """
+        if unit not in self._pages or not self._pages[unit].layout.parameters[parameter].trainable:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"The gradient of {self._name(unit, parameter)} was withdrawn (p.grad = None) inside of a "
+                "backward, from which other ranks may have got it.",
+                "Set p.grad = None after the backward, on all ranks.",
+            )
+        after = 0
+        if self._forgotten < self._cleared[self._share.rank]:
+            pass  # this rank has no gradients since its zero_grad()
+        elif self.contributions is not None:
+            after = self.contributions.ended
+            if after:
+                self._check_lazy(unit, parameter)
+                self.contributions.withdraw(unit, parameter)
+        elif self._whole is not None and not self._whole.summed:
+            self._gradients.drop(unit, parameter)
+        self._withdrawn[unit, parameter] = _Withdrawal(after)
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
+        withdrawal = self._withdrawn.get((unit, parameter))
+        return self._gradients.has(unit, parameter) and (withdrawal is None or withdrawal.again)
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
         """Do what `Gradients.read` does for the sum over all ranks.
@@ -202,19 +294,29 @@ class RankedStep:
         Where every rank adds up its gradients by itself until the step ends, this is an agreement until then:
         all ranks call it for the same parameter, or it raises RankDivergence.
         """
-        if self._forgotten < self._cleared[self._share.rank]:
+        if unit not in self._pages:
             return None
-        if self._whole is None or self._whole.summed:
-            return self._gradients.read(unit, parameter, self._sum_of)
-        call = f"grad({self._pages[unit].layout.parameters[parameter].names[0]})"
-        self._ballots.agree(call, {})
-        found = self._gradients.read(unit, parameter, self._sum_of)
-        self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
-        return found
+        cleared = self._cleared[self._share.rank]
+        if self._whole is not None and not (self._whole.summed and self._forgotten == cleared):
+            # Also right after zero_grad(), though nothing has come then: how soon others have called
+            # zero_grad() must not decide which of this rank's calls are agreements.
+            call = f"grad({self._name(unit, parameter)})"
+            heard = self._ballots.agree(call, {"number of zero_grad calls": cleared, "failure": None})
+            self._check(call, heard, None)
+            with self._lock.released():
+                self._await_forgotten()
+            found = self._gradients.read(unit, parameter, self._sum_of)
+            self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
+            return found
+        if self._forgotten < cleared or self._gone(unit, parameter):
+            return None
+        return self._gradients.read(unit, parameter, self._sum_of)
 
     def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
         if self.contributions is not None:
-            return self.contributions.sum_of(page.index, chunk_index, piece)
+            withdrawal = self._withdrawn.get((page.index, piece.parameter))
+            after = 0 if withdrawal is None else withdrawal.after
+            return self.contributions.sum_of(page.index, chunk_index, piece, after)
         assert self._whole is not None
         return self._whole.sum_of(page, chunk_index, piece)
 
@@ -269,6 +371,25 @@ class RankedStep:
         self._engine.stepped(updated)
         self._service.stepped()
 
+    def _check_lazy(self, unit: int, parameter: int) -> None:
+        # Eager updates come at different times on the ranks: some may have used the gradients already.
+        if self._engine.store.plan.update == "eager":
+            raise ConfigError(
+                f"The gradient of {self._name(unit, parameter)} was withdrawn (p.grad = None), but an eager "
+                "update of another rank may have used it.",
+                'Offload with update="lazy" to withdraw gradients.',
+            )
+
+    def _gone(self, unit: int, parameter: int) -> bool:
+        """Whether this rank has withdrawn a parameter's gradient, and no backward has ended since."""
+        withdrawal = self._withdrawn.get((unit, parameter))
+        if withdrawal is None:
+            return False
+        return self.contributions is None or self.contributions.ended <= withdrawal.after
+
+    def _name(self, unit: int, parameter: int) -> str:
+        return self._pages[unit].layout.parameters[parameter].names[0]
+
     def _check(
         self, call: str, heard: Mapping[int, Mapping[str, Any]], failure: InfinityError | None
     ) -> None:
@@ -279,10 +400,16 @@ class RankedStep:
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
         for rank, said in sorted(heard.items()):
-            for name in mine.keys() - {"content", "backwards", "offered", "failure", "squares"}:
+            for name in mine.keys() - {"content", "backwards", "offered", "withdrawn", "failure", "squares"}:
                 if said[name] != mine[name]:
                     raise RankDivergence(
                         f"At {call} the {name} on rank {rank} ({said[name]}) differs from that on rank "
                         f"{self._share.rank} ({mine[name]}).",
                         "Make the same calls with the same values on all ranks.",
                     )
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """Such as "rank 1", or "ranks 0, 2"."""
+    listed = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(listed)}"

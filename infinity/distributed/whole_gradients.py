@@ -104,7 +104,7 @@ class WholeGradients:
         return into if there else None
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
-        page.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
+        page.forget_piece(chunk_index, piece)
         self._updater.accumulate_piece(page.index, chunk_index, piece, total, last=True)
 
 

@@ -377,7 +377,11 @@ class Gradients:
     def drop(self, unit: int, parameter: int) -> None:
         """Forget the gradient of one parameter."""
         if unit in self.pages:
-            self.pages[unit].content.discard(parameter)
+            page = self.pages[unit]
+            page.content.discard(parameter)
+            if self._ranks > 1:  # what ranks ask each other for are pieces
+                for chunk_index, piece in page.pieces(parameter):
+                    page.forget_piece(chunk_index, piece)
 
     def check_addition(self, unit: int, parameter: int) -> GradientPage:
         """Check that a gradient of a parameter may come now, and return the unit's gradient page.

@@ -135,7 +135,8 @@ class PagedParameter(nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """None while the parameter has no gradient; else reading this property raises ConfigError.
 
-        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it.
+        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it. Setting the property to
+        None forgets the gradient; with several ranks all do it, after the same backward.
         """
         place = self._place
         if place.pager.has_gradient(place):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -25,6 +25,17 @@ from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
+
+
+class GradientsOverRanks(Protocol):
+    """Knows which gradients this rank has withdrawn from the sums over ranks."""
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient that this rank has not withdrawn."""
+        ...
+
+    def withdraw(self, unit: int, parameter: int) -> None:
+        """Withdraw this rank's gradients of a parameter."""
 
 
 class Pager:
@@ -72,6 +83,8 @@ class Pager:
         """
         self.scale = scale
         self.refuse = health.check
+        self.over_ranks: GradientsOverRanks | None = None
+        """The gradients of all ranks; None with one rank, and for inference."""
         self._gradients = gradients
         self._alone = prefetch_engine.store.plan.share.ranks == 1
 
@@ -233,10 +246,16 @@ class Pager:
         return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
+        if self.over_ranks is not None:
+            return self.over_ranks.has(place.page.index, place.index)
         return self._gradients is not None and self._gradients.has(place.page.index, place.index)
 
     def drop_gradient(self, place: Place) -> None:
-        if self._gradients is not None:
+        if self.over_ranks is not None:
+            with self.lock:
+                self.refuse()
+                self.over_ranks.withdraw(place.page.index, place.index)
+        elif self._gradients is not None:
             self._gradients.drop(place.page.index, place.index)
 
     def _settle(self, places: Sequence[Place]) -> None:
@@ -269,6 +288,7 @@ class Pager:
         """At the end of the runtime, drop all aliases of views that user code holds (see `_lend`), and the
         entries of `addresses`. Edits through these views are no longer noticed.
         """
+        self.over_ranks = None
         self.edits.forget()
         self.addresses.clear()
 

@@ -144,6 +144,10 @@ class GradientPage:
         """Whether a gradient of a piece is stored."""
         return (piece.parameter, piece.start) in self.chunks[chunk_index].blocks
 
+    def forget_piece(self, chunk_index: int, piece: Piece) -> None:
+        """Forget the gradient of a piece, if one is stored. The next one begins its sum anew."""
+        self.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
+
     def arrived_piece(self, piece: Piece) -> None:
         """Note that a piece has the gradients of one more micro-batch of all ranks.
 

@@ -1,0 +1,78 @@
+"""Tests of what user code does over ranks: it reads, withdraws and watches gradients, and makes edits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import rank_processes
+
+from infinity.distributed.bell import TIMEOUT_VARIABLE
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    """What the programs return on one rank."""
+    (found,) = rank_processes.run("user_code_ranks.py", "every_program", size=1)
+    assert found.code == 0, found.text
+    return found.result
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Any]:
+    """What the programs return on each of several ranks."""
+    found = rank_processes.run(
+        "user_code_ranks.py", "every_program", size=SIZE, environment={TIMEOUT_VARIABLE: "10"}
+    )
+    for each in found:
+        assert (each.code, each.error) == (0, ""), each
+    return [each.result for each in found]
+
+
+@pytest.mark.parametrize("program", ["withdrawn", "read_when_cleared"])
+def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
+    for each in ranks:
+        assert each[program] == alone[program]
+
+
+def test_a_withdrawn_gradient_is_gone(alone: Any) -> None:
+    for first, _, clipped, *_, cause in alone["withdrawn"]:
+        assert first is None and clipped is None
+        assert cause == "step() was called and no parameter has a gradient."
+
+
+def test_withdrawals_that_differ_are_refused_on_all_ranks(ranks: list[Any]) -> None:
+    for each in ranks:
+        for stage, (one_rank, another_backward, inside, eager) in enumerate(each["refused"]):
+            assert one_rank == (
+                "RankDivergence: At clip_grad_norm_ the gradient of last.bias was withdrawn "
+                "(p.grad = None) on rank 1, and not on rank 0."
+            )
+            assert another_backward == (
+                "trained"
+                if stage < 2
+                else "RankDivergence: At step() the gradient of last.bias was withdrawn (p.grad = None) "
+                "after backward 1 on rank 0, after backward 2 on rank 1."
+            )
+            told = "ConfigError: The gradient of last.bias was withdrawn (p.grad = None)"
+            assert inside.startswith(f"{told} inside of a backward")
+            assert eager.startswith("trained" if stage < 2 else f"{told}, but an eager update")
+
+
+def test_hooks_see_the_gradients_of_the_own_rank(ranks: list[Any], alone: Any) -> None:
+    assert [each["hooks"] for each in ranks] == [alone["hooks"][rank::SIZE] for rank in range(SIZE)]
+
+
+def test_edits_that_differ_are_undone_where_values_from_before_are_left(ranks: list[Any]) -> None:
+    for each in ranks:
+        for stage, (error, undone, trained) in enumerate(each["differing_edits"]):
+            told = "ConfigError: The parameter first.weight was edited with different values on the ranks; "
+            if stage == 3:
+                assert error == told + "the edits are undone. Edit parameters alike on all ranks."
+                assert (undone, trained) == (True, False)
+            else:
+                assert error.startswith(told + "no values from before are left. ")
+                assert error.endswith("This runtime cannot be used any more: start all ranks again.")
+                assert undone == trained == error

@@ -1,0 +1,203 @@
+"""Programs of ranks whose user code reads, withdraws and watches gradients, and makes edits that differ; see
+tests/distributed/test_user_code.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import rank_processes
+import torch
+from racing_ranks import RANK, SIZE, TOGETHER, Training
+
+from infinity.distributed.conductor import Conductor
+from infinity.distributed.message import Kind
+from infinity.errors import InfinityError
+
+PARTITIONS = (None, "optimizer", "gradients", "parameters")
+LAST = SIZE > 1 and RANK == SIZE - 1
+
+
+def withdraw(training: Training) -> None:
+    """Set p.grad = None for three parameters. The last rank is late, when others may be in their next
+    backward.
+    """
+    if LAST:
+        time.sleep(0.05)
+    for module in (training.model.first, training.model.middle[1], training.model.last):
+        module.weight.grad = None
+        assert module.weight.grad is None
+
+
+def micro_batches(training: Training, first: int) -> None:
+    for number in range(first, first + TOGETHER):
+        training.backward(number)
+
+
+def withdrawn() -> list[list[Any]]:
+    """For each partition, what training comes to if all ranks withdraw gradients."""
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        runtime, weight = training.runtime, training.model.first.weight
+        told: list[Any] = []
+
+        def read(training: Training = training) -> Any:
+            gradient = training.runtime.grad(training.model.first.weight)
+            return None if gradient is None else float(gradient.norm())
+
+        micro_batches(training, 0)
+        withdraw(training)
+        told += [read(), float(runtime.clip_grad_norm_(0.05)), read(), training.end()]
+        micro_batches(training, 2)
+        told += [float(runtime.clip_grad_norm_(0.05)), read()]
+        withdraw(training)
+        told.append(read())
+        runtime.optimizer.step()
+        told += [read(), weight.grad is None]
+        runtime.optimizer.zero_grad()
+        # What comes after a withdrawal counts alone. Stages 0 and 1 add gradients of several backwards in
+        # another order than one rank does, so there all that has come is withdrawn.
+        micro_batches(training, 4)
+        withdraw(training)
+        if partition in (None, "optimizer"):
+            for parameter in training.model.parameters():
+                parameter.grad = None
+        micro_batches(training, 6)
+        told += [read(), training.end()]
+        micro_batches(training, 8)
+        for parameter in training.model.parameters():
+            parameter.grad = None
+        try:
+            runtime.optimizer.step()
+        except InfinityError as error:
+            told.append(error.cause)
+        runtime.close()
+        found.append(told)
+    return found
+
+
+def refused() -> list[list[str]]:
+    """For each partition, how withdrawals end that only one rank makes, or one rank after another backward,
+    or that come inside of a backward or with eager updates.
+    """
+    found = []
+    for partition in PARTITIONS:
+        told = []
+        for program in (one_rank, another_backward, inside, eager):
+            options: dict[str, Any] = {"update": "eager", "accumulation": 1} if program is eager else {}
+            training = Training(partition, **options)
+            try:
+                program(training)
+                told.append(training.end() and "trained")
+            except InfinityError as error:
+                told.append(f"{type(error).__name__}: {error.cause}")
+            training.runtime.close()
+        found.append(told)
+    return found
+
+
+def one_rank(training: Training) -> None:
+    micro_batches(training, 0)
+    if LAST:
+        training.model.last.bias.grad = None
+    training.runtime.clip_grad_norm_(1.0)
+
+
+def another_backward(training: Training) -> None:
+    for first in range(0, 6, TOGETHER):
+        micro_batches(training, first)
+        if first == (2 if LAST else 0):
+            training.model.last.bias.grad = None
+
+
+def inside(training: Training) -> None:
+    def hook(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    training.model.last.bias.register_post_accumulate_grad_hook(hook)
+    micro_batches(training, 0)
+
+
+def eager(training: Training) -> None:
+    micro_batches(training, 0)
+    training.model.last.bias.grad = None
+
+
+def read_when_cleared() -> list[Any]:
+    """Ranks read a gradient right after zero_grad(), of which rank 0 hears late."""
+    act = Conductor._act
+
+    def late(self: Conductor, waiting: list[Any]) -> bool:
+        if RANK == 0 and any(message.kind is Kind.CLEARED for _, message in waiting):
+            time.sleep(0.1)
+        return act(self, waiting)
+
+    Conductor._act = late  # type: ignore[method-assign]
+    found: list[Any] = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        for step in range(2):
+            micro_batches(training, 2 * step)
+            found.append(training.end())
+            found.append(training.runtime.grad(training.model.first.weight) is None)
+        training.runtime.close()
+    return found
+
+
+def hooks() -> list[float]:
+    """The norms of the gradients that a hook of a parameter sees, of one micro-batch after another."""
+    training, found = Training("parameters"), []
+    scale = 1 if SIZE > 1 else TOGETHER  # one rank has divided the losses
+    training.model.first.weight.register_hook(lambda each: found.append(float((each * scale).norm())))
+    micro_batches(training, 0)
+    micro_batches(training, 2)
+    training.end()
+    training.runtime.close()
+    return found
+
+
+def differing_edits() -> list[list[Any]]:
+    """For each partition: the error by which edits that differ are refused, whether they are undone, and how
+    training goes on.
+    """
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        told: list[Any] = []
+        before = training.digest()
+        for program in (
+            functools.partial(edit, training),
+            training.digest,
+            functools.partial(go_on, training),
+        ):
+            try:
+                told.append(program() == before)
+            except InfinityError as error:
+                told.append(f"{type(error).__name__}: {error}")
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def edit(training: Training) -> None:
+    with training.runtime.full_parameters(training.model.first), torch.no_grad():
+        training.model.first.weight.mul_(2 + RANK)
+
+
+def go_on(training: Training) -> str:
+    micro_batches(training, 0)
+    return training.end()
+
+
+def every_program() -> dict[str, Any]:
+    """What each program of this file returns, by its name."""
+    programs = (withdrawn, read_when_cleared, hooks)
+    found = {each.__name__: each() for each in (refused, differing_edits)} if SIZE > 1 else {}
+    return found | {each.__name__: each() for each in programs}
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
