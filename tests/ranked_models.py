@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from infinity.lm.decoder import Decoder, DecoderConfig
 
@@ -180,6 +181,22 @@ def _two_groups(model: nn.Module) -> Groups:
     ]
 
 
+class _Recomputed(nn.Module):
+    """Layers whose activations are computed again in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = mlp()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x.clone().requires_grad_()  # a reentrant recomputation needs it
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
 class _Even(nn.Module):
     """Six layers whose pages have the same number of bytes."""
 
@@ -207,4 +224,6 @@ SUBJECTS = {
     "experts": Subject(Experts, _routed, _expert_loss),
     "large": Subject(lambda: mlp(300, 260, 200, 280)),
     "even": Subject(_Even),
+    "recomputed": Subject(lambda: _Recomputed(reentrant=False)),
+    "reentrant": Subject(lambda: _Recomputed(reentrant=True)),
 }

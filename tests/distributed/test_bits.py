@@ -39,6 +39,13 @@ MODELS = (
     Case("odd", 2, home="nvme", compute="bf16"),
     Case("tiny", 3),
     Case("decoder", 3, update="sync"),
+    Case("mlp", 2, accumulate=2, update="eager", declared=True),
+    Case("decoder", 3, accumulate=2, update="eager", declared=True, compute="bf16"),
+    Case("mlp", 3, update="eager", declared=True, home="nvme"),
+    Case("recomputed", 3, accumulate=2, clip=0.05, home="nvme"),
+    Case("reentrant", 3, accumulate=2, clip=0.05, home="nvme"),
+    Case("reentrant", 2),
+    Case("reentrant", 1),
 )
 ON_FOUR = (
     Case("mlp", 3, accumulate=2, clip=0.05),
