@@ -41,8 +41,11 @@ class Model(nn.Module):
 class Training:
     """A model, its runtime and its micro-batches, of which each rank takes one in each step."""
 
-    def __init__(self, partition: str, **options: Any) -> None:
-        self.model = Model()
+    def __init__(self, partition: str | None, *, model: nn.Module | None = None, **options: Any) -> None:
+        """partition, options: as for infinity.offload; one rank ignores `partition`. model: a `Model` if it
+        is None.
+        """
+        self.model: Any = Model() if model is None else model
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if SIZE > 1:
             options["partition"] = partition
@@ -107,6 +110,37 @@ def late_first_backward() -> list[str]:
             training.backward(number, times=float("inf") if step == 1 and number == 1 else 1.0)
         found.append(training.end())
     training.runtime.close()
+    return found
+
+
+class Product(nn.Module):
+    """A unit of two parameters. Each of two ranks keeps the gradient of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.randn(96, 96) / 10) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(inputs @ self.first) @ self.last)
+
+
+def eager_updates_of_parts() -> list[Any]:
+    """Rank 1 begins its eager update of a unit before it has a gradient of the unit's other parameter."""
+    found: list[Any] = []
+    for partition in ("gradients", "parameters"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Product(), Product())
+        declared = 1 if SIZE > 1 else TOGETHER
+        training = Training(partition, model=model, update="eager", accumulation=declared)
+        for step in range(3):
+            if SIZE > 1 and RANK == 1:
+                time.sleep(0.05)
+            for number in range(TOGETHER):
+                training.backward(TOGETHER * step + number)
+            found.append(training.end())
+        states = training.runtime.optimizer.state_dict()["state"]
+        found.append([float(each["step"]) for each in states.values()])
+        training.runtime.close()
     return found
 
 

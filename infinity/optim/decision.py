@@ -4,7 +4,7 @@ before the update runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,20 +72,20 @@ def decide(unit: int, options: StepOptions, gradients: Gradients, states: States
     )
 
 
-def count_step(page: ParameterPage, states: States, decision: Decision, options: StepOptions) -> None:
+def count_step(page: ParameterPage, states: States, touched: Collection[int], options: StepOptions) -> None:
     """Count the update of a unit as done as soon as it is decided, even if it runs much later.
 
     Adds one to the step count of each updated parameter in the unit's optimizer page, and notes there which
     chunks and parameters have moments from now on. Also increments torch's version counter of each updated
-    parameter, because its values are going to change in place. page: the unit's parameter page. states,
-    options: as for `decide`, which has returned `decision`.
+    parameter, because its values are going to change in place. page: the unit's parameter page. touched: the
+    indices of the updated parameters. states, options: as for `decide`.
     """
-    state, touched = states.pages[page.index], decision.parameters.keys()
+    state = states.pages[page.index]
     if not all(state.begun):
         for chunk_index, chunk in enumerate(page.layout.chunks):
             if any(piece.parameter in touched for piece in chunk.pieces):
                 state.begun[chunk_index] = True
-    state.edited -= touched
+    state.edited.difference_update(touched)
     for index in touched:
         state.steps[index] += 1
         group = options.group(page.index, index)

@@ -77,6 +77,8 @@ class Updater:
         self._lazy = store.plan.update != "sync"
         """Whether updates may end after `step` has returned."""
         self._units = [UnitUpdate.of(self._chains_of(page, threads, health)) for page in pages]
+        self._early: dict[int, set[int]] = {}
+        """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
         self._queue = UpdateQueue(self._units, store)
         self._staging = Staging(store, gradients.staged, self._queue)
         self._ahead = self._read_ahead()
@@ -174,6 +176,7 @@ class Updater:
         visible = {unit for unit in later if exposed(unit)}
         for unit in later:
             self._open(unit, options)
+        self._count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
         first = {unit: place for place, unit in enumerate(order)}
         opened = [unit for unit, group in enumerate(self._units) if group.left]
@@ -202,7 +205,7 @@ class Updater:
         self.complete_awaited()
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
-        self._open(unit, options)
+        self._early[unit] = self._open(unit, options)
         self._gradients.consume(unit)
         if seen:
             self.complete(unit)
@@ -324,17 +327,31 @@ class Updater:
 
     # --- what is due ------------------------------------------------------------------------------------
 
-    def _open(self, unit: int, options: StepOptions) -> None:
+    def _count_elsewhere(self, options: StepOptions) -> None:
+        """Count the step of parameters whose units were updated early, and which other ranks update.
+
+        An early update begins when the parameters that this rank updates have their gradients. Of the unit's
+        other parameters it may not know yet that they get gradients in this step.
+        """
+        for unit, counted in self._early.items():
+            page = self._gradients.pages[unit]
+            if page.consumed:
+                others = {each for each in page.content if options.group(unit, each) is not None} - counted
+                with torch._C.DisableTorchFunctionSubclass():
+                    count_step(self._pages[unit], self._states, others, options)
+        self._early.clear()
+
+    def _open(self, unit: int, options: StepOptions) -> set[int]:
         """Decide the update of a unit, allow it to be computed, and count it as one more step in the
         optimizer states of the parameters that it changes.
 
         If the device updates the unit, the update is queued there. Otherwise the gates of the unit's chains
         (updates of chunks) are opened: they may compute from now on. Does nothing if no parameter of the unit
-        has both a gradient and a param group.
+        has both a gradient and a param group. Returns the indices of the parameters that it counts.
         """
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
-            return
+            return set()
         group = self._units[unit]
         if self._on_device is not None and unit in self._on_device:
             self._update_on_device(self._on_device, unit, decision)
@@ -351,7 +368,8 @@ class Updater:
                 self._queue.open(unit, chosen, decision)
             group.left = len(chosen)
         with torch._C.DisableTorchFunctionSubclass():
-            count_step(self._pages[unit], self._states, decision, options)
+            count_step(self._pages[unit], self._states, decision.parameters.keys(), options)
+        return set(decision.parameters)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device, without waiting for it.

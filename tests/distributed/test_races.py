@@ -12,6 +12,7 @@ import rank_processes
         "idle_rank",
         "idle_rank_with_contributions",
         "late_first_backward",
+        "eager_updates_of_parts",
         "edits_while_sending",
         "states_after_loading",
     ],
