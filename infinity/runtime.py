@@ -183,7 +183,9 @@ class Runtime(Closing):
         (`Precision.accumulate`).
 
         With several ranks the copy has the average over ranks. Where every rank keeps all gradients (stages 0
-        and 1), all ranks call this for the same parameter, or it raises RankDivergence.
+        and 1), all ranks call this for the same parameter, or it raises RankDivergence. Elsewhere (stages 2
+        and 3) it has the gradients of as many backwards of each rank as this rank has ended, and maybe later
+        ones of ranks that are ahead; after clip_grad_norm_ and step() it has those of all.
         """
         return self._training().gradient(parameter)
 

@@ -293,7 +293,8 @@ class Contributions:
         """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
 
         The sum has the gradients of as many backwards of each rank as this rank has ended, without those that
-        this rank has withdrawn. after: number of backwards of which it has withdrawn them.
+        this rank has withdrawn, and maybe later ones of ranks that are ahead: owners add what has its turn.
+        after: number of backwards of which this rank has withdrawn them.
         """
         if self.ended <= after:
             return None
