@@ -86,8 +86,8 @@ def offload(
     batches of its own (torchrun starts them): a 1-D mesh of these ranks, by default all of them, and what
     they divide among them. "parameters": everything, which is ZeRO's stage 3. "gradients": gradients and
     optimizer states (stage 2). "optimizer": optimizer states (stage 1). None: nothing. Gradients are averaged
-    over ranks. Every rank calls this function with an equal model and optimizer; parameters and buffers get
-    rank 0's values. budget is then that of one rank.
+    over ranks. Every rank calls this function with an equal model and optimizer; parameters, buffers and
+    optimizer states get rank 0's values. budget is then that of one rank.
 
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors

@@ -104,7 +104,7 @@ def carry_out(
         else:
             builder.fill(weights, heap)
             if optimizer is not None:
-                adopt(optimizer, builder.write_state, builder.dtype_in_page)
+                builder.adopt_states(optimizer)
         threads = cleanup.enter_context(_threads(plan, communicator))
         runtime = builder.wire(meter, threads, heap, checkpoint)
         cleanup.pop_all()
@@ -196,22 +196,54 @@ class _Builder:
     def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
         return [self.places[id(parameter)] for parameter in group["params"]]
 
-    def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+    def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's
+        optimizer.
+
+        Called after `fill`, and before `wire` converts parameters to paged parameters. Raises ConfigError if
+        a state does not fit its parameter.
+        """
+        assert self.states is not None
+        if self.communicator is None:
+            adopt(optimizer, self._write_state, self._dtype_in_page)
+            return
+        from infinity.distributed.initial_states import Given, InitialStates
+
+        states = InitialStates(self.communicator, self.states, self._present)
+        given: list[Given] = []
+        if states.serves:
+            adopt(
+                optimizer,
+                lambda parameter, state: given.append((*self.places[id(parameter)], state)),
+                self._dtype_in_page,
+            )
+        self.early += states.write(given)
+
+    def _write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """Write a parameter's optimizer state to its optimizer page.
 
-        Called after `fill`, and before `wire` converts the parameter to a paged parameter. state: tensors by
-        name, as in OptimizerCore.write_state.
+        state: tensors by name, as in OptimizerCore.write_state.
         """
         assert self.states is not None
         unit, index = self.places[id(parameter)]
-        layout = self.plan.layout.units[unit]
         self.states.write(unit, index, state)
-        if "master" in state and self.communicator is None:
-            nbytes = layout.parameters[index].numel * layout.parameters[index].dtype.itemsize
-            values = self.store.fetch(self.homes[unit], layout.start(index), nbytes)
-            self.states.restore(unit, index, values.view(layout.parameters[index].dtype), state["master"])
+        if "master" in state:
+            values = self._present(unit, index, 0, parameter.numel())
+            self.states.restore(unit, index, values, state["master"])
 
-    def dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
+    def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
+        """Return elements [first, first + count) of a parameter's values in its page: (count,), as in memory,
+        and in the dtype of the page. The home must have them, in one range.
+        """
+        layout = self.plan.layout.units[unit]
+        dtype = layout.parameters[index].dtype
+        if not count:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        start = layout.start(index) + first * dtype.itemsize
+        (held,) = self.shards[unit].pieces(start, count * dtype.itemsize)
+        return self.store.fetch(self.homes[unit], held.home_start, held.nbytes).view(dtype)
+
+    def _dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter will have in its page."""
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype

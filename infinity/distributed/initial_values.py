@@ -6,8 +6,6 @@ more than it keeps, and all start with the same values, whatever their seeds.
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -15,12 +13,10 @@ import torch
 from torch import nn
 
 from infinity.distributed.communicator import Communicator
-from infinity.distributed.message import Kind, Message, What
-from infinity.errors import RankDivergence
+from infinity.distributed.message import Message
+from infinity.distributed.rank_zero import RankZero
 from infinity.layout.strides import in_memory_order
 
-_SLICE = 0.2
-"""Seconds after which a waiting rank looks whether another one has failed."""
 _WINDOW = 16 << 20
 """The most bytes that are asked for at once."""
 
@@ -31,6 +27,7 @@ class InitialValues:
     def __init__(self, communicator: Communicator, model: nn.Module) -> None:
         """model: the same on all ranks, but for its values."""
         self._communicator = communicator
+        self._rank_zero = RankZero(communicator, "initial values")
         self._tensors = [*model.parameters(), *model.buffers()]
         self._numbers = {id(each): number for number, each in enumerate(self._tensors)}
         self._buffers = [each for each in model.buffers() if not each.is_meta]
@@ -58,58 +55,27 @@ class InitialValues:
     def take(self, tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """Return rank 0's values of elements [first, first + count) of a tensor: (count,), as in memory."""
         flat = torch.empty(count, dtype=tensor.dtype, device="cpu")
-        wire = self._communicator.wire
         step = max(1, _WINDOW // max(1, flat.itemsize))
         for start in range(0, count, step):
-            part = flat[start : start + step]
-            delivery = wire.expect(0, [part.view(torch.uint8)], label="initial values")
-            number = self._numbers[id(tensor)]
-            wire.post(0, Kind.REQUEST, delivery.number, What.INITIAL, number, first + start, part.numel())
-            delivery.wait()
+            self._rank_zero.take(self._numbers[id(tensor)], first + start, flat[start : start + step])
         return flat
 
     def done(self) -> list[tuple[int, Message]]:
         """End the exchange: rank 0 serves until all others have ended it. Returns messages about other things
         that have come meanwhile.
         """
-        communicator = self._communicator
-        if not self.serves:
-            with torch.no_grad():
-                for buffer in self._buffers:
-                    there = self.take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
-                    _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
-            communicator.wire.post(0, Kind.REQUEST, 0, What.INITIAL, -1, 0, 0)
-            return []
-        left, others = set(communicator.ranks.peers), []
-        until = time.monotonic() + communicator.bell.timeout
-        while left:
-            try:
-                source, message = communicator.wire.inbox.get(timeout=_SLICE)
-            except queue.Empty:
-                if communicator.bell.failure is not None:
-                    raise communicator.bell.failure.again() from None
-                if time.monotonic() > until:
-                    raise RankDivergence(
-                        f"Ranks {sorted(left)} have not taken their initial values within "
-                        f"{communicator.bell.timeout:g} s.",
-                        "Call offload() on all ranks with the same model.",
-                    ) from None
-                continue
-            until = time.monotonic() + communicator.bell.timeout
-            if message.kind is not Kind.REQUEST or message.fields[1] != What.INITIAL:
-                others.append((source, message))
-            elif message.fields[2] < 0:
-                left.discard(source)
-            else:
-                self._serve(source, *message.fields)
-        return others
+        if self.serves:
+            return self._rank_zero.serve(self._part)
+        with torch.no_grad():
+            for buffer in self._buffers:
+                there = self.take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
+                _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
+        self._rank_zero.leave()
+        return []
 
-    def _serve(self, source: int, number: int, _: int, index: int, first: int, count: int) -> None:
-        tensor = self._tensors[index].detach()
-        flat = in_memory_order(tensor, _dense(tensor)).cpu()[first : first + count]
-        self._communicator.wire.deliver(
-            source, number, [flat.contiguous().view(torch.uint8)], label="initial values"
-        )
+    def _part(self, number: int, first: int, count: int) -> torch.Tensor:
+        tensor = self._tensors[number].detach()
+        return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
 
 
 def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -85,7 +85,7 @@ class What(enum.IntEnum):
     LOCAL = 6
     """The asked rank's own gradient of a piece, not summed over ranks."""
     INITIAL = 5
-    """Values of rank 0's model, while runtimes are made."""
+    """Values of rank 0's model or optimizer states, while runtimes are made."""
 
     @property
     def label(self) -> str:

@@ -45,6 +45,12 @@ def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return master
 
 
+def rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether flat float32 masters round to the values of a parameter of the same shape, in any dtype."""
+    rounded = split(master)[0] if parameter.dtype == torch.bfloat16 else master.to(parameter.dtype)
+    return torch.equal(rounded, parameter)
+
+
 def _blocks(elements: int) -> Iterator[slice]:
     for start in range(0, elements, _BLOCK):
         yield slice(start, start + _BLOCK)

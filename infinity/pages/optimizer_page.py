@@ -8,7 +8,7 @@ they have values: the first update of a chunk creates the chunk's moments in RAM
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.formats import moments
-from infinity.formats.master_weights import join, split
+from infinity.formats.master_weights import join, rounds_to, split
 from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scale_of
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
@@ -176,10 +176,8 @@ class States:
         values: the present values in the parameter page, (numel,) in memory order. master: the new master,
         in the parameter's shape and with any strides.
         """
-        layout = self.pages[unit].layout.parameters[parameter]
-        flat = _flat(master, layout)
-        rounded = split(flat)[0] if layout.dtype == torch.bfloat16 else flat.to(layout.dtype)
-        if torch.equal(rounded, values):
+        flat = _flat(master, self.pages[unit].layout.parameters[parameter])
+        if rounds_to(flat, values):
             self.encode(unit, parameter, flat)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
@@ -211,25 +209,43 @@ class States:
         Moments are rounded to nearest in the format of the page. Raises ConfigError if the parameter is
         frozen and `state` is not empty.
         """
-        page = self.pages[unit]
-        layout = page.layout.parameters[parameter]
+        layout = self.pages[unit].layout.parameters[parameter]
         if state and not layout.trainable:
             raise ConfigError(
                 f"There is an optimizer state for {layout.names[0]}, which was frozen when it was offloaded.",
                 "Offload the model with that parameter trainable, or leave its state out.",
             )
         given = [name for name in self.rule.moments if isinstance(state.get(name), torch.Tensor)]
-        for chunk_index, _ in page.pieces(parameter):
-            if given and not page.begun[chunk_index]:
-                self._begin(page, chunk_index)
+        self.begin(unit, parameter, given, int(state["step"]) if "step" in state else None)
         for name in given:
-            for array, values in self.encoded(name, _flat(state[name], layout)).items():
-                self._write(page, parameter, array, values)
-        page.steps[parameter] = int(state["step"]) if "step" in state else int(bool(given))
-        if given:
+            self.write_moment(unit, parameter, name, _flat(state[name], layout))
+
+    def begin(self, unit: int, parameter: int, moments: Sequence[str], step: int | None) -> None:
+        """Replace a parameter's step count, and make room for moments, which `write_moment` then writes.
+
+        moments: names in torch of those that will be written: all of the rule's, or none. step: number of
+        updates that the parameter has had; None: the state does not say.
+        """
+        page = self.pages[unit]
+        for chunk_index, _ in page.pieces(parameter):
+            if moments and not page.begun[chunk_index]:
+                self._begin(page, chunk_index)
+        page.steps[parameter] = int(bool(moments)) if step is None else step
+        if moments:
             page.has_moments.add(parameter)
         else:
             page.has_moments.discard(parameter)
+
+    def write_moment(
+        self, unit: int, parameter: int, moment: str, values: torch.Tensor, first: int = 0
+    ) -> None:
+        """Write elements [first, first + count) of a parameter's moment, as far as this rank keeps them.
+
+        moment: its name in torch. values: float32 (count,) in RAM, in the order of the parameter's memory.
+        first: a multiple of 4096, so that blocks of int8 codes are whole.
+        """
+        for array, encoded in self.encoded(moment, values).items():
+            self._write(self.pages[unit], parameter, array, encoded, first)
 
     def fill(self, page: StatePage, chunk_index: int, data: torch.Tensor) -> None:
         """Write the initial values of a chunk's moments into `data`.
