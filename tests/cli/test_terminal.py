@@ -60,8 +60,11 @@ def test_planning_that_is_ended_leaves_nothing(job: TinyJob) -> None:
     process = job.start(*job.arguments("plan", *job.nvme("200MiB"), model="10m"), script=False)
 
     def measures() -> bool:
-        opened = Path(f"/proc/{process.pid}/fd").glob("*")
-        return any(os.path.realpath(each).startswith(f"{job.pages}{os.sep}") for each in opened)
+        for each in Path(f"/proc/{process.pid}/fd").glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+                if os.readlink(each).startswith(f"{job.pages}{os.sep}"):
+                    return True
+        return False
 
     with ended(process):
         wait_for(measures, process)

@@ -263,7 +263,7 @@ def test_it_ends_with_what_was_read_ahead(tmp_path: Path) -> None:
             if step == 0:
                 runtime.optimizer.step()
                 runtime.optimizer.zero_grad()
-        assert held(runtime)
+        assert held_once_written(runtime)
 
 
 def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
