@@ -69,7 +69,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
     monkeypatch.setattr(calls, "measure_rates", lambda *_: SPEEDS)
-    monkeypatch.setattr(cli.training_run, "_SAMPLE_TOKENS", 3)
+    monkeypatch.setattr(cli.training_run, "sample_tokens", lambda parameters: 3)
 
 
 class TinyJob:

@@ -23,13 +23,11 @@ from infinity.cli.signals import StopFlag, Stopped
 from infinity.cli.step_log import write_step
 from infinity.lm.sample import generate
 from infinity.lm.training import HeldOut, StepReport, Training
+from infinity.lm.work import evaluation_batches, sample_tokens
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.timeline import Timeline
 
-_HELD_OUT_SECONDS = 10.0
-_SAMPLE_SECONDS = 10.0
-_SAMPLE_TOKENS = 200
 _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
 """Greatest number of bytes in the prompt that the model continues in the sample at the end of a run."""
@@ -138,9 +136,8 @@ class _Run:
         self._training = Training(
             job.language_model, runtime, job.batches, job.recipe, between=between, ranks=ranks
         )
-        self._held_out = HeldOut(
-            job.language_model, job.batches, job.device, count=self._begin(), ranks=ranks
-        )
+        count = self._begin() or evaluation_batches(job.language_model.parameters, job.batches.tokens)
+        self._held_out = HeldOut(job.language_model, job.batches, job.device, count=count, ranks=ranks)
         self.outcome = Outcome()
 
     def work(self) -> Outcome:
@@ -167,7 +164,7 @@ class _Run:
         between, job = self._flag.check, self._job
         if job.resumed is None:
             with self._console.status("loss on held-out text"):
-                self.outcome.before = self._held_out.loss(seconds=_HELD_OUT_SECONDS, between=between)
+                self.outcome.before = self._held_out.loss(between=between)
         else:
             self.outcome.before = job.resumed["held_out"]["loss"]
         self._train()
@@ -216,8 +213,7 @@ class _Run:
         return generate(
             job.language_model,
             prompt,
-            tokens=_SAMPLE_TOKENS,
-            seconds=_SAMPLE_SECONDS,
+            tokens=sample_tokens(job.language_model.parameters),
             temperature=_TEMPERATURE,
             seed=0,
             device=job.device,

@@ -50,6 +50,11 @@ class Batches:
         # Raises if a window does not fit the held-out part, which is the smaller part.
         self._vocabulary.window(text, text.held_out.start, self._length)
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that a batch predicts."""
+        return self._batch * (self._length - 1)
+
     def training(self, step: int, micro: int) -> torch.Tensor:
         """Read the training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
 
@@ -71,8 +76,7 @@ class Batches:
         16 Ki tokens together. There is at least one batch, even if it predicts more tokens.
         """
         part = self._text.held_out
-        tokens = self._batch * (self._length - 1)
-        count = max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // tokens))
+        count = max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // self.tokens))
         rows = count * self._batch
         room = max(0, len(part) - self._length)
         starts = [part.start + room * row // max(1, rows - 1) for row in range(rows)]

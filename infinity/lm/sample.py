@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,7 +27,6 @@ def generate(
     prompt: str,
     *,
     tokens: int,
-    seconds: float,
     temperature: float,
     seed: int,
     device: torch.device | str,
@@ -36,8 +34,7 @@ def generate(
 ) -> str:
     """Return the prompt and the model's continuation, which has at most `tokens` tokens.
 
-    seconds: time after which no further token is begun; at least one token is made. A limit is needed because
-    the model may be read from disk for every token. temperature: divisor of the logits; 0 takes the likeliest
+    temperature: divisor of the logits; 0 takes the likeliest
     token. seed: the same seed and the same logits give the same text on any device. device: where the model
     computes. between: called after each token, and may raise an exception to end the call.
 
@@ -57,9 +54,8 @@ def generate(
     given = vocabulary.encode(prompt)
     context = given or vocabulary.encode("\n") or [0]
     made: list[int] = []
-    deadline = time.monotonic() + seconds
     with torch.no_grad(), _evaluating(language_model.model):
-        while len(made) < tokens and (not made or time.monotonic() < deadline):
+        while len(made) < tokens:
             seen = [*context, *made][-longest:]
             filled = seen + [0] * (min(round_up(len(seen), _LENGTHS), longest) - len(seen))
             tokens_in = torch.tensor([filled], dtype=torch.int64, device=device)

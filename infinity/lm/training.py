@@ -206,7 +206,7 @@ class HeldOut:
         count: int | None = None,
         ranks: RunRanks = ONE_RANK,
     ) -> None:
-        """count: take this many of the held-out batches, as `count` of an earlier object said; None: all.
+        """count: the most batches that are taken of the held-out ones; None: all.
         ranks: those that divide the batches among them.
         """
         self._ranks = ranks
@@ -218,18 +218,14 @@ class HeldOut:
         """Number of batches over which `loss` is the mean."""
         return len(self._batches)
 
-    def loss(self, *, seconds: float | None = None, between: Callable[[], object] = do_nothing) -> float:
+    def loss(self, *, between: Callable[[], object] = do_nothing) -> float:
         """Measure and return the mean loss over the held-out batches, in nats per token.
 
         With several ranks all of them call this. They measure a batch each at a time, and all return the same
-        mean. seconds: time on the first rank after which no further batch is begun. A limit is needed because
-        the model may be read from disk for each batch. If a call leaves batches out, later calls leave the
-        same batches out, so that the losses of all calls are comparable. between: called after each batch,
-        and may raise an exception to end the call.
+        mean. between: called after each batch, and may raise an exception to end the call.
         """
         model, ranks, found = self._subject.model, self._ranks, list[float]()
         training = model.training
-        started = time.perf_counter()
         model.eval()
         try:
             with torch.no_grad():
@@ -237,12 +233,8 @@ class HeldOut:
                     mine = self._batches[first : first + ranks.ranks][ranks.rank : ranks.rank + 1]
                     losses = [float(self._subject.loss(batch)) for batch in mine]
                     between()
-                    late = seconds is not None and time.perf_counter() - started > seconds
-                    heard = ranks.gather("the loss on held-out text", [losses, late])
-                    found += [each for theirs, _ in heard for each in theirs]
-                    if heard[0][1]:  # one clock decides for all ranks
-                        break
+                    heard = ranks.gather("the loss on held-out text", losses)
+                    found += [each for theirs in heard for each in theirs]
         finally:
             model.train(training)
-        self._batches = self._batches[: len(found)]
         return statistics.fmean(found)

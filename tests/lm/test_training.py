@@ -5,7 +5,6 @@ The report of each step must be right, and so must the loss on text that is held
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from infinity.lm.training import (
     train,
     warm_up_and_cosine,
 )
+from infinity.lm.work import evaluation_batches, sample_tokens
 
 BATCH, SEQ = 4, 16
 
@@ -222,14 +222,12 @@ def test_the_held_out_loss_is_the_mean_of_its_batches(training: bool, text: Text
     assert language_model.model.training is training
 
 
-def test_batches_that_took_too_long_are_not_taken_again(text: Text) -> None:
-    language_model = Counting()
-    measure = held_out(text, language_model)
-    assert measure.loss(seconds=0.0) == 0.0
-    assert language_model.asked == 1
-    assert measure.loss() == 1.0
-    assert language_model.asked == 2
-    assert measure.loss(seconds=math.inf) == 2.0
+def test_the_number_of_batches_follows_from_the_model_alone() -> None:
+    tokens = 8 * 256
+    assert evaluation_batches(10**7, tokens) == 7
+    assert evaluation_batches(10**8, tokens) == evaluation_batches(10**10, tokens) == 1
+    assert evaluation_batches(0, tokens) > 8
+    assert [sample_tokens(each) for each in (0, 10**7, 10**8, 10**10)] == [200, 200, 100, 8]
 
 
 def test_what_is_called_between_batches_can_end_the_measurement(text: Text) -> None:
@@ -244,15 +242,14 @@ def test_what_is_called_between_batches_can_end_the_measurement(text: Text) -> N
     assert (language_model.asked, measure.count) == (3, 8)
 
 
-def test_a_later_measurement_takes_as_many_batches(text: Text) -> None:
+def test_a_measurement_may_take_fewer_batches(text: Text) -> None:
     tiny = preset_of()
     batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny):
-        first = HeldOut(tiny, batches, torch.device("cpu"))
-        loss = first.loss(seconds=0.0)
-        assert first.count == 1
-        second = HeldOut(tiny, batches, torch.device("cpu"), count=first.count)
-        assert second.loss() == loss
+        few = HeldOut(tiny, batches, torch.device("cpu"), count=2)
+        every = HeldOut(tiny, batches, torch.device("cpu"))
+        assert (few.count, every.count) == (2, 8)
+        assert few.loss() == few.loss() != every.loss()
 
 
 class Ended(Exception):
