@@ -158,8 +158,9 @@ def _offload_with_others(
     """
     from infinity.distributed.communicator import Communicator
 
-    place, _ = launcher.local_ranks()
-    target = usable_device(device or (f"cuda:{place}" if torch.cuda.is_available() else "cpu"))
+    launcher.place()  # refuses an environment that is none before others are waited for
+    usual = f"cuda:{launcher.local_rank()}" if torch.cuda.is_available() else "cpu"
+    target = usable_device(device or usual)
     with ExitStack() as cleanup:
         communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
         try:
@@ -202,6 +203,7 @@ def plan_with_others(
     """
     from infinity.distributed.agreed_plan import agreed_plan, check_equal
 
+    communicator.find_place()
     check_equal(communicator, model, optimizer, precision=precision, weights=weights is None)
     draft = functools.partial(
         plan_for,
@@ -212,7 +214,7 @@ def plan_with_others(
         device=device,
         slab_directory=None,
         share=communicator.share,
-        on_node=launcher.local_ranks()[1],
+        on_node=communicator.place.ranks,
         **options,
     )
     return agreed_plan(communicator, budget.host_bytes, lambda prefer: draft(prefer=prefer))

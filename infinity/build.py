@@ -463,9 +463,7 @@ def _threads(plan: Plan, communicator: Communicator | None) -> cpu_adam.ThreadPo
     openmp = plan.device.type == "cpu"
     if communicator is None:
         return cpu_adam.ThreadPool(openmp=openmp)
-    from infinity.distributed.communicator import node_share
-
-    return cpu_adam.ThreadPool(openmp=openmp, cpus=node_share(cpu_adam.default_cpus()))
+    return cpu_adam.ThreadPool(openmp=openmp, cpus=communicator.node_share(cpu_adam.default_cpus()))
 
 
 def _guard(plan: Plan) -> HeapGuard:

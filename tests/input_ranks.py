@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.distributed.communicator import Communicator
 from infinity.runtime import Runtime
+from infinity.tiers import Tier
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -64,6 +66,16 @@ def uncaught() -> None:
         if RANK == 1:
             raise ZeroDivisionError("planted")
         runtime.optimizer.step()
+
+
+def place() -> list[Any]:
+    """Where this rank runs, its part of four CPUs, and its host budget if none is given."""
+    with Communicator(None, 3, cuda=False) as communicator:
+        communicator.find_place()
+        found = [list(communicator.place), list(communicator.node_share([10, 11, 12, 13]))]
+    model = nn.Linear(64, 64)
+    with offloaded(model, None) as runtime:
+        return [*found, runtime.plan.budgets[Tier.HOST]]
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ def _device(given: str | None, *, several: bool) -> str:
     chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
     if not several or chosen != "cuda":
         return chosen
-    return f"cuda:{launcher.local_ranks()[0]}"
+    return f"cuda:{launcher.local_rank()}"
 
 
 def _describe_device(device: torch.device) -> str:

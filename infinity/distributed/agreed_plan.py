@@ -19,7 +19,6 @@ from infinity.distributed.option_digests import option_digests
 from infinity.errors import BudgetError, ConfigError, RankDivergence
 from infinity.layout.division import Division
 from infinity.planning.plan import Plan
-from infinity.system import launcher
 from infinity.system.version import VERSION
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
@@ -102,7 +101,7 @@ def agreed_plan(
 
 def _check_node(communicator: Communicator, given: int | None) -> None:
     """Check that the host budgets of the ranks of this node fit there together."""
-    node = launcher.node_number()
+    node = communicator.place.node
     heard = communicator.agree("offload()", node=node, budget=given or 0, free=available_ram())
     here = [each for each in heard.values() if each["node"] == node]
     wanted, most = sum(each["budget"] for each in here), max(each["free"] for each in here)

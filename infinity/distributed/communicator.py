@@ -22,8 +22,9 @@ from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence, RankFailure, rank_failure
 from infinity.layout.shards import Share
 from infinity.pages.parameter_page import ParameterPage
-from infinity.system import launcher
+from infinity.system import launcher, machine
 from infinity.system.closing import Closing
+from infinity.system.launcher import Place
 
 _T = TypeVar("_T")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -38,6 +39,8 @@ class Communicator(Closing):
         CUDA devices. Raises ConfigError, RankDivergence and RankFailure.
         """
         self.ranks = Ranks.of(mesh, cuda=cuda)
+        self.place = Place(0, 0, 1)
+        """Where this rank runs, once `find_place` was called."""
         self.share = Share(self.ranks.rank, self.ranks.size, stage)
         self.bell = Bell()
         self.lock = TrainerLock()
@@ -107,6 +110,25 @@ class Communicator(Closing):
                         "Start all ranks with the same program, model, optimizer and versions.",
                     )
 
+    def find_place(self) -> None:
+        """Set `place`, from the environment, or else from what all ranks tell of their machines. All ranks
+        call this.
+        """
+        heard = self.agree("offload()", machine=machine.identity())
+        machines = [heard[rank]["machine"] for rank in range(self.ranks.size)]
+        mine = machines[self.ranks.rank]
+        found = Place(
+            list(dict.fromkeys(machines)).index(mine),
+            machines[: self.ranks.rank].count(mine),
+            machines.count(mine),
+        )
+        self.place = launcher.place() or found
+
+    def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
+        """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
+        _, place, count = self.place
+        return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]
+
     def close(self) -> None:
         """Leave the other ranks. A second call does nothing."""
         if self._closed:
@@ -121,9 +143,3 @@ class Communicator(Closing):
             self.ranks.hang_up()
             self.wire.close()
         self.ranks.close(orderly=orderly and self.bell.failure is None)
-
-
-def node_share(items: Sequence[_T]) -> Sequence[_T]:
-    """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
-    place, count = launcher.local_ranks()
-    return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import os
 import sys
+from typing import NamedTuple
 
 from infinity.errors import ConfigError
 
@@ -26,14 +27,26 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
-def local_ranks() -> tuple[int, int]:
-    """(this process's number among the ranks of its node, number of ranks there)."""
-    return _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1, least=1)
+class Place(NamedTuple):
+    """Where a rank runs."""
+
+    node: int
+    """Number of its node."""
+    rank: int
+    """Its number among the ranks of the node."""
+    ranks: int
+    """Number of ranks there."""
 
 
-def node_number() -> int:
-    """The number of this rank's node."""
-    return _number("GROUP_RANK", 0)
+def local_rank() -> int:
+    """This process's number among the ranks of its node; 0 if the launcher does not say."""
+    return _number("LOCAL_RANK", 0)
+
+
+def place() -> Place | None:
+    """Where this process runs; None if the launcher does not say how many ranks its node has."""
+    found = Place(_number("GROUP_RANK", 0), local_rank(), _number("LOCAL_WORLD_SIZE", 1, least=1))
+    return found if os.environ.get("LOCAL_WORLD_SIZE") else None
 
 
 def keeps_store() -> bool:

@@ -160,6 +160,12 @@ def transparent_huge_pages() -> str:
     return text[text.index("[") + 1 : text.index("]")]
 
 
+def identity() -> str:
+    """A text that only the processes of this machine, or of this container in it, have."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
 def kernel() -> str:
     """The kernel's release, such as "6.8.0"."""
     return platform.release()

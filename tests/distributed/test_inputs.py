@@ -18,11 +18,12 @@ from warm_python import Popen
 import infinity
 from infinity.distributed.option_digests import digest, option_digests
 from infinity.errors import ConfigError
+from infinity.tiers.arena import available_ram
 
 
-def results(function: str) -> list[Any]:
+def results(function: str, **environment: str) -> list[Any]:
     """What each of two ranks returned; none may have failed."""
-    outcomes = rank_processes.run("input_ranks.py", function, size=2)
+    outcomes = rank_processes.run("input_ranks.py", function, size=2, environment=environment)
     assert [(each.code, each.error) for each in outcomes] == [(0, "")] * 2, outcomes
     return [each.result for each in outcomes]
 
@@ -159,6 +160,18 @@ def test_empty_variables_count_as_absent(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(variable, "")
     with offload() as runtime:
         assert runtime.plan.share.ranks == 1
+
+
+def test_ranks_find_out_who_shares_their_machine_if_the_launcher_does_not_say() -> None:
+    (zero, cpus, least), (one, others, _) = results("place", LOCAL_RANK="", LOCAL_WORLD_SIZE="")
+    assert (zero, cpus) == ([0, 0, 2], [10, 11])
+    assert (one, others) == ([0, 1, 2], [12, 13])
+    assert 0 < least < 0.6 * available_ram()
+
+
+def test_the_launcher_is_believed() -> None:
+    for found, cpus, _ in results("place", LOCAL_RANK="3", LOCAL_WORLD_SIZE="4", GROUP_RANK="7"):
+        assert (found, cpus) == ([7, 3, 4], [13])
 
 
 @pytest.mark.parametrize(
