@@ -260,7 +260,9 @@ def make_job(
         prefer=None if saved is None else division_of(saved),
         share=share,
     )
-    if communicator is not None:
+    if communicator is None:
+        planner = functools.partial(planner, on_node=share.ranks)  # a plan for ranks that are not here
+    else:
         said = {**identity, "--steps": options.steps}
         communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
         planner = functools.partial(plan_with_others, communicator, weights=model.weights)

@@ -228,6 +228,16 @@ def test_a_plan_of_one_rank_in_json(job: TinyJob, capsys: pytest.CaptureFixture[
         assert planned[divided_from, kind] == planned[3, kind]
 
 
+def test_ranks_to_come_share_the_machine_if_no_budget_is_given(
+    job: TinyJob, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def budget(ranks: int) -> int:
+        (tier,) = job.plan(capsys, "--ranks", ranks)["tiers"]
+        return int(tier["budget"])
+
+    assert 0 < budget(8) < 0.3 * budget(1)
+
+
 def test_a_plan_of_one_rank_for_people(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(job.arguments("plan", "--ranks", 4, "--stage", 1)) == 0
     text = capsys.readouterr().out
