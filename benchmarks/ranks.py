@@ -15,10 +15,10 @@ names them. A rank has a CPU's share of threads, and a batch of its own in each 
 
 The table has, of a rank: the seconds of a step, the median of all timed steps of the slowest rank; the bytes
 sent to other ranks in a step, which are the payload of the process's TCP sockets as the kernel counts it; and
-the peak RSS above that of the process when it has joined the others and has no model yet: in the timed steps,
-and before them, when the model is built and trains its first steps. The loss is the mean over ranks, of the
-last step. The seconds of peers are divided by ours of the same round. The RSS of infinity is also divided by
-what its plan says.
+the peak RSS above that of the process when it has joined the others, has imported what the first optimizer of
+torch imports (76 MB), and has no model yet: in the timed steps, and before them, when the model is built and
+trains its first steps. The loss is the mean over ranks, of the last step. The seconds of peers are divided by
+ours of the same round. The RSS of infinity is also divided by what its plan says.
 
 All train on the same batches. Initial values are each library's own draws, so that losses are alike, but
 equal only among the cases of one library. Gradients of ranks are summed in fp32 by infinity and by FSDP2,

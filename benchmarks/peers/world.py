@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
+import torch
+
 from peers import rss
 from peers.task import Task
 
@@ -29,8 +31,9 @@ def joined() -> int:
     """Restart the peak of this process's RSS; returns the RSS now, in bytes.
 
     Called when all libraries are imported and the process group is there, but no model. What the RSS grows
-    from here on is the contender's doing.
+    from here on is the contender's doing: what torch imports when it makes its first optimizer is there, too.
     """
+    torch.optim.SGD([torch.zeros(1)])
     rss.restart_peak()
     return rss.read("VmRSS")
 
