@@ -12,10 +12,11 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from warm_python import Popen
 
@@ -53,17 +54,25 @@ def run(
     timeout: seconds after which all that still run are killed (they are then seen as killed by SIGKILL).
     A rank that was stopped (SIGSTOP) is killed once all others have ended.
     """
-    more = {"MASTER_PORT": str(_free_port()), **(environment or {})}
-    processes = [_start(script, function, rank, size, more) for rank in range(size)]
-    try:
-        until = time.monotonic() + timeout
-        while any(_runs(each) for each in processes) and time.monotonic() < until:
-            time.sleep(0.01)
-    finally:
-        for each in processes:
-            with contextlib.suppress(ProcessLookupError):
-                each.send_signal(signal.SIGKILL)
-    return [_outcome(each) for each in processes]
+    more = {
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        **(environment or {}),
+    }
+    with contextlib.ExitStack() as stack:
+        # Files, for a pipe that nobody reads meanwhile holds up a rank that writes more than 64 KiB.
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
+        processes = [_start(script, function, rank, more, output) for rank, output in enumerate(outputs)]
+        try:
+            until = time.monotonic() + timeout
+            while any(_runs(each) for each in processes) and time.monotonic() < until:
+                time.sleep(0.01)
+        finally:
+            for each in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    each.send_signal(signal.SIGKILL)
+        return [_outcome(each, output) for each, output in zip(processes, outputs, strict=True)]
 
 
 def serve(functions: Mapping[str, Any]) -> None:
@@ -81,19 +90,17 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def _start(script: str, function: str, rank: int, size: int, more: Mapping[str, str]) -> Any:
+def _start(script: str, function: str, rank: int, more: Mapping[str, str], output: IO[str]) -> Any:
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
         "PYTHONPATH": os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(TESTS)]),
         **more,
     }
     command = [sys.executable, str(TESTS / script), function]
-    return Popen(command, cwd=TESTS, env=environment, stdout=-1, stderr=-2, text=True)
+    return Popen(command, cwd=TESTS, env=environment, stdout=output, stderr=-2, text=True)
 
 
 def _runs(process: Any) -> bool:
@@ -105,8 +112,10 @@ def _runs(process: Any) -> bool:
     return True
 
 
-def _outcome(process: Any) -> Outcome:
-    written = process.communicate()[0]
+def _outcome(process: Any, output: IO[str]) -> Outcome:
+    process.wait()
+    output.seek(0)
+    written = output.read()
     said = [line for line in written.splitlines() if line.startswith(_MARK)]
     found = json.loads(said[-1].removeprefix(_MARK)) if said else {}
     return Outcome(
