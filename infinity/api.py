@@ -217,7 +217,7 @@ def plan_with_others(
         on_node=communicator.place.ranks,
         **options,
     )
-    return agreed_plan(communicator, budget.host_bytes, lambda prefer: draft(prefer=prefer))
+    return agreed_plan(communicator, budget, lambda prefer: draft(prefer=prefer))
 
 
 def plan(

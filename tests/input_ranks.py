@@ -12,7 +12,11 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api import plan_for
+from infinity.distributed import claims
 from infinity.distributed.communicator import Communicator
+from infinity.errors import BudgetError
+from infinity.layout.shards import Share
 from infinity.runtime import Runtime
 from infinity.tiers import Tier
 
@@ -76,6 +80,51 @@ def place() -> list[Any]:
     model = nn.Linear(64, 64)
     with offloaded(model, None) as runtime:
         return [*found, runtime.plan.budgets[Tier.HOST]]
+
+
+def on_one_disk() -> str:
+    """Offload with all pages on NVMe, in a directory of this rank's, on a disk with just enough free bytes
+    for both ranks; then with fewer, but a slab that a dead process has left; then with too few. Returns the
+    error's text.
+    """
+    directory = os.path.join(os.environ["DISK"], str(RANK))
+    os.mkdir(directory)
+    needed = 2 * _on_nvme(directory)
+    claims.free_bytes = lambda _: needed
+    _on_nvme(directory)
+    with open(os.path.join(directory, f"infinity-rank{RANK}.slab"), "wb") as file:
+        file.write(bytes(8192))
+    claims.free_bytes = lambda _: needed - 2 * 8192
+    _on_nvme(directory)
+    claims.free_bytes = lambda _: needed - 4096
+    try:
+        _on_nvme(directory)
+    except BudgetError as error:
+        return f"{error.tier}: {error}".replace(os.environ["DISK"], "DISK")
+    return ""
+
+
+def _on_nvme(directory: str) -> int:
+    """Offload a model whose pages rest in this directory. Returns the bytes of the slab."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    precision = infinity.Precision(compute="fp32")
+    smallest = plan_for(
+        model,
+        None,
+        budget=infinity.Budget(device="64MiB", host="64MiB", nvme={directory: "64MiB"}),
+        precision=precision,
+        example_inputs=None,
+        device="cpu",
+        update="auto",
+        accumulation=None,
+        slab_directory=None,
+        share=Share(RANK, 2, 3),
+    ).smallest
+    budget = infinity.Budget(
+        device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme={directory: "64MiB"}
+    )
+    with infinity.offload(model, None, budget=budget, precision=precision, device="cpu") as runtime:
+        return runtime.plan.nvme_bytes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Agreed plan: checks that ranks have equal models, and has them divide these models alike.
+"""Agreed plan: checks that ranks have equal models and room for all, and has them divide these models alike.
 
 Ranks may have different budgets. Their pages must be cut alike, so all take the division of the rank whose
 chunks and units are the smallest.
@@ -13,15 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import format_size
+from infinity.config import Budget
+from infinity.distributed import claims
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.option_digests import option_digests
-from infinity.errors import BudgetError, ConfigError, RankDivergence
+from infinity.errors import ConfigError, RankDivergence
 from infinity.layout.division import Division
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
-from infinity.tiers import Tier
-from infinity.tiers.arena import available_ram
 
 
 def check_equal(
@@ -69,15 +68,26 @@ def _check_options(heard: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def agreed_plan(
-    communicator: Communicator, given: int | None, plan_with: Callable[[Division | None], Plan]
+    communicator: Communicator, budget: Budget, plan_with: Callable[[Division | None], Plan]
 ) -> Plan:
     """Make this rank's plan, with a model that is divided as on all ranks.
 
-    given: bytes of this rank's host budget, if the user gave one. plan_with: makes a plan, with a preferred
-    division if there is one. Raises BudgetError if the host budgets of the ranks of this node do not fit
-    there together, and ConfigError if this rank's budget has no room for the division.
+    budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. Raises
+    ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
+    node are about to take does not fit there together. Raises StorageError for a directory that cannot hold
+    slabs.
     """
-    _check_node(communicator, given)
+    plan = _divided_alike(communicator, plan_with)
+    told = claims.told(claims.claims_of(plan, budget))
+    heard = communicator.agree("offload()", node=communicator.place.node, claims=told)
+    claims.check({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
+    return plan
+
+
+def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:
+    """Make this rank's plan, with the division of the rank whose pieces are the smallest. Raises ConfigError
+    if this rank's budget has no room for it.
+    """
     plan = plan_with(None)
     division = Division.of(plan.layout)
     size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]
@@ -97,22 +107,6 @@ def agreed_plan(
                 "Give all ranks budgets of about the same size.",
             )
     return plan
-
-
-def _check_node(communicator: Communicator, given: int | None) -> None:
-    """Check that the host budgets of the ranks of this node fit there together."""
-    node = communicator.place.node
-    heard = communicator.agree("offload()", node=node, budget=given or 0, free=available_ram())
-    here = [each for each in heard.values() if each["node"] == node]
-    wanted, most = sum(each["budget"] for each in here), max(each["free"] for each in here)
-    if wanted > most:
-        raise BudgetError(
-            f"{len(here)} ranks with host budgets of {format_size(wanted)} together run where "
-            f"{format_size(most)} of RAM are free.",
-            f"Give each rank at most {format_size(most // len(here))}.",
-            needed=wanted,
-            tier=Tier.HOST.value,
-        )
 
 
 def _digest(value: Any) -> str:

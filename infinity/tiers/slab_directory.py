@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from infinity.errors import IncompatibleCheckpoint, storage_errors
@@ -65,19 +65,30 @@ def reclaim(lock: PathLock, files: DiskFiles, *, spared: Collection[str] = ()) -
     name, no regular file, or a header that is damaged or of another version. Only names of this rank's slabs
     are ever opened. spared: uuids of slabs that stay whatever their headers say, because a commit names them.
     """
-    with storage_errors("list", lock.directory):
-        names = sorted(os.listdir(lock.directory))
+    for path in _leftovers(lock.directory, lock.rank, files, spared):
+        files.remove(path)
+
+
+def leftover_bytes(directory: Path, rank: int) -> int:
+    """Bytes on disk of what `reclaim` would remove from a directory for a rank. Removes and locks nothing."""
+    return sum(path.lstat().st_blocks * 512 for path in _leftovers(directory, rank, DiskFiles(), ()))
+
+
+def _leftovers(directory: Path, rank: int, files: DiskFiles, spared: Collection[str]) -> Iterator[Path]:
+    """Yield the files in a directory that `reclaim` removes for a rank."""
+    with storage_errors("list", directory):
+        names = sorted(os.listdir(directory))
     for name in names:
-        path = lock.directory / name
-        if name == slab_name(lock.rank):
+        path = directory / name
+        if name == slab_name(rank):
             if _is_regular(path):
-                files.remove(path)
+                yield path
         else:
             named = parse_slab_name(name)
-            if not named or named[0] != lock.rank or named[1] in spared:
+            if not named or named[0] != rank or named[1] in spared:
                 continue
             if _is_regular(path) and left_by_a_crash(path, files):
-                files.remove(path)
+                yield path
 
 
 def slab_paths(directories: Sequence[Path], rank: int, uuid: str) -> list[Path]:

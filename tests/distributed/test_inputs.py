@@ -16,8 +16,10 @@ from torch import nn
 from warm_python import Popen
 
 import infinity
+from infinity.distributed.claims import Claim, check, disk_claims, told
 from infinity.distributed.option_digests import digest, option_digests
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError, ConfigError
+from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 
 
@@ -52,6 +54,77 @@ def test_optimizers_with_other_options_are_refused_by_offload() -> None:
         assert "At offload() the optimizer of rank 1 has other options than that of rank 0: betas, eps." in (
             each.text
         )
+
+
+# --- what ranks of one node take together ---------------------------------------------------------------
+
+
+def test_slabs_on_one_disk_that_do_not_fit_together_are_refused_on_all(tmp_path: Path) -> None:
+    (zero, one) = results("on_one_disk", DISK=str(tmp_path))
+    assert zero == one
+    assert zero.startswith("nvme: Ranks 0, 1 together want ")
+    assert "of the file system of DISK/0, where " in zero
+
+
+def of_memory(place: str, wanted: int, free: int = 100, returned: int = 0) -> Claim:
+    return Claim(Tier.DEVICE, place, f"the memory of cuda:{place}", wanted, free, returned)
+
+
+def checked(*ranks: tuple[int, list[Claim]]) -> None:
+    """Check the claims of ranks, of each (its node, its claims), as the ranks would hear them."""
+    heard = {rank: (node, json.loads(json.dumps(told(claims)))) for rank, (node, claims) in enumerate(ranks)}
+    check(heard)
+
+
+def test_device_budgets_of_ranks_with_one_device_are_added_up() -> None:
+    checked((0, [of_memory("a", 50)]), (0, [of_memory("a", 50, free=99)]))
+    with pytest.raises(BudgetError) as caught:
+        checked((0, [of_memory("a", 50)]), (0, [of_memory("b", 70)]), (0, [of_memory("a", 51)]))
+    assert caught.value.tier == "device"
+    assert caught.value.cause == (
+        "Ranks 0, 2 together want 101 B of the memory of cuda:a, where 100 B are free."
+    )
+    assert caught.value.cure == "Give each of them at most 50 B there, or a device of its own."
+
+
+def test_places_on_other_nodes_and_of_other_tiers_are_other_places() -> None:
+    disk = Claim(Tier.NVME, "a", "a disk", 80, 100)
+    checked((0, [of_memory("a", 80)]), (1, [of_memory("a", 80)]), (0, [disk]), (1, [disk]))
+    with pytest.raises(BudgetError, match="Ranks 1, 3 together want 160 B of a disk"):
+        checked((0, [of_memory("a", 80)]), (1, [disk]), (0, [disk]), (1, [disk]))
+
+
+def test_what_ranks_give_back_first_counts_as_free() -> None:
+    checked((0, [of_memory("a", 60, returned=15)]), (0, [of_memory("a", 60, returned=5)]))
+    with pytest.raises(BudgetError, match="where 119 B are free"):
+        checked((0, [of_memory("a", 60, returned=15)]), (0, [of_memory("a", 60, returned=4)]))
+
+
+def test_what_one_rank_takes_alone_is_checked_elsewhere() -> None:
+    checked((0, [of_memory("a", 200)]), (0, [of_memory("b", 200)]))
+
+
+def test_a_disk_gets_at_least_what_the_others_have_no_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("one", "two", "three")
+    for name in names:
+        (tmp_path / name).mkdir()
+    budgets = {str(tmp_path / name): 100 for name in names}
+    (alone,) = disk_claims(250, budgets, 0)
+    assert (alone.wanted, alone.name) == (250, f"the file system of {tmp_path / 'one'}")
+    status = os.stat
+
+    def apart(path: Any) -> Any:
+        """Directory "two" lies on another disk."""
+        found = list(status(path))
+        found[2] += Path(path).name == "two"
+        return os.stat_result(found)
+
+    monkeypatch.setattr("infinity.distributed.claims.os.stat", apart)
+    assert [each.wanted for each in disk_claims(250, budgets, 0)] == [150, 50]
+    assert [each.wanted for each in disk_claims(150, budgets, 0)] == [50]
+    assert disk_claims(0, budgets, 0) == []
 
 
 # --- digests of options ---------------------------------------------------------------------------------

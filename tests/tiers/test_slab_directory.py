@@ -16,7 +16,7 @@ from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab import Slab
-from infinity.tiers.slab_directory import find_slab, lock_directory, remove_slab
+from infinity.tiers.slab_directory import find_slab, leftover_bytes, lock_directory, remove_slab
 from infinity.tiers.slab_header import SlabHeader, slab_name
 
 MIB = 1 << 20
@@ -52,8 +52,11 @@ def test_only_leftovers_of_the_rank_go(tmp_path: Path) -> None:
     }
     for name, content in {**stay, **go}.items():
         (tmp_path / name).write_bytes(content)
+    sizes = {name: (tmp_path / name).stat().st_blocks * 512 for name in go}
+    assert leftover_bytes(tmp_path, 0) == sum(sizes.values()) > 0
     files = FailingFiles()
     with lock_directory(tmp_path, 0, files):
+        assert leftover_bytes(tmp_path, 0) == 0
         assert names(tmp_path) == sorted({*stay, "infinity-rank0.lock"})
     assert {name: (tmp_path / name).read_bytes() for name in stay} == stay
     opened = {name for operation, name in files.operations if operation in {"read", "remove", "open"}}
