@@ -1,9 +1,11 @@
-"""Programs of ranks that offload unusual models and optimizers, or end by an error that nothing catches; see
-tests/distributed/test_inputs.py.
+"""Programs of ranks that offload unusual models and optimizers, from files or onto one disk, or end by an
+error that nothing catches; see tests/distributed/test_inputs.py.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch import nn
 
 import infinity
 from infinity.api import plan_for
+from infinity.checkpoint.safetensors_files import Weights
 from infinity.distributed import claims
 from infinity.distributed.communicator import Communicator
 from infinity.errors import BudgetError
-from infinity.layout.shards import Share
+from infinity.layout.division import Division
+from infinity.layout.shards import PageShard, Share
 from infinity.runtime import Runtime
 from infinity.tiers import Tier
 
@@ -125,6 +129,79 @@ def _on_nvme(directory: str) -> int:
     )
     with infinity.offload(model, None, budget=budget, precision=precision, device="cpu") as runtime:
         return runtime.plan.nvme_bytes
+
+
+def from_a_file() -> dict[str, float]:
+    """Offload with `weights=`. Pages of the file that have no row of a parameter of which this rank keeps a
+    part cannot be read: a process that touches one is killed by SIGSEGV. Returns the sum of each parameter,
+    and the part of the file that cannot be read.
+    """
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Linear(1024, 1024), nn.Conv2d(256, 256, 3).to(memory_format=torch.channels_last)
+        )
+    options: dict[str, Any] = {
+        "budget": infinity.Budget(host="64MiB"),
+        "precision": infinity.Precision(compute="fp32"),
+        "device": "cpu",
+    }
+    share = Share(RANK, int(os.environ["WORLD_SIZE"]), 3)
+    drafted = plan_for(
+        model,
+        None,
+        example_inputs=None,
+        update="auto",
+        accumulation=None,
+        slab_directory=None,
+        share=share,
+        **options,
+    )
+    kept = {
+        parameter.names[0]: [
+            (piece.page_start - unit.start(index), piece.nbytes)
+            for piece in PageShard(unit, share).pieces(unit.start(index), parameter.numel * 4)
+        ]
+        for unit in drafted.layout.units
+        for index, parameter in enumerate(unit.parameters)
+    }
+    read, total, hidden = Weights.read, 0, 0
+
+    def read_own(self: Weights, name: str) -> torch.Tensor:
+        nonlocal total, hidden
+        values = read(self, name)
+        assert _is_mapped(values, os.environ["WEIGHTS"]), "nothing has been read yet"
+        total += values.nbytes
+        hidden += _hide(values, kept[name])
+        return values
+
+    Weights.read = read_own  # type: ignore[method-assign]
+    with infinity.offload(model, None, weights=os.environ["WEIGHTS"], **options) as runtime:
+        assert Division.of(runtime.plan.layout) == Division.of(drafted.layout)
+        found = {name: float(each.double().sum()) for name, each in model.state_dict().items()}
+    return {**found, "hidden": hidden / total}
+
+
+def _is_mapped(values: torch.Tensor, path: str) -> bool:
+    """Whether a tensor's memory is a part of a file."""
+    with open("/proc/self/maps") as file:
+        spans = [line.split()[0].split("-") for line in file if line.rstrip().endswith(path)]
+    return any(int(first, 16) <= values.data_ptr() < int(last, 16) for first, last in spans)
+
+
+def _hide(values: torch.Tensor, kept: list[tuple[int, int]]) -> int:
+    """Take the right to read from all pages of a tensor's memory that have no row of a range in `kept`, pairs
+    (offset, number of bytes). Returns the number of bytes hidden.
+    """
+    row, start, hidden = values[0].nbytes, 0, 0
+    for offset, nbytes in [*kept, (values.nbytes, 0)]:
+        first = values.data_ptr() + start
+        last = values.data_ptr() + offset // row * row
+        first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(first), ctypes.c_size_t(last - first), 0) == 0
+            hidden += last - first
+        start = -(-(offset + nbytes) // row) * row
+    return hidden
 
 
 if __name__ == "__main__":

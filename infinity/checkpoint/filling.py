@@ -11,7 +11,7 @@ from torch import nn
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.layout.shards import PageShard
-from infinity.layout.strides import in_memory_order
+from infinity.layout.strides import part_in_memory_order
 from infinity.model.materialize import Fill, materialize
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
@@ -68,10 +68,10 @@ class Filling:
             unit, index = self._places[id(parameter)]
             layout = self._plan.layout.units[unit].parameters[index]
             own = take is None or values is not parameter
-            flat = in_memory_order(values.detach(), layout.stride) if own else None
             for first, count in self._kept(unit, index):
-                if flat is not None:
-                    self._put(unit, index, first, flat[first : first + count].cpu())
+                if own:
+                    part = part_in_memory_order(values.detach(), layout.stride, first, count)
+                    self._put(unit, index, first, part.cpu())
                 elif take is not None:
                     self._put(unit, index, first, take(parameter, first, count))
             heap.allocated(values.nbytes)

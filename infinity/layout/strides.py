@@ -1,4 +1,4 @@
-"""Strides: flattening a tensor in the order in which the elements of another tensor lie in memory."""
+"""Strides: flattening tensors in the order in which the elements of another tensor lie in memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor
             values.shape, tuple(stride), dtype=values.dtype, device=values.device
         ).copy_(values)
     return values.as_strided((values.numel(),), (1,))
+
+
+def part_in_memory_order(values: torch.Tensor, stride: Sequence[int], first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of `in_memory_order(values, stride)`: (count,).
+
+    Only this part is read, and copied where it is not a view, along with at most two rows of the tensor that
+    it has a part of. A row is what lies at one index of the outermost dimension in memory.
+    """
+    if values.layout is not torch.strided or values.is_neg():
+        return in_memory_order(values, stride)[first : first + count]
+    outermost_first = sorted(
+        (each for each in range(values.dim()) if values.shape[each] != 1), key=lambda each: -stride[each]
+    )
+    ones = [each for each in range(values.dim()) if values.shape[each] == 1]
+    turned = values.permute(outermost_first + ones)
+    if not count or not outermost_first:
+        return turned.reshape(-1)[first : first + count]
+    row = values.numel() // turned.shape[0]
+    start = first // row
+    rows = turned[start : -(-(first + count) // row)]
+    return rows.reshape(-1)[first - start * row :][:count]
 
 
 def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:

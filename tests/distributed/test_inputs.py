@@ -12,6 +12,7 @@ import pytest
 import rank_processes
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from warm_python import Popen
 
@@ -54,6 +55,28 @@ def test_optimizers_with_other_options_are_refused_by_offload() -> None:
         assert "At offload() the optimizer of rank 1 has other options than that of rank 0: betas, eps." in (
             each.text
         )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_only_their_parts_of_a_file(size: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "0.weight": torch.randn(1024, 1024),
+        "0.bias": torch.randn(1024),
+        "1.weight": torch.randn(256, 256, 3, 3),
+        "1.bias": torch.randn(256),
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    outcomes = rank_processes.run(
+        "input_ranks.py",
+        "from_a_file",
+        size=size,
+        environment={"WEIGHTS": str(tmp_path / "a.safetensors")},
+    )
+    for each in outcomes:
+        assert each.code == 0 and each.result, each
+        assert each.result.pop("hidden") == pytest.approx(1 - 1 / size, abs=0.03)
+        assert each.result == pytest.approx({name: float(t.double().sum()) for name, t in tensors.items()})
 
 
 # --- what ranks of one node take together ---------------------------------------------------------------

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from infinity.layout.strides import row_major, same_order
+from infinity.layout.strides import in_memory_order, part_in_memory_order, row_major, same_order
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (1, 4, 1), (3, 1, 2, 5)])
@@ -31,3 +31,26 @@ def test_same_order(shape: tuple[int, int, int]) -> None:
         assert same == torch.equal(one, other)
         found.add(same)
     assert found == ({True, False} if shape in ((2, 3, 4), (1, 3, 4)) else {True})
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (0, 3), (3, 4, 5), (1, 4, 5), (2, 1, 6), (1, 1, 1)])
+def test_a_part_in_memory_order_is_that_part_of_the_whole(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel())
+    for one, other in itertools.product(itertools.permutations(range(len(shape))), repeat=2):
+        values = numbers.view([shape[each] for each in one]).permute(
+            [one.index(each) for each in range(len(one))]
+        )
+        stride = torch.empty_permuted(shape, other).stride()
+        whole = in_memory_order(values, stride)
+        for first, last in itertools.combinations_with_replacement(range(len(numbers) + 1), 2):
+            part = part_in_memory_order(values, stride, first, last - first)
+            assert torch.equal(part, whole[first:last])
+
+
+def test_a_part_is_copied_with_whole_rows_alone() -> None:
+    images = torch.arange(8 * 3 * 5).view(8, 3, 5)
+    channels_last = (15, 1, 3)
+    part = part_in_memory_order(images, channels_last, 16, 20)
+    assert part.untyped_storage().nbytes() == 2 * 15 * 8, "rows 1 and 2"
+    alike = part_in_memory_order(images, images.stride(), 16, 20)
+    assert alike.untyped_storage().data_ptr() == images.untyped_storage().data_ptr(), "a view"
