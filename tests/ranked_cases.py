@@ -17,6 +17,7 @@ import torch
 from homes import ROOMY, check_homes
 from ranked_models import SUBJECTS
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import infinity
 from infinity.api import plan_for
@@ -111,8 +112,11 @@ def precision_of(case: Case) -> Precision:
 
 
 @contextmanager
-def opened(case: Case, place: Place, directory: Path) -> Any:
-    """Yield (model, runtime). Ranks have seeds of their own; that of rank 0 is the reference's."""
+def opened(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = None) -> Any:
+    """Yield (model, runtime). Ranks have seeds of their own; that of rank 0 is the reference's.
+
+    mesh: the ranks that train; None: all.
+    """
     subject = SUBJECTS[case.subject]
     torch.manual_seed(SEED + place.rank)
     with torch.device("meta" if subject.meta else "cpu"):
@@ -131,15 +135,19 @@ def opened(case: Case, place: Place, directory: Path) -> Any:
         device="cpu",
         update=case.update,
         accumulation=_backwards(case, place) if case.declared else None,
+        mesh=mesh,
         partition=PARTITIONS[case.stage],
     ) as runtime:
         check_homes(case.home, runtime.plan)
         yield model, runtime
 
 
-def train(case: Case, place: Place, directory: Path) -> dict[str, Any]:
-    """Train a case. Returns digests of all parameters by name, losses, norms, and what was generated."""
-    with opened(case, place, directory) as (model, runtime):
+def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """Train a case. Returns digests of all parameters by name, losses, norms, and what was generated.
+
+    mesh: as for `opened`.
+    """
+    with opened(case, place, directory, mesh) as (model, runtime):
         found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
         schedulers = []
         if SUBJECTS[case.subject].schedule:
