@@ -47,8 +47,12 @@ def check_equal(
         stage=communicator.share.stage,
         model=_digest(tensors),
         optimizer=type(optimizer).__name__,
-        parameter_groups=_digest([[names.get(id(each)) for each in group["params"]] for group in groups]),
-        **{name: str(value) for name, value in options.items()},
+        **{
+            "parameter groups": _digest(
+                [[names.get(id(each)) for each in group["params"]] for group in groups]
+            ),
+            **{name: str(value) for name, value in options.items()},
+        },
     )
     _check_options(communicator.agree("offload()", options=option_digests(groups)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,6 +91,22 @@ class Ballots:
             f"Rank {peer} did not come to {call} within {self._wire.bell.timeout:g} s: {last}.",
             f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
+
+
+def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterable[str], cure: str) -> None:
+    """Check that all ranks have said the same in an agreement.
+
+    heard: what `Ballots.agree` has returned for the call. names: those of the facts that must be equal. cure:
+    of the error. Raises RankDivergence.
+    """
+    for name in names:
+        for rank, said in heard.items():
+            if said[name] != heard[0][name]:
+                raise RankDivergence(
+                    f"At {call} the {name} of rank {rank} and of rank 0 differ: {said[name]} and "
+                    f"{heard[0][name]}.",
+                    cure,
+                )
 
 
 def _sentence(calls: dict[int, str]) -> str:

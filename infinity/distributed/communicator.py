@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from infinity.distributed.ballots import Ballots
+from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.bell import Bell
 from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.liveness import Liveness
@@ -19,7 +19,7 @@ from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Kind
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.wire import Wire
-from infinity.errors import InfinityError, RankDivergence, RankFailure, rank_failure
+from infinity.errors import InfinityError, RankFailure, rank_failure
 from infinity.layout.shards import Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.system import launcher, machine
@@ -100,15 +100,12 @@ class Communicator(Closing):
 
     def same(self, call: str, **facts: Any) -> None:
         """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if one is not."""
-        heard = self.agree(call, **facts)
-        for rank, said in sorted(heard.items()):
-            for name in facts:
-                if said[name] != heard[0][name]:
-                    raise RankDivergence(
-                        f"At {call} the {name.replace('_', ' ')} of rank {rank} is not that of rank 0 "
-                        f"({said[name]} and {heard[0][name]}).",
-                        "Start all ranks with the same program, model, optimizer and versions.",
-                    )
+        check_same(
+            call,
+            self.agree(call, **facts),
+            facts,
+            "Start all ranks with the same program, model, optimizer and versions.",
+        )
 
     def find_place(self) -> None:
         """Set `place`, from the environment, or else from what all ranks tell of their machines. All ranks

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.ballots import Ballots
+from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind
@@ -39,6 +39,13 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.ranked_engine import RankedEngine
+
+_OPTIONS = "options of the param groups"
+_FACTOR = "factor of the gradients"
+_TIMES_CLEARED = "number of zero_grad calls"
+_EQUAL = (_OPTIONS, _FACTOR, _TIMES_CLEARED)
+"""Names of what is equal on all ranks when a step ends, as errors say them."""
+_SAME_VALUES = "Make the same calls with the same values on all ranks."
 
 
 @dataclass(slots=True)
@@ -103,16 +110,17 @@ class RankedStep:
         if self.contributions is not None:
             self.contributions.pause(self._cleared[self._share.rank])
         facts = {
-            "options of the param groups": digest(groups),
-            "factor of the gradients": repr(self._gradients.unscale),
-            "number of zero_grad calls": self._cleared[self._share.rank],
+            _OPTIONS: digest(groups),
+            _FACTOR: repr(self._gradients.unscale),
+            _TIMES_CLEARED: self._cleared[self._share.rank],
             "content": bits_of(self._pages),
             **self._contributed(),
             "withdrawn": [[*place, *astuple(each)] for place, each in sorted(self._withdrawn.items())],
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, facts)
-        self._check(call, heard, failure)
+        self._check_failures(call, heard, failure)
+        check_same(call, heard, _EQUAL, _SAME_VALUES)
         dropped = self._agreed_withdrawals(call, heard)
         with self._lock.released():
             self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
@@ -207,7 +215,7 @@ class RankedStep:
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, said)
-        self._check(call, heard, failure)
+        self._check_failures(call, heard, failure)
         total = ExactSum()
         for each in heard.values():
             units, nonfinite = each["squares"]
@@ -301,8 +309,9 @@ class RankedStep:
             # Also right after zero_grad(), though nothing has come then: how soon others have called
             # zero_grad() must not decide which of this rank's calls are agreements.
             call = f"grad({self._name(unit, parameter)})"
-            heard = self._ballots.agree(call, {"number of zero_grad calls": cleared, "failure": None})
-            self._check(call, heard, None)
+            heard = self._ballots.agree(call, {_TIMES_CLEARED: cleared, "failure": None})
+            self._check_failures(call, heard, None)
+            check_same(call, heard, [_TIMES_CLEARED], _SAME_VALUES)
             with self._lock.released():
                 self._await_forgotten()
             found = self._gradients.read(unit, parameter, self._sum_of)
@@ -390,23 +399,14 @@ class RankedStep:
     def _name(self, unit: int, parameter: int) -> str:
         return self._pages[unit].layout.parameters[parameter].names[0]
 
-    def _check(
+    def _check_failures(
         self, call: str, heard: Mapping[int, Mapping[str, Any]], failure: InfinityError | None
     ) -> None:
         if failure is not None:
             raise failure.again()
-        mine = heard[self._share.rank]
-        for rank, said in sorted(heard.items()):
+        for rank, said in heard.items():
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
-        for rank, said in sorted(heard.items()):
-            for name in mine.keys() - {"content", "backwards", "offered", "withdrawn", "failure", "squares"}:
-                if said[name] != mine[name]:
-                    raise RankDivergence(
-                        f"At {call} the {name} on rank {rank} ({said[name]}) differs from that on rank "
-                        f"{self._share.rank} ({mine[name]}).",
-                        "Make the same calls with the same values on all ranks.",
-                    )
 
 
 def _ranks(ranks: Iterable[int]) -> str:

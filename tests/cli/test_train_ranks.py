@@ -126,7 +126,7 @@ def test_ranks_with_different_jobs_are_refused(job: TinyJob) -> None:
         said = outputs(processes)
     assert [code for code, _, _ in said] == [1, 1]
     text = "".join(stderr for _, _, stderr in said)
-    assert text.count("RankDivergence: At infinity train the --seed of rank 1 is not that of rank 0") == 1
+    assert text.count("RankDivergence: At infinity train the --seed of rank 1 and of rank 0 differ") == 1
 
 
 def test_a_signal_to_one_rank_ends_all(job: TinyJob) -> None:
