@@ -78,7 +78,7 @@ def carry_out(
     runtime, or if this call fails. communicator: connects with the other ranks, and is closed with the
     runtime; None with one rank.
     """
-    heap = _guard(plan)
+    heap, filling = _guard(plan), _limited(plan)
     with ExitStack() as cleanup:
         if checkpoint is not None:
             cleanup.callback(checkpoint.close)
@@ -102,7 +102,7 @@ def carry_out(
             assert optimizer is not None
             builder.resume(checkpoint, optimizer, budget, streamed=adopted is None)
         else:
-            builder.fill(weights, heap)
+            builder.fill(weights, filling)
             if optimizer is not None:
                 builder.adopt_states(optimizer)
         threads = cleanup.enter_context(_threads(plan, communicator))
@@ -476,6 +476,16 @@ def _guard(plan: Plan) -> HeapGuard:
     """
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)
+    return _limited(plan)
+
+
+def _limited(plan: Plan) -> HeapGuard:
+    """Make a heap guard that has the limit of `_guard` whether the plan knows the activations or not.
+
+    While pages are filled there are none. But the values of each parameter leave a hole in the heap that is
+    often a little too small for the next one's, and without a limit all holes together were as large as the
+    model in fp32.
+    """
     budget = plan.ram_budget
     margin = min(_GUARD_MARGIN, budget // 16)
     return HeapGuard(machine.process_memory().resident + budget - margin)
