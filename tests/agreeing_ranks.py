@@ -48,10 +48,10 @@ class Member:
                     self.liveness.departed(source)
             left -= message.kind in (Kind.BYE, Kind.FAILED)
 
-    def cast(self, call: str, number: int, facts: Any = None) -> Any:
+    def cast(self, call: str, number: int, facts: Any = None, **options: Any) -> Any:
         """What an agreement returns, as a list, or its error as [name, cause]. number: counts agreements."""
         with self.lock:
-            found = self.told(lambda: self.ballots.agree(call, facts))
+            found = self.told(lambda: self.ballots.agree(call, facts, **options))
         return list(found.values()) if isinstance(found, dict) else found
 
     def told(self, function: Callable[[], Any]) -> Any:
@@ -94,10 +94,11 @@ def absence() -> list[Any]:
     late = us.cast("step()", 1)
     us.ranks.store.set("rank 0 has waited", "")
     us.conductor.join()  # until rank 1 has left
-    left = us.cast("step()", 2)
+    again = us.cast("step()", 2)
+    left = us.cast("close()", 2, anyway=True)
     healthy = us.bell.failure is None
     us.close()
-    return [first, late, left, healthy]
+    return [first, late, again, left, healthy]
 
 
 def stopped() -> list[Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import rank_processes
@@ -192,10 +193,63 @@ def go_on(training: Training) -> str:
     return training.end()
 
 
+def failed_step() -> list[list[str]]:
+    """For each partition, what training comes to if a step fails on several ranks, and they go on with the
+    same call once more, with another backward, or with zero_grad().
+    """
+    found = []
+    for partition in PARTITIONS:
+        training, told = Training(partition), []
+        for number, way in enumerate(("again", "another backward", "zero_grad")):
+            first = 4 * number
+            # Stages 0 and 1 add gradients of several backwards in another order than one rank does.
+            backwards = range(first, first + 4 if way == "another backward" else first + 2, TOGETHER)
+            micro_batches(training, first)
+            if SIZE > 1:
+                if LAST:
+                    time.sleep(0.02)
+                    training.runtime.optimizer.param_groups[0]["lr"] = 0.5
+                assert "options of the param groups" in error_of(training.runtime.optimizer.step)
+                training.runtime.optimizer.param_groups[0]["lr"] = 1e-2
+            if way == "zero_grad":
+                training.runtime.optimizer.zero_grad()
+                micro_batches(training, first + 2)
+            for each in backwards[1:] if partition in PARTITIONS[2:] else ():
+                micro_batches(training, each)
+            told.append(training.end())
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def other_calls() -> list[list[str]]:
+    """For each partition, how it ends if ranks make different calls and go on: all calls raise one error."""
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        micro_batches(training, 0)
+        clip = functools.partial(training.runtime.clip_grad_norm_, 1.0)
+        calls = [clip if LAST else training.runtime.optimizer.step]
+        calls += [clip, training.runtime.optimizer.step, functools.partial(micro_batches, training, 2)]
+        found.append([error_of(each) for each in calls])
+        training.runtime.close()
+    return found
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """The error that a call raises; "" if it raises none."""
+    try:
+        call()
+    except InfinityError as error:
+        return f"{type(error).__name__}: {error.cause}"
+    return ""
+
+
 def every_program() -> dict[str, Any]:
     """What each program of this file returns, by its name."""
-    programs = (withdrawn, read_when_cleared, hooks)
-    found = {each.__name__: each() for each in (refused, differing_edits)} if SIZE > 1 else {}
+    programs = (withdrawn, read_when_cleared, hooks, failed_step)
+    several = (refused, differing_edits, other_calls)
+    found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}
 
 

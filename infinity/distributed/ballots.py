@@ -11,7 +11,7 @@ from infinity.distributed.bell import TIMEOUT_VARIABLE
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Kind
 from infinity.distributed.wire import Wire
-from infinity.errors import RankDivergence, rank_failure
+from infinity.errors import InfinityError, RankDivergence, rank_failure
 
 _SAME = "Make the same calls in the same order on all ranks."
 
@@ -34,19 +34,30 @@ class Ballots:
         self._last: dict[int, str] = {}
         """Rank -> the call in which it was last known to be."""
         self._number = 0
+        self._failure: InfinityError | None = None
+        """The error after which this rank can agree to nothing more."""
 
     def agree(
-        self, call: str, facts: Any = None, *, patient: Callable[[], bool] = lambda: False
+        self,
+        call: str,
+        facts: Any = None,
+        *,
+        patient: Callable[[], bool] = lambda: False,
+        anyway: bool = False,
     ) -> dict[int, Any]:
         """Say that this rank makes a call, and wait until all ranks have said so.
 
         call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: asked
-        after every time-out of the bell whether to go on waiting. Returns the facts of all ranks: rank ->
-        facts, in the order of ranks. Raises RankDivergence if a rank makes another call or does not come
-        while it is waited for, and RankFailure if one is lost or has left.
+        after every time-out of the bell whether to go on waiting. anyway: whether to agree even if an earlier
+        agreement has failed. Returns the facts of all ranks: rank -> facts, in the order of ranks. Raises
+        RankDivergence if a rank makes another call or does not come while it is waited for, and RankFailure
+        if one is lost or has left. Every later agreement raises the same error: what other ranks have made of
+        this one is not known.
         """
-        if self._wire.failure is not None:
-            raise self._wire.failure.again()
+        if anyway:
+            self._check_wire()
+        else:
+            self.check()
         self._number += 1
         number = self._number
         ballots = self._cast.setdefault(number, {})
@@ -57,19 +68,38 @@ class Ballots:
             while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
                 pass
         if any(each != call for each, _ in tuple(ballots.values())):
-            raise RankDivergence(
-                _sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME
+            raise self._ended(
+                RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME)
             )
         absent = [peer for peer in self._ranks.peers if peer not in ballots]
         if absent and self._wire.failure is not None:
             raise self._wire.failure.again()
         for peer in absent:
             if self._wire.left(peer) is not None:
-                raise rank_failure(peer, f"closed its runtime while rank {self._ranks.rank} was in {call}")
+                what = f"closed its runtime while rank {self._ranks.rank} was in {call}"
+                raise self._ended(rank_failure(peer, what))
         if absent:
-            raise self._late(absent[0], call)
+            raise self._ended(self._late(absent[0], call))
         del self._cast[number]
         return {rank: ballots[rank][1] for rank in range(self._ranks.size)}
+
+    def check(self) -> None:
+        """Raise the error after which this rank can agree to nothing more, if there is one."""
+        self._check_wire()
+        if self._failure is not None:
+            raise self._failure.again()
+
+    def _check_wire(self) -> None:
+        if self._wire.failure is not None:
+            raise self._wire.failure.again()
+
+    def end(self, error: InfinityError) -> None:
+        """Have every later agreement of this rank raise `error`. The first one counts."""
+        self._failure = self._failure or error.again()
+
+    def _ended(self, error: InfinityError) -> InfinityError:
+        self.end(error)
+        return error
 
     def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}

@@ -77,7 +77,7 @@ class Communicator(Closing):
             try:
                 for peer in self.ranks.peers:
                     self.wire.post(peer, Kind.LEAVING)
-                self.ballots.agree("close()", {}, patient=lambda: not self._awaited_elsewhere())
+                self.ballots.agree("close()", {}, patient=lambda: not self._awaited_elsewhere(), anyway=True)
             except InfinityError:
                 self._alone = True
 

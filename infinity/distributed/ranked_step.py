@@ -12,6 +12,12 @@ gradients when all ranks have called zero_grad(), and a rank's next gradient wai
 `p.grad = None` withdraws this rank's gradients of a parameter. They may be in a sum over ranks already, from
 which nothing can be taken away. So all ranks withdraw them, and the sum is forgotten; else the next agreement
 raises RankDivergence.
+
+[Note: after a failed step]
+A step may fail on all ranks alike, as with options that differ, and user code may go on: with the same call
+once more, further backwards, or zero_grad(). By then ranks have counted on it that no more gradients come.
+So the contributions of all backwards before the call are completed first, as in a step that succeeds. Where
+that cannot be, because ranks are in different calls or steps, every later call raises the same error.
 """
 
 from __future__ import annotations
@@ -104,7 +110,8 @@ class RankedStep:
         Afterwards all ranks know which parameters have gradients. call: the user's call, for errors. groups:
         the optimizer's param groups, whose options must be the same on all ranks. failure: an error of this
         rank, by which the call fails on all ranks. Raises RankDivergence for another call or other options on
-        another rank, RankFailure for another rank's failure, and `failure` itself.
+        another rank, RankFailure for another rank's failure, and `failure` itself; see
+        [Note: after a failed step].
         """
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
         if self.contributions is not None:
@@ -119,9 +126,13 @@ class RankedStep:
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, facts)
-        self._check_failures(call, heard, failure)
-        check_same(call, heard, _EQUAL, _SAME_VALUES)
-        dropped = self._agreed_withdrawals(call, heard)
+        try:
+            self._check_failures(call, heard, failure)
+            check_same(call, heard, _EQUAL, _SAME_VALUES)
+            dropped = self._agreed_withdrawals(call, heard)
+        except InfinityError as error:
+            self._end_failed(heard, error)
+            raise
         with self._lock.released():
             self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
         contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
@@ -134,6 +145,18 @@ class RankedStep:
                 self._agreed_squares(call, self._whole.share_sums)
             self._whole.ended()
         return squares
+
+    def _end_failed(self, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
+        """Complete the contributions of a step that fails by `error`; see [Note: after a failed step]."""
+        if len({said["number of zero_grad calls"] for said in heard.values()}) > 1:
+            self._ballots.end(error)
+            return
+        try:
+            with self._lock.released():
+                self._await_forgotten()
+            self._await_contributions(heard)
+        except InfinityError:  # a rank may have left with the error already
+            self._ballots.end(error)
 
     def _contributed(self) -> dict[str, Any]:
         """The facts of a ballot about what this rank has contributed since it last cleared its gradients.
@@ -187,17 +210,30 @@ class RankedStep:
         """Complete the sums of gradients that this rank owns. dropped: parameters, (unit, index), whose
         gradients are to be forgotten.
         """
-        if self.contributions is not None:
-            rank = self._share.rank
-            self.contributions.close_step(
-                {each: said["backwards"] for each, said in heard.items()},
-                {each: said["offered"][rank] for each, said in heard.items() if each != rank},
-            )
-            self.contributions.await_all()
+        self._complete_contributions(heard)
         if self._whole is not None:
             self._whole.sum_up(contents)
         for unit, parameter in dropped:
             self._gradients.drop(unit, parameter)
+
+    def _complete_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
+        """Do what `_await_contributions` does. After an error, every later call raises it again."""
+        try:
+            self._await_contributions(heard)
+        except InfinityError as error:
+            self._ballots.end(error)
+            raise
+
+    def _await_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
+        """Wait until all contributions that ranks have made before their ballots are added."""
+        if self.contributions is None:
+            return
+        rank = self._share.rank
+        self.contributions.close_step(
+            {each: said["backwards"] for each, said in heard.items()},
+            {each: said["offered"][rank] for each, said in heard.items() if each != rank},
+        )
+        self.contributions.await_all()
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
         """Do a part of the work, and wait until all ranks have. Returns the sum of squares of all gradients.
@@ -214,7 +250,7 @@ class RankedStep:
             "squares": [f"{squares.units:x}", repr(squares.nonfinite)],
             "failure": None if failure is None else str(failure),
         }
-        heard = self._ballots.agree(call, said)
+        heard = self._ballots.agree(call, said, anyway=True)  # also to tell of an error that ends all
         self._check_failures(call, heard, failure)
         total = ExactSum()
         for each in heard.values():
@@ -345,8 +381,10 @@ class RankedStep:
         """Wait, without the runtime's lock, until a gradient of `nbytes` bytes may come.
 
         nbytes: None for micro-batches that run together. They reach parameters in an order that may depend on
-        data, so that ranks could wait for each other's later gradients; they wait for no room.
+        data, so that ranks could wait for each other's later gradients; they wait for no room. Raises the
+        error by which an agreement has failed, RankFailure, and RankDivergence after the time-out.
         """
+        self._ballots.check()
         self._await_forgotten()
         if self.contributions is not None and nbytes is not None:
             self.contributions.await_room(nbytes)

@@ -28,12 +28,13 @@ def test_ranks_agree_and_notice_that_they_do_not() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_last_call() -> None:
-    (_, late, left, healthy), _ = results("absence", 2)
+    (_, late, again, left, healthy), _ = results("absence", 2)
     assert late == [
         "RankDivergence",
         "Rank 1 did not come to step() within 0.3 s: it was last in save().",
     ]
-    assert left == ["RankFailure", "Rank 1 closed its runtime while rank 0 was in step()."]
+    assert again == late, "what rank 1 makes of the agreement that failed here is not known"
+    assert left == ["RankFailure", "Rank 1 closed its runtime while rank 0 was in close()."]
     assert healthy
 
 

@@ -24,14 +24,18 @@ def alone() -> Any:
 def ranks() -> list[Any]:
     """What the programs return on each of several ranks."""
     found = rank_processes.run(
-        "user_code_ranks.py", "every_program", size=SIZE, environment={TIMEOUT_VARIABLE: "10"}
+        "user_code_ranks.py",
+        "every_program",
+        size=SIZE,
+        timeout=60.0,
+        environment={TIMEOUT_VARIABLE: "10"},
     )
     for each in found:
         assert (each.code, each.error) == (0, ""), each
     return [each.result for each in found]
 
 
-@pytest.mark.parametrize("program", ["withdrawn", "read_when_cleared"])
+@pytest.mark.parametrize("program", ["withdrawn", "read_when_cleared", "failed_step"])
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
     for each in ranks:
         assert each[program] == alone[program]
@@ -59,6 +63,12 @@ def test_withdrawals_that_differ_are_refused_on_all_ranks(ranks: list[Any]) -> N
             told = "ConfigError: The gradient of last.bias was withdrawn (p.grad = None)"
             assert inside.startswith(f"{told} inside of a backward")
             assert eager.startswith("trained" if stage < 2 else f"{told}, but an eager update")
+
+
+def test_ranks_that_made_different_calls_get_the_same_error_again(ranks: list[Any]) -> None:
+    for each in ranks:
+        for errors in each["other_calls"]:
+            assert set(errors) == {"RankDivergence: Rank 0 is in step(), rank 1 is in clip_grad_norm_."}
 
 
 def test_hooks_see_the_gradients_of_the_own_rank(ranks: list[Any], alone: Any) -> None:
