@@ -130,6 +130,8 @@ class TrainingStep:
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
+                if self._ranked is not None and self._eager is not None:
+                    self._finish_early(self._eager, "step()", finite=False)
                 done = "nothing was updated" if self._eager is None else self._eager.done
                 raise NonFiniteGradient(
                     f"A gradient is infinite or NaN; {done}.",
@@ -152,13 +154,19 @@ class TrainingStep:
             self._check_activations()
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+        """Forget the gradients of all parameters.
+
+        With eager updates on several ranks, all ranks agree on the updates of a step that had no `step`.
+        Raises the errors of this agreement.
+        """
         with self._pager.lock:
             self._refuse()
             self._pager.forwards.prune()
             if self._ranked is None:
                 self._gradients.clear()
             else:
+                if self._eager is not None and not self._eager.ended:
+                    self._clear_early(self._eager)
                 self._ranked.clear()
             self.open = False
             if self._eager is not None:
@@ -324,10 +332,7 @@ class TrainingStep:
             parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
-        # Before the update begins, whose chains have views of pages, too.
-        exposed = []
-        if self._ranked is not None:
-            exposed = [page.index for page in parts.pages if self._edits.exposed(page.index)]
+        exposed = self._exposed()
         options = StepOptions(self._param_groups, self._groups, self._states.rule)
         try:
             self._updater.step(options, order, self._edits.exposed)
@@ -336,11 +341,71 @@ class TrainingStep:
             raise
         self._edits.updated()
         if self._ranked is not None:
-            self._ranked.stepped(self._updated_units(options))
-            for unit in exposed:
-                parts.prefetch_engine.demand([unit], AccessKind.UPDATE)
-                parts.prefetch_engine.settle_for_user([unit])
+            self._tell_ranks(self._updated_units(options), exposed)
         parts.prefetch_engine.look_ahead()
+
+    def _exposed(self) -> list[int]:
+        """The units whose bytes user code has views of, for `_tell_ranks`. Called before an update begins,
+        whose chains have views of pages, too.
+        """
+        if self._ranked is None:
+            return []
+        return [page.index for page in self._components.pages if self._edits.exposed(page.index)]
+
+    def _tell_ranks(self, updated: Sequence[int], exposed: Sequence[int]) -> None:
+        """Note that all ranks update the units `updated`, and bring the other ranks' parts of the units
+        `exposed`.
+        """
+        assert self._ranked is not None
+        engine = self._components.prefetch_engine
+        self._ranked.stepped(updated)
+        for unit in exposed:
+            engine.demand([unit], AccessKind.UPDATE)
+            engine.settle_for_user([unit])
+
+    def _clear_early(self, eager: EagerStep) -> None:
+        """Have all ranks make the same eager updates, in a step that `zero_grad` ends.
+
+        Raises ConfigError if options have changed since the first of them, and the errors of `_finish_early`.
+        """
+        assert self._ranked is not None
+        failure: InfinityError | None = None
+        try:
+            eager.check_options(self._param_groups)
+        except InfinityError as error:
+            failure = error.again()
+        squares = self._ranked.settle("zero_grad()", self._param_groups, failure, forgiving=True)
+        self._finish_early(eager, "zero_grad()", finite=math.isfinite(squares.value()))
+
+    def _finish_early(self, eager: EagerStep, call: str, *, finite: bool) -> None:
+        """Have all ranks make the same eager updates, in a step that ends without `_update`.
+
+        One rank has updated the units that have got all their gradients. Several ranks keep parts of a unit,
+        and each may or may not have begun the update of its own part. finite: whether all gradients of all
+        ranks are there and finite. Raises NonFiniteGradient if the update of a unit can be made on some ranks
+        alone; the runtime cannot be used any more then.
+        """
+        ranked, gradients = self._ranked, self._gradients
+        assert ranked is not None
+        complete = [unit for unit in gradients.pages if finite and eager.has_all(unit, ranked.added)]
+        units = ranked.early_units(call, complete)
+        left = [unit for unit in units if not gradients.pages[unit].consumed]
+        if not finite and ranked.on_any(call, not all(eager.can_follow(unit) for unit in left)):
+            error = NonFiniteGradient(
+                "A gradient is infinite, NaN or lost, and eager updates have changed parts of parameters on "
+                "some ranks alone.",
+                'Start all ranks again, with a lower learning rate or update="lazy".',
+            )
+            self._components.health.lose(error)
+            raise error.again()
+        exposed = self._exposed()
+        for unit in left:
+            self._begin_early(eager, unit)
+        if units:
+            options = StepOptions(self._param_groups, self._groups, self._states.rule)
+            self._updater.count_elsewhere(options)
+            self._tell_ranks([each for each in self._updated_units(options) if each in units], exposed)
+        eager.stepped()
 
     def _update_complete(self) -> None:
         """Begin the eager updates of units that have got the last gradients of other ranks."""
@@ -366,16 +431,22 @@ class TrainingStep:
         try:
             self._components.store.settle()
             self._gradients.check()
+            if self._eager is not None:
+                self._eager.check_options(self._param_groups)
         except InfinityError as error:
             failure = error.again()
         return self._gradients.norm_of(self._ranked.settle(call, self._param_groups, failure))
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
-        eager, parts = self._eager, self._components
+        eager = self._eager
         assert eager is not None
-        if not eager.admits(unit):
-            return
+        if eager.admits(unit):
+            self._begin_early(eager, unit)
+
+    def _begin_early(self, eager: EagerStep, unit: int) -> None:
+        """Begin the eager update of a unit."""
+        parts = self._components
         options = eager.options(self._param_groups, self._groups)
         if not parts.store.device.shares_host:
             parts.prefetch_engine.land(unit, for_host=True)

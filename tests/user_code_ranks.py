@@ -11,7 +11,7 @@ from typing import Any
 
 import rank_processes
 import torch
-from racing_ranks import RANK, SIZE, TOGETHER, Training
+from racing_ranks import RANK, SIZE, TOGETHER, Product, Training
 
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.message import Kind
@@ -193,6 +193,88 @@ def go_on(training: Training) -> str:
     return training.end()
 
 
+def discarded() -> list[list[Any]]:
+    """For each partition, what training comes to if steps with eager updates are left by zero_grad() without
+    step(), after all their backwards or after some. The last rank is late.
+    """
+    found = []
+    for partition in PARTITIONS:
+        told: list[Any] = []
+        training = eager_training(partition, 1)
+        training.runtime.optimizer.zero_grad()
+        for first in range(0, 8, TOGETHER):
+            if LAST:
+                time.sleep(0.05)
+            micro_batches(training, first)
+            if first == 4:
+                told.append(training.end())
+            else:
+                training.runtime.optimizer.zero_grad()
+                told.append(training.digest())
+        told.append(updates(training))
+        training.runtime.close()
+        training = eager_training(partition, 2)
+        before = training.digest()
+        micro_batches(training, 0)
+        if LAST or SIZE == 1:
+            training.runtime._components.gradients.break_off()  # the gradients so far are lost
+        training.runtime.optimizer.zero_grad()
+        told.append(training.digest() == before)
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def eager_training(partition: str | None, backwards: int, model: torch.nn.Module | None = None) -> Training:
+    """A training with eager updates, with so many backwards on each of several ranks in a step."""
+    declared = backwards * (1 if SIZE > 1 else TOGETHER)
+    return Training(partition, model=model, update="eager", accumulation=declared)
+
+
+def updates(training: Training) -> list[float]:
+    """Number of updates of each parameter that has been updated."""
+    state = training.runtime.optimizer.state_dict()["state"]
+    return [float(each["step"]) for each in state.values()]
+
+
+def not_finite() -> list[list[Any]]:
+    """For each partition, how training with eager updates goes on after gradients that are not finite."""
+    found = []
+    for partition in PARTITIONS:
+        training = eager_training(partition, 1)
+        for number in range(TOGETHER):
+            training.backward(number, times=float("inf") if number else 1.0)
+        told: list[Any] = [error_of(training.runtime.optimizer.step)]
+        training.runtime.optimizer.zero_grad()
+        micro_batches(training, 2)
+        told += [training.end(), updates(training)]
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def half_updated() -> list[list[str]]:
+    """For each partition with contributions: the last rank has updated its part of a unit, when it is found
+    that the gradient of rank 0's part is not finite.
+    """
+    found = []
+    for partition in PARTITIONS[2:]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Product(), Product())
+        training = eager_training(partition, 1, model)
+        if RANK == 0:
+            model[0].first.register_hook(lambda gradient: gradient * float("nan"))
+        else:
+            contributions = training.runtime._components.peers.step.contributions
+            while not contributions._turns._done[0] or contributions._asked or contributions._ready:
+                time.sleep(0.01)  # until all gradients of rank 0 are added
+        micro_batches(training, 0)
+        calls = (training.end, training.runtime.optimizer.zero_grad, training.digest)
+        found.append([error_of(each) for each in calls])
+        training.runtime.close()
+    return found
+
+
 def failed_step() -> list[list[str]]:
     """For each partition, what training comes to if a step fails on several ranks, and they go on with the
     same call once more, with another backward, or with zero_grad().
@@ -247,8 +329,8 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def every_program() -> dict[str, Any]:
     """What each program of this file returns, by its name."""
-    programs = (withdrawn, read_when_cleared, hooks, failed_step)
-    several = (refused, differing_edits, other_calls)
+    programs = (withdrawn, read_when_cleared, hooks, discarded, not_finite, failed_step)
+    several = (refused, differing_edits, half_updated, other_calls)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}
 

@@ -23,6 +23,8 @@ that cannot be, because ranks are in different calls or steps, every later call 
 from __future__ import annotations
 
 import functools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -95,6 +97,10 @@ class RankedStep:
         """Number of times that all ranks have, and this rank's pages have forgotten them."""
         self._withdrawn: dict[tuple[int, int], _Withdrawal] = {}
         """(unit, index of a parameter) -> this rank's last withdrawal of it since the last agreement."""
+        self.added: Counter[tuple[int, int]] = Counter()
+        """(unit, index of a parameter) -> number of gradients that this rank has added since it last cleared
+        its gradients.
+        """
         self._ballots = ballots
         self._service = service
         self._remote = remote
@@ -103,15 +109,20 @@ class RankedStep:
         self._pages = gradients.pages
 
     def settle(
-        self, call: str, groups: Sequence[Mapping[str, Any]], failure: InfinityError | None
+        self,
+        call: str,
+        groups: Sequence[Mapping[str, Any]],
+        failure: InfinityError | None,
+        *,
+        forgiving: bool = False,
     ) -> ExactSum:
         """Agree that the gradients are complete; returns the sum of squares of all ranks' gradients.
 
         Afterwards all ranks know which parameters have gradients. call: the user's call, for errors. groups:
         the optimizer's param groups, whose options must be the same on all ranks. failure: an error of this
-        rank, by which the call fails on all ranks. Raises RankDivergence for another call or other options on
-        another rank, RankFailure for another rank's failure, and `failure` itself; see
-        [Note: after a failed step].
+        rank, by which the call fails on all ranks. forgiving: whether gradients that a rank has lost make the
+        sum infinite, and raise nothing. Raises RankDivergence for another call or other options on another
+        rank, RankFailure for another rank's failure, and `failure` itself; see [Note: after a failed step].
         """
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
         if self.contributions is not None:
@@ -124,6 +135,7 @@ class RankedStep:
             **self._contributed(),
             "withdrawn": [[*place, *astuple(each)] for place, each in sorted(self._withdrawn.items())],
             "failure": None if failure is None else str(failure),
+            "lost": self._gradients.lost,
         }
         heard = self._ballots.agree(call, facts)
         try:
@@ -139,6 +151,9 @@ class RankedStep:
         for content in contents.values():
             for page, having in zip(self._pages.values(), content, strict=True):
                 page.content |= having
+        if forgiving and any(said["lost"] for said in heard.values()):
+            self._complete_contributions(heard)
+            return ExactSum(nonfinite=math.inf)
         squares = self._agreed_squares(call, functools.partial(self._complete, heard, contents, dropped))
         if self._whole is not None and not self._whole.summed:
             if self._share.whole_states:
@@ -258,12 +273,28 @@ class RankedStep:
             total.merge(ExactSum(int(units, 16), float(nonfinite)))
         return total
 
+    def early_units(self, call: str, complete: Sequence[int]) -> list[int]:
+        """Agree on the units that eager updates update in a step. complete: units of which this rank has
+        added all gradients.
+
+        Returns the units of which all ranks have, and those whose update a rank has begun.
+        """
+        begun = [unit for unit, page in self._pages.items() if page.consumed]
+        heard = self._ballots.agree(call, {"complete": list(complete), "begun": begun})
+        everywhere = set.intersection(*(set(said["complete"]) for said in heard.values()))
+        return sorted(everywhere.union(*(said["begun"] for said in heard.values())))
+
+    def on_any(self, call: str, mine: bool) -> bool:
+        """Tell all ranks whether something is so here; returns whether it is so on any rank."""
+        return any(self._ballots.agree(call, mine).values())
+
     def clear(self) -> None:
         """Forget the gradients of this rank; see [Note: clearing]."""
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()
         self._withdrawn.clear()
+        self.added.clear()
         rank = self._share.rank
         self._cleared[rank] += 1
         for peer in self._wire.peers:
@@ -296,6 +327,7 @@ class RankedStep:
             self._whole.check()
         if (unit, parameter) in self._withdrawn:
             self._withdrawn[unit, parameter].again = True
+        self.added[unit, parameter] += 1
         if self.contributions is None:
             return False
         self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from infinity import cpu_adam
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.failure import GradientFailure
@@ -263,11 +263,20 @@ class Gradients:
 
     def check(self) -> None:
         """Raise the error that made the gradients of this step invalid, if there is one."""
-        on_the_way = None if self._ring is None else self._ring.failure
-        at_home = (page.home.failure for page in self.pages.values())
-        for failure in (on_the_way, self._failure.error, *at_home):
+        for failure in self._failures():
             if failure is not None:
                 raise failure.again()
+
+    @property
+    def lost(self) -> bool:
+        """Whether `check` raises an error."""
+        return any(failure is not None for failure in self._failures())
+
+    def _failures(self) -> Iterator[InfinityError | None]:
+        if self._ring is not None:
+            yield self._ring.failure
+        yield self._failure.error
+        yield from (page.home.failure for page in self.pages.values())
 
     def read(
         self,

@@ -10,7 +10,7 @@ would have to wait for the device, to check that the gradients are finite.
 The runtime cannot tell which gradient is the last of a step, so the trainer declares how many backwards a
 step has. Features that need all gradients before the first update are refused: clipping, and the loss
 scaling of fp16. An update cannot be undone. After zero_grad() without step(), the updates that have begun
-remain, and they count as steps.
+remain, and they count as steps. Several ranks then agree on these updates (`TrainingStep.zero_grad`).
 """
 
 from __future__ import annotations
@@ -62,8 +62,35 @@ class EagerStep:
             return False
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
-        self._broken = not all(gradients.finite(index) for index in gradients.content)
+        self._broken = not self._finite(unit)
         return not self._broken
+
+    def has_all(self, unit: int, added: Mapping[tuple[int, int], int]) -> bool:
+        """Whether one of several ranks has added all its gradients of a unit that belong to the step.
+
+        added: (unit, index of a parameter) -> number of gradients that the rank has added in the step.
+        """
+        page = self._pages[unit]
+        return all(
+            added.get((unit, index), 0) >= self._accumulation
+            for index, layout in enumerate(page.layout.parameters)
+            if layout.trainable and page.parameters[index].requires_grad
+        )
+
+    def can_follow(self, unit: int) -> bool:
+        """Whether one of several ranks can update its part of a unit because another one has: this rank has
+        all gradients of the part, and they are finite.
+        """
+        page, gradients = self._pages[unit], self._gradients.pages[unit]
+        return (
+            not self._gradients.lost
+            and gradients.complete(page.parameters, self._accumulation)
+            and self._finite(unit)
+        )
+
+    def _finite(self, unit: int) -> bool:
+        gradients = self._gradients.pages[unit]
+        return all(gradients.finite(index) for index in gradients.content)
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
         """Count one more unit as updated, and return the options of all param groups for its update.
@@ -89,6 +116,10 @@ class EagerStep:
                 "step() was called again for gradients that eager updates have used.",
                 "Call runtime.optimizer.zero_grad() after step(), and a backward before the next one.",
             )
+        self.check_options(groups)
+
+    def check_options(self, groups: Sequence[Group]) -> None:
+        """Raise ConfigError if options of param groups have changed since the first update of this step."""
         if self._options is not None and not _same(self._options.groups, _frozen(groups)):
             raise ConfigError(
                 f"The optimizer's options were changed after {self._updated} units were updated with others.",
@@ -101,6 +132,11 @@ class EagerStep:
         called.
         """
         self._stepped = True
+
+    @property
+    def ended(self) -> bool:
+        """Whether `stepped` was called for this step."""
+        return self._stepped
 
     def clear(self) -> None:
         """Forget this step, so that the next step can begin. Called when the step's gradients have been

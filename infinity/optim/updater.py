@@ -176,7 +176,7 @@ class Updater:
         visible = {unit for unit in later if exposed(unit)}
         for unit in later:
             self._open(unit, options)
-        self._count_elsewhere(options)
+        self.count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
         first = {unit: place for place, unit in enumerate(order)}
         opened = [unit for unit, group in enumerate(self._units) if group.left]
@@ -210,6 +210,20 @@ class Updater:
         if seen:
             self.complete(unit)
         self._begin_updates((unit,))
+
+    def count_elsewhere(self, options: StepOptions) -> None:
+        """Count the step of parameters whose units were updated early, and which other ranks update.
+
+        `step` does this, too. An early update begins when the parameters that this rank updates have their
+        gradients. Of the unit's other parameters it may not know yet that they get gradients in this step.
+        """
+        for unit, counted in self._early.items():
+            page = self._gradients.pages[unit]
+            if page.consumed:
+                others = {each for each in page.content if options.group(unit, each) is not None} - counted
+                with torch._C.DisableTorchFunctionSubclass():
+                    count_step(self._pages[unit], self._states, others, options)
+        self._early.clear()
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit was decided and has not ended, so that its parameters are out of
@@ -326,20 +340,6 @@ class Updater:
         return chain
 
     # --- what is due ------------------------------------------------------------------------------------
-
-    def _count_elsewhere(self, options: StepOptions) -> None:
-        """Count the step of parameters whose units were updated early, and which other ranks update.
-
-        An early update begins when the parameters that this rank updates have their gradients. Of the unit's
-        other parameters it may not know yet that they get gradients in this step.
-        """
-        for unit, counted in self._early.items():
-            page = self._gradients.pages[unit]
-            if page.consumed:
-                others = {each for each in page.content if options.group(unit, each) is not None} - counted
-                with torch._C.DisableTorchFunctionSubclass():
-                    count_step(self._pages[unit], self._states, others, options)
-        self._early.clear()
 
     def _open(self, unit: int, options: StepOptions) -> set[int]:
         """Decide the update of a unit, allow it to be computed, and count it as one more step in the

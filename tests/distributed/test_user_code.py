@@ -35,7 +35,9 @@ def ranks() -> list[Any]:
     return [each.result for each in found]
 
 
-@pytest.mark.parametrize("program", ["withdrawn", "read_when_cleared", "failed_step"])
+@pytest.mark.parametrize(
+    "program", ["withdrawn", "read_when_cleared", "discarded", "not_finite", "failed_step"]
+)
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
     for each in ranks:
         assert each[program] == alone[program]
@@ -63,6 +65,18 @@ def test_withdrawals_that_differ_are_refused_on_all_ranks(ranks: list[Any]) -> N
             told = "ConfigError: The gradient of last.bias was withdrawn (p.grad = None)"
             assert inside.startswith(f"{told} inside of a backward")
             assert eager.startswith("trained" if stage < 2 else f"{told}, but an eager update")
+
+
+def test_eager_updates_remain_without_a_step(alone: Any) -> None:
+    for *digests, steps, unchanged in alone["discarded"]:
+        assert len(set(digests)) == len(digests) and set(steps) == {4.0} and unchanged
+
+
+def test_parts_that_only_some_ranks_have_updated_end_all_ranks(ranks: list[Any]) -> None:
+    told = "NonFiniteGradient: A gradient is infinite, NaN or lost, and eager updates have changed parts of "
+    for each in ranks:
+        for errors in each["half_updated"]:
+            assert all(error.startswith(told) for error in errors), errors
 
 
 def test_ranks_that_made_different_calls_get_the_same_error_again(ranks: list[Any]) -> None:
