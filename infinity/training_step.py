@@ -20,6 +20,7 @@ from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
+from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
@@ -204,14 +205,19 @@ class TrainingStep:
                 found["master"] = master.as_strided(layout.shape, layout.stride)
             return found
 
-    def before_loading(self) -> None:
-        """Wait until all ranks are about to replace optimizer states, so that none still reads the present
-        ones.
+    def before_loading(self, states: Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
+        """Wait until all ranks are about to replace the same optimizer states, so that none still reads the
+        present ones. Raises RankDivergence for other states on another rank.
         """
         if self._ranked is not None:
             with self._pager.lock:
                 self._refuse()
-                self._ranked.agree("a change of optimizer states")
+                digests = {}
+                for parameter, state in states:
+                    place = self._place(parameter)
+                    layout = place.page.layout.parameters[place.index]
+                    digests[place.page.index, place.index] = state_digest(layout, state)
+                self._ranked.agree_on_states(digests)
 
     def loaded(self) -> None:
         """Wait until all ranks have replaced optimizer states, so that none reads former ones of others."""

@@ -5,7 +5,7 @@ It stands in for the runtime behind the protocol OptimizerCore (infinity/optim/p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class MemoryBackend:
         if state:
             self._states[id(parameter)] = {name: each.float().clone() for name, each in state.items()}
 
-    def before_loading(self) -> None:
+    def before_loading(self, states: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
         """Called before states are replaced."""
 
     def loaded(self) -> None:

@@ -318,6 +318,42 @@ def other_calls() -> list[list[str]]:
     return found
 
 
+def replaced_states() -> list[list[Any]]:
+    """For each partition, what training comes to if ranks replace optimizer states by equal ones, and try to
+    replace them by others: the errors come last.
+    """
+    found = []
+    for partition in PARTITIONS:
+        training, errors = Training(partition), []
+        optimizer, model = training.runtime.optimizer, training.model
+        micro_batches(training, 0)
+        training.end()
+        given = optimizer.state_dict()
+        for state in given["state"].values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+            if LAST:  # equal values, though they are kept otherwise
+                state["exp_avg"] = state["exp_avg"].double().t().contiguous().t()
+        if SIZE > 1:
+            wrong = optimizer.state_dict()
+            wrong["param_groups"][0]["lr"] = 0.5
+            if LAST:
+                wrong["state"][3]["exp_avg_sq"][0] = 1.0
+            other = {"step": 7.0, "exp_avg": torch.ones(96), "exp_avg_sq": torch.ones(96)}
+            parameter = model.first.bias if LAST else model.middle[0].bias
+            errors = [
+                error_of(functools.partial(optimizer.load_state_dict, wrong)),
+                error_of(functools.partial(optimizer.state.__setitem__, parameter, other)),
+                error_of(functools.partial(optimizer.state.__delitem__, parameter)),
+            ]
+        optimizer.load_state_dict(given)
+        del optimizer.state[model.middle[1].weight]
+        optimizer.state[model.last.bias] = {**optimizer.state[model.last.bias], "step": 5.0}
+        micro_batches(training, 2)
+        found.append([training.end(), updates(training), optimizer.param_groups[0]["lr"], errors])
+        training.runtime.close()
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """The error that a call raises; "" if it raises none."""
     try:
@@ -329,7 +365,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def every_program() -> dict[str, Any]:
     """What each program of this file returns, by its name."""
-    programs = (withdrawn, read_when_cleared, hooks, discarded, not_finite, failed_step)
+    programs = (withdrawn, read_when_cleared, hooks, discarded, not_finite, failed_step, replaced_states)
     several = (refused, differing_edits, half_updated, other_calls)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}

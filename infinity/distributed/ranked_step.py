@@ -405,6 +405,24 @@ class RankedStep:
         if self.contributions is not None:
             self.contributions.expect(self.contributions.ended + later, parameters)
 
+    def agree_on_states(self, digests: Mapping[tuple[int, int], int]) -> None:
+        """Wait until all ranks are about to replace the same optimizer states.
+
+        digests: (unit, index of a parameter) -> digest of its new state. Raises RankDivergence, naming a
+        parameter, if a rank has another state for it or replaces another one, and RankFailure.
+        """
+        said = [[*place, digest] for place, digest in sorted(digests.items())]
+        heard = self._ballots.agree("a change of optimizer states", said)
+        given = {rank: {(unit, index): each for unit, index, each in said} for rank, said in heard.items()}
+        for rank, states in given.items():
+            for place in sorted(given[0].keys() | states.keys()):
+                if given[0].get(place) != states.get(place):
+                    raise RankDivergence(
+                        f"At a change of optimizer states the state of {self._name(*place)} on rank {rank} "
+                        "is not that on rank 0.",
+                        "Give all ranks the same states, such as those of one file.",
+                    )
+
     def agree(self, call: str) -> None:
         """Wait until all ranks make a call. Raises RankDivergence for another call, and RankFailure."""
         self._ballots.agree(call, {})

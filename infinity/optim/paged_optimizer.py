@@ -59,8 +59,12 @@ class OptimizerCore(Protocol):
         changes a parameter.
         """
 
-    def before_loading(self) -> None:
-        """Called before states are replaced by `write_state`."""
+    def before_loading(self, states: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
+        """Called before states are replaced by `write_state`, and before anything else is.
+
+        states: all parameters whose states will be replaced, and their new states. Raises RankDivergence if
+        another rank is about to write other states.
+        """
 
     def loaded(self) -> None:
         """Called when states have been replaced by `write_state`."""
@@ -91,16 +95,10 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         known = self._known(parameter)
-        checked = checked_state(self._rule, known, state)
-        self._backend.before_loading()
-        self._backend.write_state(known, checked)
-        self._backend.loaded()
+        self._replace(known, checked_state(self._rule, known, state))
 
     def __delitem__(self, parameter: Tensor) -> None:
-        known = self._known(parameter)
-        self._backend.before_loading()
-        self._backend.write_state(known, {})
-        self._backend.loaded()
+        self._replace(self._known(parameter), {})
 
     def __contains__(self, parameter: object) -> bool:
         known = self._parameters.get(id(parameter))
@@ -118,6 +116,11 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
         `state_dict()`: each moment and each "master" entry in fp32.
         """
         return sum(self._nbytes(each) for each in self)
+
+    def _replace(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        self._backend.before_loading([(parameter, state)])
+        self._backend.write_state(parameter, state)
+        self._backend.loaded()
 
     def _nbytes(self, parameter: Tensor) -> int:
         if not self._backend.has_state(parameter):
@@ -209,8 +212,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Load a state dict that was made by a PagedOptimizer or by a torch optimizer. It must be of an
         optimizer of the same type with the same param groups.
 
-        Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer.
-        Nothing has changed then.
+        Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer, and
+        RankDivergence if another rank loads other states. Nothing has changed then.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -218,15 +221,15 @@ class PagedOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         groups = self._loaded_groups(state_dict["param_groups"])
         states = self._loaded_states(state_dict)
+        written = [(each, states.get(id(each), {})) for each in _parameters(self)]
+        written = [(each, state) for each, state in written if state or each in self._paged]
+        self._backend.before_loading(written)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             # In place: schedulers, the backend and the replaced optimizer hold these very dicts.
             group.clear()
             group.update(loaded)
-        self._backend.before_loading()
-        for parameter in _parameters(self):
-            state = states.get(id(parameter), {})
-            if state or parameter in self._paged:
-                self._backend.write_state(parameter, state)
+        for parameter, state in written:
+            self._backend.write_state(parameter, state)
         self._backend.loaded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infinity.checksum import crc32c
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.formats import moments
@@ -340,6 +341,20 @@ class States:
     def _array(self, page: StatePage, parameter: int, name: str) -> StateArray:
         arrays = self.rule.arrays(page.layout.parameters[parameter].dtype)
         return next(array for array in arrays if array.name == name)
+
+
+def state_digest(layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> int:
+    """A number that is equal for states with the same entries and equal values, as `States.write` takes them.
+
+    layout: of the parameter. state: tensors by name, with any strides, devices and floating dtypes.
+    """
+    found = 0
+    for name in sorted(state):
+        found = crc32c(name.encode(), found)
+        values = state[name]
+        flat = values.to("cpu", torch.float32) if values.dim() == 0 else _flat(values, layout)
+        found = crc32c(flat.contiguous(), found)
+    return found
 
 
 def _flat(values: torch.Tensor, layout: ParameterLayout) -> torch.Tensor:

@@ -85,6 +85,20 @@ def test_ranks_that_made_different_calls_get_the_same_error_again(ranks: list[An
             assert set(errors) == {"RankDivergence: Rank 0 is in step(), rank 1 is in clip_grad_norm_."}
 
 
+def test_replaced_states_are_those_of_one_rank(ranks: list[Any], alone: Any) -> None:
+    for each in ranks:
+        for (*told, errors), (*wanted, _) in zip(
+            each["replaced_states"], alone["replaced_states"], strict=True
+        ):
+            assert told == wanted
+            at = "RankDivergence: At a change of optimizer states the state of"
+            assert errors == [
+                f"{at} last.bias on rank 1 is not that on rank 0.",
+                f"{at} first.bias on rank 1 is not that on rank 0.",
+                f"{at} first.bias on rank 1 is not that on rank 0.",
+            ]
+
+
 def test_hooks_see_the_gradients_of_the_own_rank(ranks: list[Any], alone: Any) -> None:
     assert [each["hooks"] for each in ranks] == [alone["hooks"][rank::SIZE] for rank in range(SIZE)]
 
