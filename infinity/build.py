@@ -261,7 +261,8 @@ class _Builder:
         checkpoint: where commits go; None if they are off.
         """
         plan, store, states = self.plan, self.store, self.states
-        scale = LossScale(dynamic=plan.rule is not None and plan.precision.compute_dtype == torch.float16)
+        dynamic = plan.rule is not None and plan.precision.compute_dtype == torch.float16
+        scale = LossScale(dynamic=dynamic, ranks=plan.share.ranks)
         if checkpoint is not None and checkpoint.saved is not None:
             run_state(checkpoint.saved).set_module_state(self.model, scale, plan.device)
         addresses: dict[int, ParameterPage] = {}

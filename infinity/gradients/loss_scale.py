@@ -8,6 +8,11 @@ those of torch.amp.GradScaler).
 The runtime does not see the loss. So it scales gradients where they enter and leave the root module: the
 gradients of the root module's outputs are multiplied by the scale, and the gradients of its inputs are
 divided by the scale. A parameter that is used outside of the root module is treated like an output.
+
+[Note: the scale of several ranks]
+N ranks average their gradients, and one rank that runs the micro-batches of all divides its losses by N
+instead. Its backward is that of a rank if its scale is N times larger: then the same values overflow, and
+the same ones underflow. So the scale of ranks is N times smaller, N rounded down to a power of two.
 """
 
 from __future__ import annotations
@@ -29,9 +34,12 @@ _GROWTH_INTERVAL = 2000
 class LossScale:
     """The loss scale of one runtime: a number that `step_was` adapts. It stays 1 unless `dynamic`."""
 
-    def __init__(self, *, dynamic: bool) -> None:
+    def __init__(self, *, dynamic: bool, ranks: int = 1) -> None:
+        """ranks: number of ranks that average their gradients; see [Note: the scale of several ranks]."""
         self.dynamic = dynamic
-        self.value = _INITIAL if dynamic else 1.0
+        self._smaller = 2.0 ** (ranks.bit_length() - 1)
+        """By how much the scale of one rank is larger."""
+        self.value = _INITIAL / self._smaller if dynamic else 1.0
         self.good_steps = 0
         """Number of steps in a row whose gradients were finite, since the scale last changed."""
 
@@ -40,12 +48,12 @@ class LossScale:
         if not self.dynamic:
             return
         if not finite:
-            self.value = max(_SMALLEST, self.value / 2)
+            self.value = max(_SMALLEST / self._smaller, self.value / 2)
             self.good_steps = 0
             return
         self.good_steps += 1
         if self.good_steps == _GROWTH_INTERVAL:
-            self.value = min(_LARGEST, self.value * 2)
+            self.value = min(_LARGEST / self._smaller, self.value * 2)
             self.good_steps = 0
 
     def incoming(self, inputs: Any) -> Any:

@@ -39,6 +39,7 @@ MODELS = (
     Case("odd", 2, home="nvme", compute="bf16"),
     Case("tiny", 3),
     Case("decoder", 3, update="sync"),
+    Case("decoder", 3, accumulate=3, compute="fp16", steps=6),
     Case("mlp", 2, accumulate=2, update="eager", declared=True),
     Case("decoder", 3, accumulate=2, update="eager", declared=True, compute="bf16"),
     Case("mlp", 3, update="eager", declared=True, home="nvme"),
@@ -50,6 +51,7 @@ MODELS = (
 ON_FOUR = (
     Case("mlp", 3, accumulate=2, clip=0.05),
     Case("decoder", 2, home="nvme", compute="bf16"),
+    Case("decoder", 2, compute="fp16", steps=6),
     Case("decoder", 3, home="host", accumulate=2, together=True),
     Case("odd", 3, states="int8"),
     Case("tiny", 2, optimizer="sgd"),

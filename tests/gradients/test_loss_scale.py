@@ -55,3 +55,13 @@ def test_without_scaling_nothing_is_touched() -> None:
     scale = LossScale(dynamic=False)
     output = Output(torch.ones(2, requires_grad=True), (0, []))
     assert scale.outgoing(output) is output and scale.value == 1.0
+
+
+@pytest.mark.parametrize(("ranks", "smaller"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4)])
+def test_the_scale_of_several_ranks_is_that_of_one_divided_by_their_number(ranks: int, smaller: int) -> None:
+    one, several = LossScale(dynamic=True), LossScale(dynamic=True, ranks=ranks)
+    for finite, steps in ((True, 20 * 2000), (False, 60)):
+        for _ in range(steps):
+            one.step_was(finite=finite)
+            several.step_was(finite=finite)
+            assert several.value == one.value / smaller
