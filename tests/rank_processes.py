@@ -46,7 +46,7 @@ def run(
     function: str,
     *,
     size: int,
-    timeout: float = 25.0,
+    timeout: float = 90.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Run `function` of tests/`script` in `size` processes. Returns their outcomes in the order of ranks.

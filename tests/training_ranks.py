@@ -19,7 +19,7 @@ from infinity.planning.placement import Kind
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
 """Environment variables: the cases as JSON, and a directory for pages."""
-_PATIENCE = 40
+_PATIENCE = 120
 """Seconds, and a second more for each step, after which a rank that hangs in a case ends and says where."""
 
 
@@ -42,7 +42,7 @@ def launch(
     return [[each[at] if at < len(each) else None for each in found] for at in range(len(cases))]
 
 
-def check_bits(cases: tuple[Case, ...], size: int, directory: Path, timeout: float = 100.0) -> None:
+def check_bits(cases: tuple[Case, ...], size: int, directory: Path, timeout: float = 300.0) -> None:
     """Assert that `size` ranks and one rank train the cases to the same results."""
     found = launch("training", cases, size, directory, timeout)
     told: list[str] = []

@@ -8,7 +8,7 @@ import rank_processes
 def test_states_of_rank_0_are_those_of_all_ranks() -> None:
     (alone,) = rank_processes.run("state_ranks.py", "states_and_bits", size=1)
     assert alone.result is not None, alone.text
-    for each in rank_processes.run("state_ranks.py", "states_and_bits", size=2, timeout=60.0):
+    for each in rank_processes.run("state_ranks.py", "states_and_bits", size=2, timeout=180.0):
         assert each.result is not None, each.text
         for mine, wanted in zip(each.result, alone.result, strict=True):
             assert mine == wanted

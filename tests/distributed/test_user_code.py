@@ -15,7 +15,7 @@ SIZE = 2
 @pytest.fixture(scope="module")
 def alone() -> Any:
     """What the programs return on one rank."""
-    (found,) = rank_processes.run("user_code_ranks.py", "every_program", size=1)
+    (found,) = rank_processes.run("user_code_ranks.py", "every_program", size=1, timeout=120.0)
     assert found.code == 0, found.text
     return found.result
 
@@ -27,8 +27,8 @@ def ranks() -> list[Any]:
         "user_code_ranks.py",
         "every_program",
         size=SIZE,
-        timeout=60.0,
-        environment={TIMEOUT_VARIABLE: "10"},
+        timeout=180.0,
+        environment={TIMEOUT_VARIABLE: "60"},
     )
     for each in found:
         assert (each.code, each.error) == (0, ""), each
