@@ -133,10 +133,8 @@ class _Builder:
         }
         self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
         if plan.slab_layout is not None:
-            for home, layout, images in zip(
-                self.homes, plan.layout.units, plan.slab_layout.parameters, strict=True
-            ):
-                home.twins = parameter_twins(layout, images, home)
+            for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
+                home.twins = parameter_twins(shard, images, home)
         self.states = (
             None
             if plan.rule is None
@@ -418,7 +416,9 @@ class _Builder:
         if places is not None:
             for unit, page in pages.items():
                 images = places.states[unit]
-                page.home.twins = state_twins(page.layout, page.formats, page.begun, images, page.home)
+                page.home.twins = state_twins(
+                    page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
+                )
         return pages
 
     def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:

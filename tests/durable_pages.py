@@ -10,6 +10,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout, UnitLayout, build
+from infinity.layout.shards import ALONE, PageShard
 from infinity.layout.units import survey
 from infinity.pages.home import Home
 from infinity.pages.twins import Part, Twins, parameter_twins, state_twins
@@ -70,14 +71,16 @@ def durable_pages(
         ]
         for unit in layout.units
     ]
-    images = slab_layout(layout.units, [sum(form.nbytes for form in unit) for unit in formats])
+    images = slab_layout(layout.units, ALONE, [sum(form.nbytes for form in unit) for unit in formats])
     parameters, states = [], []
     for index, (unit, forms) in enumerate(zip(layout.units, formats, strict=True)):
         begun = [False] * len(unit.chunks)
         home = Home(Tier.NVME, unit.nbytes, None, False)
-        home.twins = parameter_twins(unit, images.parameters[index], home)
+        home.twins = parameter_twins(PageShard(unit, ALONE), images.parameters[index], home)
         parameters.append(DurablePage(unit, home, home.twins, begun, forms))
         home = Home(Tier.NVME, sum(form.nbytes for form in forms), None, False)
-        home.twins = state_twins(unit, forms, begun, images.states[index], home)
+        home.twins = state_twins(
+            unit, forms, images.states[index], home, begun=begun, kept=range(len(unit.chunks))
+        )
         states.append(DurablePage(unit, home, home.twins, begun, forms))
     return DurablePages(layout, images, parameters, states)

@@ -150,6 +150,11 @@ class PageShard:
         self._share = share
 
     @property
+    def layout(self) -> UnitLayout:
+        """The unit."""
+        return self._layout
+
+    @property
     def share(self) -> Share:
         """The rank's place among the ranks."""
         return self._share
@@ -187,6 +192,21 @@ class PageShard:
             if rank != self._share.rank:
                 found[rank] = tuple(span for span in self._spans if span.owner == rank)
         return found
+
+    @functools.cached_property
+    def others_chunks(self) -> tuple[Span, ...]:
+        """The spans that other ranks update: their chunks, without frozen parameters."""
+        trained = [
+            (each.byte_offset, each.byte_offset + each.elements * each.dtype.itemsize)
+            for each in self._layout.regions
+            if each.trainable
+        ]
+        return tuple(
+            span
+            for spans_of_one in self.others.values()
+            for span in spans_of_one
+            if any(start <= span.start < end for start, end in trained)
+        )
 
     def home_start(self, chunk_index: int) -> int:
         """Distance in bytes from the home's start to a chunk that the home holds; a multiple of 4096.

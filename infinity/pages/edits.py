@@ -276,18 +276,24 @@ class EditTracker:
         layout, twins = page.layout.parameters[index], page.home.twins
         if twins is None or layout.trainable or not layout.numel:
             return False
-        start = page.start(index)
         return any(
-            part.durable is not None or part.pending is not None for part in twins.over(start, start + 1)
+            part.durable is not None or part.pending is not None
+            for held in page.shard.pieces(page.start(index), layout.numel * layout.dtype.itemsize)
+            for part in twins.over(held.home_start, held.home_start + 1)
         )
 
     def _undo(self, page: ParameterPage, index: int, memory: torch.Tensor) -> bool:
         """Give a parameter its committed values back. Returns False if it had them."""
         assert self._store.durable is not None
         layout, present = page.layout.parameters[index], page.flat(index, memory)
-        nbytes = layout.numel * layout.dtype.itemsize
-        committed = self._store.durable.fetch(page.home, page.start(index), nbytes)
+        start, nbytes = page.start(index), layout.numel * layout.dtype.itemsize
         now = self._store.copied_to_host(present).view(torch.uint8)
+        committed = now.clone()
+        for held in page.shard.pieces(start, nbytes):
+            at = held.page_start - start
+            committed[at : at + held.nbytes] = self._store.durable.fetch(
+                page.home, held.home_start, held.nbytes
+            )
         if torch.equal(now, committed):
             return False
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():

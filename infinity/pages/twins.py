@@ -8,6 +8,10 @@ durable commit holds is never written, nor the place that a pending commit holds
 place that is left, and later bytes overwrite them there. A frozen part has one place, which the first commit
 holds for good. So there is nothing to allocate and nothing to collect, and the room on disk follows from the
 layout alone (infinity/planning/slab_layout.py).
+
+[Note: parts of others]
+The home of one of several ranks may have whole pages, of which other ranks update chunks. Such a chunk is a
+part without twins: it has one place, and no commit of this rank holds it. Its owner commits it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import numpy.typing as npt
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import StateFormat
-from infinity.layout.chunks import UnitLayout
+from infinity.layout.chunks import Chunk, UnitLayout
+from infinity.layout.shards import HomeRange, PageShard
 from infinity.planning.slab_layout import PageImages, region_bytes
 from infinity.tiers import PAGE_ALIGNMENT
 
@@ -84,9 +89,9 @@ class Part:
         begun: Sequence[bool] | None = None,
         masters: int = 0,
     ) -> None:
-        """start, end: the part's range of bytes in the page. places: offsets of its places in the volume:
-        two, or one for a frozen part. rows: what lies in the part. home: of the page. chunk_index: index of
-        the chunk, None for a frozen part.
+        """start, end: the part's range of bytes in the home. places: offsets of its places in the volume:
+        two, or one for a frozen part and for a part of another rank. rows: what lies in the part. home: of
+        the page. chunk_index: index of the chunk, None for a frozen part.
 
         begun: for the optimizer states of a chunk, `StatePage.begun`. While begun[chunk_index] is False, only
         the first `masters` rows of `segments` have values.
@@ -119,6 +124,11 @@ class Part:
     def trained(self) -> bool:
         """Whether the part has two places."""
         return len(self.places) > 1
+
+    @property
+    def committed(self) -> bool:
+        """Whether commits hold the part; see [Note: parts of others]."""
+        return self.trained or self.chunk_index is None
 
     @property
     def nbytes(self) -> int:
@@ -161,23 +171,23 @@ class Part:
 
 
 class Twins:
-    """The parts of one page, in the order of its bytes. Together they cover the page."""
+    """The parts of one page, in the order of its home's bytes. Together they cover the home."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         self._starts = [part.start for part in self.parts]
 
     def over(self, start: int, end: int) -> Iterator[Part]:
-        """Yield the parts that have bytes in the range [start, end) of the page."""
+        """Yield the parts that have bytes in the range [start, end) of the home."""
         index = max(0, bisect_right(self._starts, start) - 1)
         while index < len(self.parts) and self.parts[index].start < end:
             yield self.parts[index]
             index += 1
 
     def extents(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yield where the newest bytes [start, end) of the page lie on disk, in order.
+        """Yield where the newest bytes [start, end) of the home lie on disk, in order.
 
-        Each item is (offset in the volume, start in the page, end in the page). Neighbours are joined.
+        Each item is (offset in the volume, start in the home, end in the home). Neighbours are joined.
         """
         place = first = last = 0
         for part in self.over(start, end):
@@ -198,58 +208,85 @@ def block_count(segments: Segments) -> int:
     return int((-(-segments[:, 1] // segments[:, 2])).sum()) if len(segments) else 0
 
 
-def parameter_twins(layout: UnitLayout, images: PageImages, home: Home) -> Twins:
-    """Make the parts of a unit's parameter page.
+def parameter_twins(shard: PageShard, images: PageImages, home: Home) -> Twins:
+    """Make the parts of a unit's parameter page that a rank has at home.
 
-    images: the offsets of the page's images in the volume. home: of the page.
+    shard: of the page. images: the offsets of the page's images in the volume. home: of the page.
     """
-    parts: list[Part] = []
+    layout, share = shard.layout, shard.share
     chunks = iter(enumerate(layout.chunks))
+    parts: list[Part] = []
     second = images.second
     for number, region in enumerate(layout.regions):
-        size = region.dtype.itemsize
         start = region.byte_offset
         end = start + region_bytes(region)
-        if not region.trainable and start < end:
-            inside = [each for each in layout.parameters if each.region == number and each.numel]
-            frozen: list[Row] = [
-                ((each.offset * size, each.numel * size, BLOCK * size), Label(each.names[0], "values", 0))
-                for each in inside
-            ]
-            parts.append(Part(start, end, (images.first + start,), frozen, home))
+        if not region.trainable:
+            for held in shard.pieces(start, end - start):
+                rows = _frozen_rows(layout, number, held)
+                stop = held.home_start + held.nbytes
+                parts.append(Part(held.home_start, stop, (images.first + held.home_start,), rows, home))
         while region.trainable and start < end:
             chunk_index, chunk = next(chunks)
-            nbytes = round_up(chunk.count * size, PAGE_ALIGNMENT)
-            rows: list[Row] = [
-                (
-                    (each.offset * size, each.count * size, BLOCK * size),
-                    Label(layout.parameters[each.parameter].names[0], "values", each.start),
-                )
-                for each in chunk.pieces
-            ]
-            places = (images.first + start, second)
-            parts.append(Part(start, start + nbytes, places, rows, home, chunk_index=chunk_index))
-            start, second = start + nbytes, second + nbytes
+            nbytes = round_up(chunk.count * region.dtype.itemsize, PAGE_ALIGNMENT)
+            for held in shard.pieces(start, nbytes):
+                places: tuple[int, ...] = (images.first + held.home_start,)
+                if share.whole_states or share.owns(chunk_index):
+                    places = (*places, second)
+                    second += nbytes
+                rows = _chunk_rows(layout, chunk, region.dtype.itemsize)
+                stop = held.home_start + nbytes
+                parts.append(Part(held.home_start, stop, places, rows, home, chunk_index=chunk_index))
+            start += nbytes
     end = parts[-1].end if parts else 0
-    if end < layout.nbytes:
-        parts.append(Part(end, layout.nbytes, (images.first + end,), [], home))
+    if end < shard.nbytes:
+        parts.append(Part(end, shard.nbytes, (images.first + end,), [], home))
     return Twins(parts)
+
+
+def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
+    """What lies in a chunk's slice of the parameter page. size: bytes of an element."""
+    return [
+        (
+            (each.offset * size, each.count * size, BLOCK * size),
+            Label(layout.parameters[each.parameter].names[0], "values", each.start),
+        )
+        for each in chunk.pieces
+    ]
+
+
+def _frozen_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
+    """What lies in a range of a frozen region. number: index of the region in the unit."""
+    size = layout.regions[number].dtype.itemsize
+    begin, end = held.page_start, held.page_start + held.nbytes
+    rows: list[Row] = []
+    for index, each in enumerate(layout.parameters):
+        if each.region == number and each.numel:
+            start = layout.start(index)
+            low, high = max(start, begin), min(start + each.numel * size, end)
+            if low < high:
+                label = Label(each.names[0], "values", (low - start) // size)
+                rows.append(((low - begin, high - low, BLOCK * size), label))
+    return rows
 
 
 def state_twins(
     layout: UnitLayout,
     formats: Sequence[StateFormat],
-    begun: Sequence[bool],
     images: PageImages,
     home: Home,
+    *,
+    begun: Sequence[bool],
+    kept: Sequence[int],
 ) -> Twins:
-    """Make the parts of a unit's optimizer page. formats, begun: `StatePage.formats`, `StatePage.begun`.
+    """Make the parts of a unit's optimizer page.
 
-    images: the offsets of the page's images in the volume. home: of the page.
+    formats, begun, kept: `StatePage.formats`, `StatePage.begun`, `StatePage.kept`. images: the offsets of the
+    page's images in the volume. home: of the page.
     """
     parts: list[Part] = []
     start = 0
-    for chunk_index, (chunk, form) in enumerate(zip(layout.chunks, formats, strict=True)):
+    for chunk_index in kept:
+        chunk, form = layout.chunks[chunk_index], formats[chunk_index]
         rows: list[Row] = []
         masters = 0
         for array in form.arrays:

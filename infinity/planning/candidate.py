@@ -157,7 +157,8 @@ class Candidate:
     def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
         """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
         trainable = sum(region.nbytes for region in unit if region.trainable)
-        return page_bytes(unit) + trainable + 2 * self.pages[Kind.OPTIMIZER][index]
+        trained = self._share.kept(trainable, whole=self._share.whole_states)
+        return self.pages[Kind.PARAMETER][index] + trained + 2 * self.pages[Kind.OPTIMIZER][index]
 
     def staging(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of staging, the host RAM in which chunks are updated if their pages rest elsewhere. The

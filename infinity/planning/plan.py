@@ -21,7 +21,13 @@ from infinity.planning.cost_model import MachineRates, Prediction, Traffic, Upda
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
 from infinity.planning.plan_text import text_of
-from infinity.planning.slab_layout import SlabLayout, frozen_bytes, slab_layout, trainable_bytes
+from infinity.planning.slab_layout import (
+    SlabLayout,
+    frozen_bytes,
+    slab_layout,
+    trainable_bytes,
+    trained_bytes,
+)
 from infinity.planning.twin_flow import updated_there
 from infinity.telemetry.wear import SECONDS_PER_DAY, days_until_worn
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -260,7 +266,11 @@ class Plan:
     @functools.cached_property
     def slab_layout(self) -> SlabLayout | None:
         """The places in the slab files of the images of all pages; None without commits."""
-        return slab_layout(self.layout.units, self.page_sizes[Kind.OPTIMIZER]) if self.commits else None
+        return (
+            slab_layout(self.layout.units, self.share, self.page_sizes[Kind.OPTIMIZER])
+            if self.commits
+            else None
+        )
 
     @property
     def durable_bytes(self) -> int:
@@ -278,7 +288,7 @@ class Plan:
         """
         if not self.commits:
             return 0
-        trained = [trainable_bytes(unit) for unit in self.layout.units]
+        trained = [trained_bytes(unit, self.share) for unit in self.layout.units]
         states = self.page_sizes[Kind.OPTIMIZER]
         return self._bytes_off_disk(Kind.PARAMETER, trained) + self._bytes_off_disk(Kind.OPTIMIZER, states)
 
@@ -287,7 +297,7 @@ class Plan:
         """Bytes that the first commit writes to disk: `commit_bytes`, and the frozen regions of parameter
         pages at home in RAM or on the device.
         """
-        frozen = [frozen_bytes(unit) for unit in self.layout.units]
+        frozen = [frozen_bytes(unit, self.share) for unit in self.layout.units]
         return self.commit_bytes + self._bytes_off_disk(Kind.PARAMETER, frozen) * self.commits
 
     @property

@@ -14,9 +14,10 @@ from planned_models import stack
 from torch import nn
 
 from infinity.config import Precision
+from infinity.layout.shards import ALONE
 from infinity.pages.home import Home
 from infinity.pages.twins import Label, Part, Row, Twins, block_count
-from infinity.planning.slab_layout import region_bytes, trainable_bytes
+from infinity.planning.slab_layout import region_bytes, trained_bytes
 from infinity.tiers import Tier
 
 PAGE = 4096
@@ -93,7 +94,7 @@ def test_places_are_those_of_the_images(pages: DurablePages) -> None:
         for part in trained:
             assert part.places[1:] == (second,)
             second += part.nbytes
-        assert second == images.second + trainable_bytes(page.layout)
+        assert second == images.second + trained_bytes(page.layout, ALONE)
         frozen = [part for part in page.twins.parts if not part.trained]
         assert all(part.chunk_index is None for part in frozen)
         nbytes = sum(region_bytes(each) for each in page.layout.regions if not each.trainable)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from planned_models import partly_frozen, planned, stack
 
 from infinity.config import Precision
+from infinity.layout.shards import ALONE
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.slab_layout import (
@@ -16,7 +17,7 @@ from infinity.planning.slab_layout import (
     SlabLayout,
     frozen_bytes,
     slab_layout,
-    trainable_bytes,
+    trained_bytes,
 )
 
 models = st.builds(
@@ -72,10 +73,10 @@ def test_what_is_trained_takes_two_places_and_the_rest_one(*, model, frozen, pre
     model = partly_frozen(model) if frozen else model
     made = planned(model, precision=precision, host="64MiB", nvme={"/a": "64MiB"}, commits=True)
     units = made.layout.units
-    trainable = sum(map(trainable_bytes, units))
+    trainable = sum(trained_bytes(each, ALONE) for each in units)
     states = sum(made.page_sizes[Kind.OPTIMIZER])
     frozen_too = sum(unit.nbytes for unit in units) - trainable
-    assert frozen_too == sum(map(frozen_bytes, units))
+    assert frozen_too == sum(frozen_bytes(each, ALONE) for each in units)
     assert made.durable_bytes == 2 * (trainable + states) + frozen_too
 
 
@@ -92,8 +93,8 @@ def test_two_units_by_hand() -> None:
         states=(PageImages(40960, 40960 + state), PageImages(end + 20480, end + 20480)),
         nbytes=end + 20480,
     )
-    assert slab_layout(made.layout.units, [state, 0]) == made.slab_layout
+    assert slab_layout(made.layout.units, ALONE, [state, 0]) == made.slab_layout
 
 
 def test_no_units_take_no_bytes() -> None:
-    assert slab_layout([], []) == SlabLayout((), (), 0)
+    assert slab_layout([], ALONE, []) == SlabLayout((), (), 0)
