@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.build import carry_out
+from infinity.checkpoint.agreed_commit import newest_of_all
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision
@@ -99,11 +100,6 @@ def offload(
     budget, precision = check_kinds(budget, precision)
     stage = stage_of(partition)
     if several_ranks(mesh):
-        if checkpoint is not None or resume is not None:
-            raise ConfigError(
-                "Commits were asked for with several ranks, and commits over ranks are not there yet.",
-                "Leave checkpoint= and resume= out, or train with one rank.",
-            )
         return _offload_with_others(
             model,
             optimizer,
@@ -116,12 +112,14 @@ def offload(
             example_inputs=example_inputs,
             update=update,
             accumulation=accumulation,
+            checkpoint=checkpoint,
+            resume=resume,
         )
     check_model(model, optimizer)
     with ExitStack() as cleanup:
         commits = None
         if checkpoint is not None or resume is not None:
-            _check_commits(optimizer, weights, resume)
+            check_commits(optimizer, weights, resume)
             commits = cleanup.enter_context(Checkpoint(checkpoint, resume, injected_files()))
         made = plan_for(
             model,
@@ -150,6 +148,8 @@ def _offload_with_others(
     precision: Precision,
     device: torch.device | str | None,
     weights: str | os.PathLike[str] | None,
+    checkpoint: str | os.PathLike[str] | None,
+    resume: str | os.PathLike[str] | None,
     **options: Any,
 ) -> Runtime:
     """Do what `offload` does, on one of several ranks. An error on one rank becomes an error on all.
@@ -165,6 +165,10 @@ def _offload_with_others(
         communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
         try:
             check_model(model, optimizer)
+            commits = None
+            if checkpoint is not None or resume is not None:
+                check_commits(optimizer, weights, resume)
+                commits = cleanup.enter_context(checkpoint_of(communicator, checkpoint, resume))
             made = plan_with_others(
                 communicator,
                 model,
@@ -173,16 +177,39 @@ def _offload_with_others(
                 precision=precision,
                 device=target,
                 weights=weights,
+                commits=commits,
                 **options,
             )
             runtime = carry_out(
-                made, model, optimizer, budget=budget, weights=weights, communicator=communicator
+                made,
+                model,
+                optimizer,
+                budget=budget,
+                weights=weights,
+                checkpoint=commits,
+                communicator=communicator,
             )
         except BaseException as error:
             communicator.fail(error)
             raise
         cleanup.pop_all()
     return runtime
+
+
+def checkpoint_of(
+    communicator: Communicator,
+    checkpoint: str | os.PathLike[str] | None,
+    resume: str | os.PathLike[str] | None,
+) -> Checkpoint:
+    """Open the directory of a rank's commits, with the commit that all ranks continue, if they do.
+
+    All ranks call this. Raises the errors of `Checkpoint`, and RankDivergence if ranks differ in what they
+    give.
+    """
+    communicator.same("offload()", checkpoint=checkpoint is not None, resume=resume is not None)
+    share = communicator.share
+    newest = functools.partial(newest_of_all, share=share, agree=communicator.agree)
+    return Checkpoint(checkpoint, resume, injected_files(), share, newest)
 
 
 def plan_with_others(
@@ -194,17 +221,21 @@ def plan_with_others(
     precision: Precision,
     device: torch.device,
     weights: str | os.PathLike[str] | None,
+    commits: Checkpoint | None,
     **options: Any,
 ) -> Plan:
     """Make the plan of one of several ranks, all of which call this and divide the model alike.
 
-    weights: as in `offload`. options: the others of `plan_for`. Raises RankDivergence if the ranks have
-    different models, optimizers or precisions, and the errors of `infinity.distributed.agreed_plan`.
+    weights: as in `offload`. commits: where commits go; None if they are off. options: the others of
+    `plan_for`. Raises RankDivergence if the ranks have different models, optimizers or precisions, and the
+    errors of `infinity.distributed.agreed_plan`.
     """
     from infinity.distributed.agreed_plan import agreed_plan, check_equal
 
     communicator.find_place()
-    check_equal(communicator, model, optimizer, precision=precision, weights=weights is None)
+    check_equal(
+        communicator, model, optimizer, precision=precision, weights=weights is None, commits=commits is None
+    )
     draft = functools.partial(
         plan_for,
         model,
@@ -212,12 +243,18 @@ def plan_with_others(
         budget=budget,
         precision=precision,
         device=device,
-        slab_directory=None,
+        slab_directory=None if commits is None else str(commits.directory),
         share=communicator.share,
         on_node=communicator.place.ranks,
         **options,
     )
-    return agreed_plan(communicator, budget, lambda prefer: draft(prefer=prefer))
+    usual = None if commits is None or commits.saved is None else division_of(commits.saved)
+    return agreed_plan(
+        communicator,
+        budget,
+        lambda prefer: draft(prefer=prefer or usual),
+        adopts=lambda made: commits is not None and commits.adopted(made, budget) is not None,
+    )
 
 
 def plan(
@@ -315,7 +352,7 @@ def plan_for(
     return draft(activations=estimate.activations, compute=compute, speeds=speeds)
 
 
-def _check_commits(
+def check_commits(
     optimizer: torch.optim.Optimizer | None,
     weights: str | os.PathLike[str] | None,
     resume: str | os.PathLike[str] | None,

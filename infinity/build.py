@@ -189,7 +189,7 @@ class _Builder:
             source = checkpoint.open_source(budget, self.store.nvme.locks)
             restore(source, layout, self.homes, self.states, self.store).tell(stacklevel=4)
         else:
-            adopt_commit(saved, layout, self.homes, self.states, self.store)
+            adopt_commit(saved, self.shards, self.homes, self.states, self.store)
 
     def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
         return [self.places[id(parameter)] for parameter in group["params"]]
@@ -278,7 +278,8 @@ class _Builder:
             )
         versions = None if self.communicator is None else self.communicator.edit_versions(pages)
         edits = EditTracker(pages, store, states, health=health, over_ranks=versions)
-        engine = self._engine(pages, meter, updater or NoUpdates(), edits)
+        resumed = checkpoint is not None and checkpoint.saved is not None
+        engine = self._engine(pages, meter, updater or NoUpdates(), edits, resumed=resumed)
         pager = Pager(
             pages,
             addresses,
@@ -310,6 +311,7 @@ class _Builder:
                 lock=pager.lock,
                 generation=checkpoint.generation,
                 superseded=checkpoint.superseded,
+                **self._over_ranks(),
             )
         peers = None
         if self.communicator is not None:
@@ -327,6 +329,7 @@ class _Builder:
                 updater=updater,
                 store=store,
                 health=health,
+                drive=(lambda _: None) if committer is None else committer.driven,
                 early=self.early,
             )
             pager.over_ranks = peers.step
@@ -351,8 +354,20 @@ class _Builder:
         )
         return Runtime(parts)
 
+    def _over_ranks(self) -> dict[str, Any]:
+        """The arguments of Committer by which it commits with other ranks; none with one rank."""
+        if self.communicator is None:
+            return {}
+        return {"others": self.communicator.commit_votes(), "released": self.communicator.lock.released}
+
     def _engine(
-        self, pages: list[ParameterPage], meter: Meter, updates: Updates, edits: EditTracker
+        self,
+        pages: list[ParameterPage],
+        meter: Meter,
+        updates: Updates,
+        edits: EditTracker,
+        *,
+        resumed: bool,
     ) -> PrefetchEngine:
         if self.communicator is None:
             return PrefetchEngine(pages, self.store, Trace(), meter=meter, updates=updates, edits=edits)
@@ -366,6 +381,7 @@ class _Builder:
             updates=updates,
             edits=edits,
             remote=self.communicator.remote,
+            own_parts=resumed,
         )
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:

@@ -226,9 +226,9 @@ class Runtime(Closing):
         returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
         file cannot be written; nothing is left then, and the run goes on.
         """
-        self._refuse_ranks("save")
         if path is None:
             return self._commit(state)
+        self._refuse_ranks("save(path)")
         with self._components.pager.lock:
             self._check_between("save")
             self._copies().save(path, self._groups(), state, shard)
@@ -268,8 +268,9 @@ class Runtime(Closing):
         whose optimizer states begin anew, or are left out, because they are not trained in both runs;
         infinity.offload with resume= does the same.
         """
-        self._refuse_ranks("load")
         parts = self._components
+        if path is not None:
+            self._refuse_ranks("load(path)")
         with parts.pager.lock:
             if path is not None:
                 self._check_between("load")
@@ -398,8 +399,8 @@ class Runtime(Closing):
     def _refuse_ranks(self, call: str) -> None:
         if self._components.peers is not None:
             raise ConfigError(
-                f"{call}() was called with several ranks, over which there are no commits and copies yet.",
-                "Use runtime.export(path), which rank 0 alone may call, and optimizer.state_dict().",
+                f"{call} was called with several ranks, of which there are no copies yet.",
+                "Use commits (checkpoint=), or runtime.export(path), which rank 0 alone may call.",
             )
 
     def _copies(self) -> Copies:

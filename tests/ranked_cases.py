@@ -73,6 +73,43 @@ class Case:
         )
 
 
+MODELS = (
+    Case("frozen", 3, accumulate=2, clip=0.05),
+    Case("frozen", 2, home="nvme"),
+    Case("convolutions", 3, home="nvme"),
+    Case("convolutions", 2, accumulate=2),
+    Case("dtypes", 3, compute="bf16", accumulate=2),
+    Case("dtypes", 2, compute="bf16", home="nvme", clip=0.05),
+    Case("groups", 3, accumulate=2),
+    Case("groups", 2, home="nvme"),
+    Case("meta", 3),
+    Case("meta", 2, home="nvme"),
+    Case("odd", 3, accumulate=2, clip=0.05),
+    Case("odd", 2, home="nvme", compute="bf16"),
+    Case("tiny", 3),
+    Case("decoder", 3, update="sync"),
+    Case("decoder", 3, accumulate=3, compute="fp16", steps=6),
+    Case("mlp", 2, accumulate=2, update="eager", declared=True),
+    Case("decoder", 3, accumulate=2, update="eager", declared=True, compute="bf16"),
+    Case("mlp", 3, update="eager", declared=True, home="nvme"),
+    Case("recomputed", 3, accumulate=2, clip=0.05, home="nvme"),
+    Case("reentrant", 3, accumulate=2, clip=0.05, home="nvme"),
+    Case("reentrant", 2),
+    Case("reentrant", 1),
+)
+"""Cases with models of all kinds, for two ranks."""
+ON_FOUR = (
+    Case("mlp", 3, accumulate=2, clip=0.05),
+    Case("decoder", 2, home="nvme", compute="bf16"),
+    Case("decoder", 2, compute="fp16", steps=6),
+    Case("decoder", 3, home="host", accumulate=2, together=True),
+    Case("odd", 3, states="int8"),
+    Case("tiny", 2, optimizer="sgd"),
+    Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
+)
+"""Cases for four ranks."""
+
+
 class Place(NamedTuple):
     """Where a process stands among the ranks of a case."""
 
@@ -112,10 +149,10 @@ def precision_of(case: Case) -> Precision:
 
 
 @contextmanager
-def opened(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = None) -> Any:
+def opened(case: Case, place: Place, directory: Path, **options: Any) -> Any:
     """Yield (model, runtime). Ranks have seeds of their own; that of rank 0 is the reference's.
 
-    mesh: the ranks that train; None: all.
+    options: further ones of offload.
     """
     subject = SUBJECTS[case.subject]
     torch.manual_seed(SEED + place.rank)
@@ -135,8 +172,8 @@ def opened(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = 
         device="cpu",
         update=case.update,
         accumulation=_backwards(case, place) if case.declared else None,
-        mesh=mesh,
         partition=PARTITIONS[case.stage],
+        **options,
     ) as runtime:
         check_homes(case.home, runtime.plan)
         yield model, runtime
@@ -145,27 +182,73 @@ def opened(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = 
 def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     """Train a case. Returns digests of all parameters by name, losses, norms, and what was generated.
 
-    mesh: as for `opened`.
+    mesh: the ranks that train; None: all.
     """
-    with opened(case, place, directory, mesh) as (model, runtime):
-        found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
-        schedulers = []
-        if SUBJECTS[case.subject].schedule:
-            schedulers.append(torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7))
+    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
+    with opened(case, place, directory, mesh=mesh) as (model, runtime):
+        schedulers = _schedulers(case, runtime)
         for step in range(case.steps):
-            found["losses"] += backwards(case, place, model, runtime, step)
-            if case.clip is not None:
-                found["norms"].append(float(runtime.clip_grad_norm_(case.clip)))
-            runtime.optimizer.step()
-            runtime.optimizer.zero_grad()
+            _take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
-            if case.generates:
-                found["generated"].append(_generated(model, place.rank, step))
-        state = model.state_dict()
-        found["digests"] = {name: digest(each) for name, each in state.items()}
-        found["values"] = [float(each.double().norm()) for each in state.values()]
+        _tell_values(model, found)
     return found
+
+
+def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have a second runtime go on from a commit after the second step. The
+    first runtime takes another step, which is lost.
+    """
+    commits, lost = directory / "commits" / case.name, {"losses": [], "norms": [], "generated": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
+    with opened(case, place, directory, checkpoint=commits) as (model, runtime):
+        schedulers = _schedulers(case, runtime)
+        for step in range(3):
+            _take_step(case, place, (model, runtime), step, found if step < 2 else lost)
+            for each in schedulers:
+                each.step()
+            if step < 2:
+                runtime.save(
+                    state={"rank": place.rank, "schedulers": [each.state_dict() for each in schedulers]}
+                )
+    with opened(case, place, directory, resume=commits) as (model, runtime):
+        schedulers = _schedulers(case, runtime)
+        state = runtime.load()
+        assert state["rank"] == place.rank
+        for each, saved in zip(schedulers, state["schedulers"], strict=True):
+            each.load_state_dict(saved)
+        for step in range(2, case.steps):
+            _take_step(case, place, (model, runtime), step, found)
+            for each in schedulers:
+                each.step()
+            runtime.save()
+        _tell_values(model, found)
+    return found
+
+
+def _schedulers(case: Case, runtime: Runtime) -> list[torch.optim.lr_scheduler.StepLR]:
+    if not SUBJECTS[case.subject].schedule:
+        return []
+    return [torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7)]
+
+
+def _take_step(
+    case: Case, place: Place, opened: tuple[nn.Module, Runtime], step: int, found: dict[str, Any]
+) -> None:
+    model, runtime = opened
+    found["losses"] += backwards(case, place, model, runtime, step)
+    if case.clip is not None:
+        found["norms"].append(float(runtime.clip_grad_norm_(case.clip)))
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    if case.generates:
+        found["generated"].append(_generated(model, place.rank, step))
+
+
+def _tell_values(model: nn.Module, found: dict[str, Any]) -> None:
+    state = model.state_dict()
+    found["digests"] = {name: digest(each) for name, each in state.items()}
+    found["values"] = [float(each.double().norm()) for each in state.values()]
 
 
 def backwards(case: Case, place: Place, model: nn.Module, runtime: Runtime, step: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import rank_processes
 import torch
-from ranked_cases import Case, Place, backwards, differences, opened, train
+from ranked_cases import Case, Place, backwards, differences, opened, train, train_with_a_break
 
 from infinity.planning.placement import Kind
 
@@ -42,9 +42,18 @@ def launch(
     return [[each[at] if at < len(each) else None for each in found] for at in range(len(cases))]
 
 
-def check_bits(cases: tuple[Case, ...], size: int, directory: Path, timeout: float = 300.0) -> None:
-    """Assert that `size` ranks and one rank train the cases to the same results."""
-    found = launch("training", cases, size, directory, timeout)
+def check_bits(
+    cases: tuple[Case, ...],
+    size: int,
+    directory: Path,
+    timeout: float = 300.0,
+    function: str = "training",
+) -> None:
+    """Assert that `size` ranks and one rank train the cases to the same results.
+
+    function: what the ranks run. One rank trains without a break.
+    """
+    found = launch(function, cases, size, directory, timeout)
     told: list[str] = []
     for case, each in zip(cases, found, strict=True):
         told += differences(case, size, each, train(case, Place(0, size, alone=True), directory))
@@ -73,6 +82,10 @@ def _each_case(run: Any) -> list[Any]:
 
 def training() -> list[Any]:
     return _each_case(train)
+
+
+def training_with_a_break() -> list[Any]:
+    return _each_case(train_with_a_break)
 
 
 def bytes_of_homes_and_pools() -> list[Any]:

@@ -15,6 +15,11 @@ again, and the run goes on. After a failed sync nobody knows what the disk holds
 written pages once and forgets them. So the runtime refuses further use then, and a new process resumes from
 the newest commit that is whole. If the manifest had its name already, that may be this commit or the one
 before, so the places of both stay held.
+
+[Note: commits of ranks]
+With several ranks each commits its part, and no part counts unless all do. So between 4 and 5 a rank waits
+until all others have come as far. If one of them fails, this rank takes its manifest back, and its commit has
+failed, too. infinity/distributed/commit_votes.py says why a restart finds a commit that all ranks have.
 """
 
 from __future__ import annotations
@@ -26,9 +31,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.record import Draft, Recorder
@@ -105,6 +111,30 @@ def landed() -> Commit:
     return commit
 
 
+class OtherRanks(Protocol):
+    """The ranks with which a commit is made; see [Note: commits of ranks]."""
+
+    def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
+        """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its
+        time, which is the same on all ranks and tells it from commits of other runs.
+
+        number, created: proposals. failure: why this rank cannot begin one. It is raised on all ranks.
+        """
+        ...
+
+    def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
+        """Say that this rank's part is durable, and wait until those of all ranks are. Returns None then, and
+        otherwise the reason of one that is not. Raises RankFailure if a rank is lost.
+
+        wanted: whether this rank waits for the commit, so that all others are to complete what it lacks.
+        """
+        ...
+
+    def refuse(self, number: int, failure: BaseException) -> None:
+        """Say that this rank's part is not durable, and will not be."""
+        ...
+
+
 class Committer:
     """Commits one runtime's state to a directory. All methods are called under the runtime's lock."""
 
@@ -122,10 +152,13 @@ class Committer:
         lock: AbstractContextManager[Any],
         generation: int,
         superseded: Callable[[], None] | None,
+        others: OtherRanks | None = None,
+        released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number
         of the newest commit in the directory, 0 if there is none. superseded: called once, after the first
-        commit of this runtime, to remove what it replaces; errors of storage are ignored.
+        commit of this runtime, to remove what it replaces; errors of storage are ignored. others: the other
+        ranks; None with one. released: makes a context without the lock, for waits for other ranks.
         """
         assert store.durable is not None and store.departures is not None
         self.directory = directory
@@ -145,7 +178,16 @@ class Committer:
         self._recorder = recorder
         self._lock = lock
         self._superseded = superseded
-        self._frozen = [part for page in pages for part in twins_of(page.home).parts if not part.trained]
+        self._others = others
+        self._released = released
+        self._number = generation
+        """The largest number that a commit has had, whether it was made or not."""
+        self._frozen = [
+            part
+            for page in pages
+            for part in twins_of(page.home).parts
+            if part.committed and not part.trained
+        ]
         parts: dict[tuple[int, int], list[Part]] = {}
         for page in pages:
             for part in (*twins_of(page.home).parts, *twins_of(states.pages[page.index].home).parts):
@@ -162,11 +204,47 @@ class Committer:
         the user's. rng: states of the random number generators, by default their present states. identity:
         says which job this is. Raises ConfigError for a state that cannot be kept, and StorageError.
         """
-        self.land()
-        if self.last is not None and self.last.failure is not None and not self.last.told:
-            self.last.told = True
-            raise self.last.failure.again()
-        self._health.check()
+        number, created = self._begin()
+        try:
+            commit = self._save(number, created, state, generators() if rng is None else rng, identity)
+        except BaseException as error:
+            if self._others is not None:
+                self._others.refuse(number, error)
+            raise
+        lent = [page for page in self._pages if self._edits.lent(page.index)]
+        if lent:  # user code may change these pages at any time from now on
+            self._updater.complete_awaited()
+        for page in lent:
+            self._store.settle_for_user(page.home)
+        return commit
+
+    def _begin(self) -> tuple[int, str]:
+        """Drive the commit before to its end, and agree with all ranks on number and time of the next one."""
+        failure: InfinityError | None = None
+        try:
+            self.land()
+            if self.last is not None and self.last.failure is not None and not self.last.told:
+                self.last.told = True
+                raise self.last.failure.again()
+            self._health.check()
+        except InfinityError as error:
+            if self._others is None:
+                raise
+            failure = error.again()
+        now = datetime.now(timezone.utc)
+        if self._others is None:
+            return self.generation + 1, now.isoformat(timespec="seconds")
+        self._number, created = self._others.begin(
+            self._number + 1, now.isoformat(timespec="microseconds"), failure
+        )
+        return self._number, created
+
+    def _save(
+        self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object
+    ) -> Commit:
+        """Do what `save` does for a commit that all ranks begin. number: its generation. created: its time,
+        in UTC and ISO 8601.
+        """
         self._edits.sync_edits()
         self._departures.complete()  # none is left of a commit that has failed
         self._store.poll()
@@ -175,11 +253,9 @@ class Committer:
             if chunk not in outstanding:
                 self._learn(parts)
         self._learn(self._frozen)
-        draft = self._recorder.draft(
-            self.generation + 1, state, generators() if rng is None else rng, identity
-        )
+        draft = self._recorder.draft(number, created, state, rng, identity)
         ledger = self._durable.ledger
-        commit = Commit(self.generation + 1, self._drive)
+        commit = Commit(number, self._drive)
         try:
             pending = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
             self.last, self._thread = commit, _thread(self._land, commit, pending, draft)
@@ -187,11 +263,6 @@ class Committer:
         except BaseException:
             self._give_up(commit)
             raise
-        lent = [page for page in self._pages if self._edits.lent(page.index)]
-        if lent:  # user code may change these pages at any time from now on
-            self._updater.complete_awaited()
-        for page in lent:
-            self._store.settle_for_user(page.home)
         return commit
 
     def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -207,7 +278,16 @@ class Committer:
         commit = self.last
         if commit is not None and not commit.done:
             self._drive(commit)
-            commit.join()
+            with self._released():
+                commit.join()
+
+    def driven(self, generation: int) -> None:
+        """Complete what a commit still waits for, because another rank waits for it. Errors are ignored: the
+        thread that trains meets them.
+        """
+        if self.last is not None and self.last.generation == generation:
+            with contextlib.suppress(InfinityError):
+                self._complete(self.last)
 
     def abandon(self) -> None:
         """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
@@ -265,15 +345,22 @@ class Committer:
             self._health.check()  # else it would wait for a thread that this process does not have
         with self._lock:
             if commit is self.last and not commit.done:
-                try:
-                    if self._health.failure is None:
-                        self._updater.complete_awaited()
-                        self._departures.complete()
-                except InfinityError:
-                    if self._health.failure is None:
-                        raise  # a read failed, and the next call repeats it
-                if self._health.failure is not None:
-                    self._durable.ledger.abandon(self._health.failure)  # nobody completes the updates now
+                self._durable.ledger.want()
+                self._complete(commit)
+
+    def _complete(self, commit: Commit) -> None:
+        """Do what only the holder of the lock can do for a commit that is pending."""
+        if commit.done:
+            return
+        try:
+            if self._health.failure is None:
+                self._updater.complete_awaited()
+                self._departures.complete()
+        except InfinityError:
+            if self._health.failure is None:
+                raise  # a read failed, and the next call repeats it
+        if self._health.failure is not None:
+            self._durable.ledger.abandon(self._health.failure)  # nobody completes the updates now
 
     def _learn(self, parts: Sequence[Part]) -> None:
         for part in parts:
@@ -287,20 +374,49 @@ class Committer:
             return  # `save` was interrupted, and has given the commit up
         failure: InfinityError | None = None
         try:
-            self._make_durable(pending, draft)
-        except InfinityError as error:
-            failure = error.again()
+            failure = self._outcome(commit, pending, draft)
         except BaseException as error:  # a bug must not leave others waiting
             failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
+            if self._others is not None:
+                self._others.refuse(commit.generation, failure)
             raise
         finally:
             try:
                 self._durable.ledger.end(pending, failure)
                 if failure is None:
-                    before, self.generation = self.generation, commit.generation
-                    self._remove_old(before)
+                    self.generation = commit.generation
+                    self._remove_old(commit.generation)
             finally:
                 commit.end(failure)
+
+    def _outcome(self, commit: Commit, pending: Pending, draft: Draft) -> InfinityError | None:
+        """Make this rank's part of a commit durable, and find out whether the commit counts; see [Note:
+        commits of ranks]. Returns the error by which it fails, if it does.
+        """
+        others, first = self._others, not self._durable.nvme.keep
+        try:
+            self._make_durable(pending, draft)
+        except InfinityError as error:
+            if others is not None:
+                others.refuse(commit.generation, error)
+            return error.again()
+        if others is None:
+            return None
+        try:
+            failure = others.decide(commit.generation, lambda: pending.wanted)
+        except InfinityError as error:
+            pending.named = True  # the others may have it, so a restart may continue it
+            return error.again()
+        if failure is not None:
+            try:
+                commit_files.remove(self.directory, commit.generation, self._store.files)
+            except InfinityError as error:
+                pending.named = True
+                self._health.lose(error)
+            else:
+                if first:
+                    self._durable.nvme.forget()  # as in `_make_durable`
+        return failure
 
     def _make_durable(self, pending: Pending, draft: Draft) -> None:
         self._flush()
@@ -367,10 +483,13 @@ class Committer:
             raise
 
     def _remove_old(self, generation: int) -> None:
-        """Remove what the new commit replaces. Errors are ignored: the newest commit wins in any case."""
+        """Remove what the new commit replaces. Errors are ignored: the newest commit wins in any case.
+
+        generation: of the new commit.
+        """
         with contextlib.suppress(InfinityError):
             for each in commit_files.generations(self.directory):
-                if each <= generation:
+                if each < generation:
                     commit_files.remove(self.directory, each, self._store.files)
             if self._superseded is not None:
                 self._superseded()

@@ -6,22 +6,28 @@ and before the first manifest has its name, or after a run with new slabs has ma
 the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So until its first
 commit a run with new slabs has a file `slabs` in the directory, which lists them and the old ones. Of those
 that a crash leaves listed, the next run removes what the newest commit does not need.
+
+[Note: directories of ranks]
+Each of several ranks has a directory of its own for its commits: `rank-<rank>` in the one that the user
+gives. So ranks on one node may be given the same directory, and ranks on several nodes may be given a
+directory that is another disk on each node.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, volume_record
-from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
+from infinity.checkpoint.resume import is_cut_alike, lie_in, no_commit, read_newest
 from infinity.config import Budget
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, IncompatibleCheckpoint, InfinityError, storage_errors
+from infinity.layout.shards import ALONE, Share
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, make_directory, path_text, unmake
@@ -35,6 +41,23 @@ _SLABS = "slabs"
 """Name of the file that lists slabs, one uuid of 32 hexadecimal digits a line."""
 _MOST_LISTED = 1 << 20
 _UUID = re.compile(r"[0-9a-f]{32}")
+_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
+
+
+def directory_of(directory: str | os.PathLike[str], share: Share) -> str:
+    """The directory where a rank's commits go; see [Note: directories of ranks].
+
+    directory: the one that the user gives. Raises ConfigError for a value that cannot be a path.
+    """
+    text = path_text(directory)
+    return text if share.ranks == 1 else os.path.join(text, f"rank-{share.rank}")
+
+
+def rank_directories(directory: str | os.PathLike[str]) -> dict[int, Path]:
+    """The directories of ranks in a directory: rank -> path. Raises StorageError."""
+    with storage_errors("list", directory):
+        found = ((_RANK.fullmatch(name), name) for name in os.listdir(directory))
+        return {int(match[1]): Path(directory) / name for match, name in found if match}
 
 
 class Checkpoint(Closing):
@@ -45,19 +68,24 @@ class Checkpoint(Closing):
         directory: str | os.PathLike[str] | None,
         resume: str | os.PathLike[str] | None,
         files: DiskFiles,
+        share: Share = ALONE,
+        newest: Callable[[Path, DiskFiles], SavedCommit] = read_newest,
     ) -> None:
         """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
-        commit lies that the run continues; None for a new run. files: reaches the disk.
+        commit lies that the run continues; None for a new run. files: reaches the disk. share: the rank whose
+        commits these are. newest: finds and reads the commit that is continued.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
-        a value that cannot be a path.
+        a value that cannot be a path, and IncompatibleCheckpoint for commits of another number of ranks.
         Raises StorageError for a directory that cannot be used, or that another process uses (EBUSY), and
         CorruptState or IncompatibleCheckpoint for a commit that cannot be loaded.
         Directories that were made are then removed.
         """
-        target = directory if directory is not None else resume
-        assert target is not None
+        given = directory if directory is not None else resume
+        assert given is not None
+        target = directory_of(given, share)
         self.files = files
+        self._share = share
         self.saved: SavedCommit | None = None
         """The commit that the run continues; None for a new run."""
         self._old: NvmeTier | None = None
@@ -67,17 +95,17 @@ class Checkpoint(Closing):
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
             if resume is not None:
-                path_text(resume)
+                check_ranks(check_directory(resume), share)
             makes = resume is None or directory is not None
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
             self.locks: dict[Path, PathLock] = {}
             """The locks of directories that this object holds, which tiers share."""
             self._lock(self.directory, cleanup)
             if resume is not None:
-                source = check_directory(resume)
+                source = check_directory(directory_of(resume, share))
                 if source not in self.locks:
                     self._lock(source, cleanup)
-                self.saved = read_newest(source, files)
+                self.saved = newest(source, files)
             for lock in self.locks.values():
                 reclaim(lock, files, spared=self.slabs)
             if resume is not None:
@@ -87,11 +115,8 @@ class Checkpoint(Closing):
             self.continues = resume is not None and source == self.directory
             """Whether new commits replace the one that the run continues."""
             generations = commit_files.generations(self.directory)
-            if generations and not self.continues:
-                raise ConfigError(
-                    f"{self.directory} has commits of another run, the last is commit-{generations[-1]}.",
-                    f'Continue it with resume="{self.directory}", move the directory, or delete it.',
-                )
+            if not self.continues:
+                _check_unused(check_directory(given), self.directory)
             self.generation = generations[-1] if generations else 0
             """Number of the newest commit in `directory`; 0 if there is none."""
             commit_files.remove_leftovers(self.directory, files)
@@ -118,7 +143,7 @@ class Checkpoint(Closing):
         if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):
             return None
         paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
-        return volume_record(self.saved) if lie_in(self.saved, paths) else None
+        return volume_record(self.saved) if lie_in(self.saved, paths, self._share.rank) else None
 
     def open_source(self, budget: Budget, locks: Mapping[Path, PathLock]) -> CommitSource:
         """Open the slabs of the commit that the run continues, to stream from them.
@@ -132,6 +157,7 @@ class Checkpoint(Closing):
         self._old = NvmeTier(
             {str(each): 1 << 62 for each in directories},
             record.nbytes,
+            rank=self._share.rank,
             adopt=record,
             files=self.files,
             shared={**self.locks, **locks},
@@ -148,7 +174,7 @@ class Checkpoint(Closing):
         if self.saved is None or not self.saved.skipped:  # else a damaged manifest may need them
             for uuid in sorted(self._listed() - kept):
                 for path, lock in {**self.locks, **tier.locks}.items():
-                    remove_slab(path, uuid, files=self.files, lock=lock)
+                    remove_slab(path, uuid, self._share.rank, self.files, lock=lock)
         new = {slab.uuid for slab in tier.record.slabs} - kept
         self._new = [slab.path for slab in tier.slabs if slab.uuid in new]
         if not new:
@@ -197,4 +223,41 @@ class Checkpoint(Closing):
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
-        self.locks[directory] = cleanup.enter_context(PathLock(directory, files=self.files))
+        lock = PathLock(directory, rank=self._share.rank, files=self.files)
+        self.locks[directory] = cleanup.enter_context(lock)
+
+
+def check_ranks(directory: Path, share: Share) -> None:
+    """Check that a directory has commits of this rank.
+
+    Raises ConfigError if it has none at all, and IncompatibleCheckpoint if it has only those of other ranks
+    or of another number of ranks. `read_newest` checks the number that a commit itself says.
+    """
+    there = rank_directories(directory)
+    alone = bool(commit_files.generations(directory))
+    if not there and not alone:
+        raise no_commit(directory)
+    if share.rank in there if share.ranks > 1 else alone:
+        return
+    found = "one rank" if alone else f"rank {', '.join(map(str, sorted(there)))} of several"
+    wanted = f"rank {share.rank} of {share.ranks}" if share.ranks > 1 else "one rank"
+    raise IncompatibleCheckpoint(
+        f"{directory} has the commits of {found}, and none of {wanted}.",
+        "Start as many ranks as there were, each on the node where its commits are.",
+    )
+
+
+def _check_unused(given: Path, directory: Path) -> None:
+    """Check that no run has its commits where a new run is to have them.
+
+    given: the directory that the user gives. directory: this rank's. Raises ConfigError.
+    """
+    used = {each for each in (given, directory) if commit_files.generations(each)}
+    if directory == given:
+        used |= {each for each in rank_directories(given).values() if commit_files.generations(each)}
+    if used:
+        first = min(used)
+        raise ConfigError(
+            f"{first} has commits of another run, the last is commit-{commit_files.generations(first)[-1]}.",
+            f'Continue it with resume="{given}", move the directory, or delete it.',
+        )

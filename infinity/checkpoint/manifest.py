@@ -204,7 +204,9 @@ class Manifest:
 
     generation: int
     created: str
-    """When the commit was made, in UTC and ISO 8601. Informative."""
+    """When the commit was made, in UTC and ISO 8601. Informative with one rank. With several, the parts of a
+    commit have the same generation and the same time, by which they are told from parts of other runs.
+    """
     versions: Mapping[str, str]
     """Versions by name ("infinity", "torch", "python"). Informative."""
     isa: str

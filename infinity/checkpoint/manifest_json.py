@@ -108,8 +108,8 @@ def from_json(tree: Node, checksums: int, blobs: Blobs) -> Manifest:
     volume = _volume(top["volume"])
     rule = _rule(top["rule"])
     units = tuple(_unit(each, volume) for each in top["units"].items())
-    parameters = _Parameters(volume, rule, units, checksums).all(top["parameters"])
     world_size = top["world_size"].integer(1)
+    parameters = _Parameters(volume, rule, units, checksums, whole=world_size == 1).all(top["parameters"])
     known = frozenset(each.names[0] for each in parameters)
     return Manifest(
         generation=top["generation"].integer(),
@@ -194,8 +194,8 @@ def _unit(node: Node, volume: Volume) -> UnitEntry:
     fields = [field.name for field in dataclasses.fields(UnitEntry)]
     name, parameters, nbytes, state_bytes, places, state_places, chunks, frozen = node.fields(*fields)
     size, state_size = _multiple(nbytes, _PAGE), _multiple(state_bytes, _PAGE)
-    homes = _places(places, size, volume)
-    state_homes = _places(state_places, state_size, volume)
+    homes = _places(places, (size, 0), volume)  # the second has the trained chunks alone
+    state_homes = _places(state_places, (state_size, state_size), volume)
     entries = []
     for each in chunks.items():
         side, state_side, begun = each.tuple_of(3)
@@ -224,12 +224,12 @@ def _unit(node: Node, volume: Volume) -> UnitEntry:
     )
 
 
-def _places(node: Node, nbytes: int, volume: Volume) -> tuple[int | None, int | None]:
-    """Two places of a page of `nbytes` bytes, each None or an offset in the volume."""
+def _places(node: Node, nbytes: tuple[int, int], volume: Volume) -> tuple[int | None, int | None]:
+    """Two places of a page, each None or an offset in the volume. nbytes: the least that they take."""
     found: list[int | None] = []
-    for each in node.tuple_of(2):
+    for each, least in zip(node.tuple_of(2), nbytes, strict=True):
         place = None if each.content is None else _multiple(each, _PAGE)
-        if place is not None and place + nbytes > volume.nbytes:
+        if place is not None and place + least > volume.nbytes:
             each.fail("goes past the end of the volume")
         found.append(place)
     return found[0], found[1]
@@ -239,8 +239,16 @@ class _Parameters:
     """Reads the entries of parameters, which refer to the volume, the units and the table of checksums."""
 
     def __init__(
-        self, volume: Volume, rule: OptimizerRule, units: tuple[UnitEntry, ...], checksums: int
+        self,
+        volume: Volume,
+        rule: OptimizerRule,
+        units: tuple[UnitEntry, ...],
+        checksums: int,
+        *,
+        whole: bool,
     ) -> None:
+        """whole: whether the ranges of a parameter cover it, as they do with one rank."""
+        self._whole = whole
         self._volume_bytes = volume.nbytes
         self._rule = rule
         self._units = units
@@ -291,23 +299,30 @@ class _Parameters:
             moments=moments,
             edited=at["edited"].boolean(),
             unit=unit,
-            ranges=self._ranges(at["ranges"], numel, DTYPES[dtype].itemsize, arrays),
+            ranges=self._ranges(at["ranges"], numel, DTYPES[dtype].itemsize, arrays, cut=not trainable),
         )
 
-    def _ranges(self, node: Node, numel: int, itemsize: int, arrays: set[str]) -> tuple[Range, ...]:
+    def _ranges(
+        self, node: Node, numel: int, itemsize: int, arrays: set[str], *, cut: bool
+    ) -> tuple[Range, ...]:
+        """cut: whether ranges may begin at any element if they do not cover the parameter: ranks divide
+        frozen parameters by their bytes.
+        """
         found, end = [], 0
         for each in node.items():
             first, count, places = each.tuple_of(3)
-            start = first.integer()
-            if start != end or end % BLOCK:
+            start = first.integer(end)
+            if (self._whole and start != end) or (start % BLOCK and (self._whole or not cut)):
                 first.fail(f"is not {end}, or not a multiple of {BLOCK}")
-            number = count.integer(1, numel - end) if numel > end else count.fail("is past the last element")
-            end += number
+            if numel <= start:
+                count.fail("is past the last element")
+            number = count.integer(1, numel - start)
+            end = start + number
             if places.has(dict).keys() != arrays:
                 places.fail(f"has not exactly the arrays {', '.join(sorted(arrays))}")
             entries = {name: self._place(place, name, number, itemsize) for name, place in places.entries()}
             found.append(Range(start, number, entries))
-        if end != numel:
+        if self._whole and end != numel:
             node.fail(f"ends at element {end} of {numel}")
         return tuple(found)
 

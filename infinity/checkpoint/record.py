@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import capture
 from infinity.gradients.loss_scale import LossScale
-from infinity.layout.chunks import UnitLayout
+from infinity.layout.shards import PageShard
 from infinity.pages.home import twins_of
 from infinity.pages.ledger import Pending
 from infinity.pages.optimizer_page import StatePage, States
@@ -98,7 +97,7 @@ class Recorder:
         )
         self._ranges = [
             [
-                ranges_of(page.layout, twins_of(page.home), states.pages[page.index], index)
+                ranges_of(page.shard, twins_of(page.home), states.pages[page.index], index)
                 for index in range(len(page.parameters))
             ]
             for page in pages
@@ -108,14 +107,19 @@ class Recorder:
         self.param_groups: Sequence[Mapping[str, Any]] = ()
         """The param groups of the user's optimizer; set when the runtime is made."""
 
-    def draft(self, generation: int, state: object, rng: Mapping[str, Any], identity: object) -> Draft:
-        """Copy everything that is not in pages. Raises ConfigError for a value that cannot be kept."""
+    def draft(
+        self, generation: int, created: str, state: object, rng: Mapping[str, Any], identity: object
+    ) -> Draft:
+        """Copy everything that is not in pages. Raises ConfigError for a value that cannot be kept.
+
+        created: when the commit was begun, in UTC and ISO 8601.
+        """
         plan, rule = self._plan, self._states.rule
         run = capture(self._model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
         return Draft(
             Manifest(
                 generation=generation,
-                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                created=created,
                 versions=_versions(),
                 isa=cpu_adam.runnable_isas()[0],
                 threads=torch.get_num_threads(),
@@ -123,6 +127,8 @@ class Recorder:
                 codecs=CODECS,
                 chunk_elements=plan.layout.chunk_elements,
                 rule=form.OptimizerRule(rule.name, rule.moments, rule.states),
+                rank=plan.share.rank,
+                world_size=plan.share.ranks,
                 precision=form.PrecisionEntry(
                     plan.precision.compute,
                     plan.precision.states,
@@ -166,8 +172,8 @@ class Recorder:
 
     def _parts(self) -> Iterator[Part]:
         for page in self._pages:
-            yield from twins_of(page.home).parts
-            yield from twins_of(self._states.pages[page.index].home).parts
+            for home in (page.home, self._states.pages[page.index].home):
+                yield from (part for part in twins_of(home).parts if part.committed)
 
     def _parameters(self) -> Iterator[form.ParameterEntry]:
         for page in self._pages:
@@ -194,7 +200,7 @@ class Recorder:
         parameter_parts = {part.chunk_index: part for part in twins_of(page.home).parts}
         state_parts = {part.chunk_index: part for part in twins_of(states.home).parts}
         chunks = []
-        for chunk_index in range(len(layout.chunks)):
+        for chunk_index in states.kept:
             side, _, _ = pending.captured[parameter_parts[chunk_index]]
             state = state_parts.get(chunk_index)
             state_side, _, begun = (0, None, False) if state is None else pending.captured[state]
@@ -203,15 +209,15 @@ class Recorder:
         return form.UnitEntry(
             name=layout.name,
             parameters=tuple(each.names[0] for each in layout.parameters),
-            nbytes=layout.nbytes,
+            nbytes=page.shard.nbytes,
             state_bytes=state_bytes,
-            parameter_places=(places.first, places.second if layout.chunks else None),
+            parameter_places=(places.first, places.second if states.kept else None),
             state_places=(state_places.first, state_places.second) if state_bytes else (None, None),
             chunks=tuple(chunks),
             frozen=tuple(
                 form.FrozenEntry(part.start, part.nbytes, part.places[0])
                 for part in twins_of(page.home).parts
-                if not part.trained
+                if part.committed and not part.trained
             ),
         )
 
@@ -234,24 +240,30 @@ def _range(each: StoredRange, moments: bool, pending: Pending, base: Mapping[Par
     return form.Range(each.first, each.count, places)
 
 
-def ranges_of(layout: UnitLayout, twins: Twins, states: StatePage, index: int) -> list[StoredRange]:
-    """Where the arrays of one parameter of a unit lie, in memory order.
+def ranges_of(shard: PageShard, twins: Twins, states: StatePage, index: int) -> list[StoredRange]:
+    """Where the arrays of one parameter of a unit lie that this rank commits, in memory order.
 
-    layout: of the unit. twins: the parts of its parameter page. states: its optimizer page. index: of the
-    parameter in the unit. A parameter without elements has no range.
+    shard: of the unit's parameter page. twins: the parts of its parameter page. states: its optimizer page.
+    index: of the parameter in the unit. A parameter without elements has no range.
     """
+    layout = shard.layout
     parameter = layout.parameters[index]
     if not parameter.numel:
         return []
     size = parameter.dtype.itemsize
+    found = []
     if not parameter.trainable:
-        (part,) = twins.over(layout.start(index), layout.start(index) + 1)
-        array = _array("values", part, layout.start(index) - part.start, parameter.numel * size)
-        return [StoredRange(0, parameter.numel, (array,))]
+        start = layout.start(index)
+        for held in shard.pieces(start, parameter.numel * size):
+            for part in twins.over(held.home_start, held.home_start + held.nbytes):
+                low, high = max(held.home_start, part.start), min(held.home_start + held.nbytes, part.end)
+                first = (held.page_start + low - held.home_start - start) // size
+                array = _array("values", part, low - part.start, high - low)
+                found.append(StoredRange(first, (high - low) // size, (array,)))
+        return found
     of_chunk = {part.chunk_index: part for part in twins.parts}
     state_of_chunk = {part.chunk_index: part for part in twins_of(states.home).parts}
-    found = []
-    for chunk_index, piece in layout.pieces(index):
+    for chunk_index, piece in states.pieces(index):
         part = of_chunk[chunk_index]
         arrays = [_array("values", part, piece.offset * size, piece.count * size)]
         state = state_of_chunk.get(chunk_index)

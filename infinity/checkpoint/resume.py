@@ -18,14 +18,15 @@ import torch
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.manifest import ParameterEntry
+from infinity.checkpoint.manifest import ChunkEntry, ParameterEntry
 from infinity.checkpoint.record import CODECS, ranges_of
 from infinity.checkpoint.run_state import RunState
 from infinity.errors import ConfigError, IncompatibleCheckpoint
-from infinity.layout.chunks import ModelLayout
 from infinity.layout.division import Division
+from infinity.layout.shards import PageShard
 from infinity.pages.home import Home, twins_of
 from infinity.pages.optimizer_page import States
+from infinity.pages.remote import kept_chunks
 from infinity.pages.store import Store
 from infinity.pages.twins import UNKNOWN, Part, block_count
 from infinity.planning.placement import Kind
@@ -39,16 +40,27 @@ _READS = 8
 
 
 def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
-    """The newest whole commit of a directory.
+    """The newest whole commit of a directory, which must be one of a single rank.
 
-    Raises ConfigError if there is none, and the errors of `commit_files.newest`.
+    Raises ConfigError if there is none, and the errors of `commit_files.newest` and `check_loadable`.
     """
     saved = commit_files.newest(directory, files)
     if saved is None:
-        raise ConfigError(
-            f"There is no commit in {directory}.",
-            "Leave resume= out to begin anew, or give another directory.",
-        )
+        raise no_commit(directory)
+    check_loadable(saved, 1)
+    return saved
+
+
+def no_commit(directory: Path) -> ConfigError:
+    """The error for a directory without commits."""
+    return ConfigError(
+        f"There is no commit in {directory}.",
+        "Leave resume= out to begin anew, or give another directory.",
+    )
+
+
+def check_loadable(saved: SavedCommit, ranks: int) -> None:
+    """Check that this infinity can load a commit on so many ranks. Raises IncompatibleCheckpoint."""
     for name, version in saved.manifest.codecs.items():
         if CODECS.get(name) != version:
             raise IncompatibleCheckpoint(
@@ -56,12 +68,12 @@ def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
                 f"{CODECS.get(name)}.",
                 "Load it with the infinity that wrote it.",
             )
-    if saved.manifest.world_size != 1:
+    if saved.manifest.world_size != ranks:
         raise IncompatibleCheckpoint(
-            f"Commit {saved.manifest.generation} was written by {saved.manifest.world_size} ranks.",
+            f"Commit {saved.manifest.generation} was written by {saved.manifest.world_size} ranks, and this "
+            f"run has {ranks}.",
             "Load it with as many ranks.",
         )
-    return saved
 
 
 def division_of(saved: SavedCommit) -> Division:
@@ -73,6 +85,8 @@ def division_of(saved: SavedCommit) -> Division:
 def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
     """Whether the plan's pages are cut as those of the commit, so that its slabs can be adopted."""
     manifest = saved.manifest
+    if (manifest.rank, manifest.world_size) != (plan.share.rank, plan.share.ranks):
+        return False
     assert plan.rule is not None
     rule = plan.rule.name, plan.rule.moments, plan.rule.states
     if rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
@@ -87,7 +101,8 @@ def _is_unit_alike(saved: SavedCommit, entries: Mapping[str, ParameterEntry], pl
     """Do what `is_cut_alike` does for one unit. entries: the commit's parameters by canonical name."""
     entry, layout, places = saved.manifest.units[unit], plan.layout.units[unit], plan.slab_layout
     assert places is not None
-    sizes = layout.nbytes, plan.page_bytes(unit, Kind.OPTIMIZER), len(layout.chunks)
+    kept = list(kept_chunks(layout, plan.share, whole=plan.share.whole_states))
+    sizes = plan.page_bytes(unit, Kind.PARAMETER), plan.page_bytes(unit, Kind.OPTIMIZER), len(kept)
     if sizes != (entry.nbytes, entry.state_bytes, len(entry.chunks)):
         return False
     if places.parameters[unit].first != entry.parameter_places[0]:
@@ -108,21 +123,21 @@ def lie_in(saved: SavedCommit, directories: Sequence[str | os.PathLike[str]], ra
 
 
 def adopt(
-    saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], states: States, store: Store
+    saved: SavedCommit, shards: Sequence[PageShard], homes: Sequence[Home], states: States, store: Store
 ) -> None:
     """Take over the pages of a commit whose slabs the store has adopted; `is_cut_alike` holds.
 
     Pages at home on NVMe are neither read nor moved: they are checked when they are first read. Pages at home
-    in memory are read and checked now. homes: unit -> home of its parameter page. Raises CorruptState and
-    StorageError.
+    in memory are read and checked now. Parts that other ranks commit have no values afterwards. shards,
+    homes: unit -> shard and home of its parameter page. Raises CorruptState and StorageError.
     """
     assert store.durable is not None
-    _note_parts(saved, layout, homes, states)
+    _note_parts(saved, shards, homes, states)
     reads: deque[tuple[Part, Transfer]] = deque()
-    for unit in range(len(layout.units)):
+    for unit in range(len(shards)):
         for home in (homes[unit], states.pages[unit].home):
             for part in twins_of(home).parts if home.nvme_lease is None else ():
-                if not part.nbytes:
+                if not part.nbytes or not part.committed:
                     continue
                 if home.in_place:
                     reads.append((part, store.durable.bring(part, home.view(part.start, part.nbytes))))
@@ -136,28 +151,30 @@ def adopt(
         read.wait()
 
 
-def _note_parts(saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], states: States) -> None:
+def _note_parts(
+    saved: SavedCommit, shards: Sequence[PageShard], homes: Sequence[Home], states: States
+) -> None:
     """Note what the commit's manifest says: steps, sides, and checksums."""
     entries = {each.names[0]: each for each in saved.manifest.parameters}
     table = saved.checksums.astype(np.int64)
-    for unit, (unit_layout, entry) in enumerate(zip(layout.units, saved.manifest.units, strict=True)):
+    for unit, (shard, entry) in enumerate(zip(shards, saved.manifest.units, strict=True)):
         page = states.pages[unit]
-        page.begun[:] = [chunk.begun for chunk in entry.chunks]
+        chunks = dict(zip(page.kept, entry.chunks, strict=True))
+        for chunk_index, chunk in chunks.items():
+            page.begun[chunk_index] = chunk.begun
         for parts, of_states in ((twins_of(homes[unit]).parts, False), (twins_of(page.home).parts, True)):
             for part in parts:
-                chunk = None if part.chunk_index is None else entry.chunks[part.chunk_index]
-                side = 0 if chunk is None else chunk.state_side if of_states else chunk.parameter_side
-                part.side = part.durable = side
-                part.checksums = np.full(block_count(part.segments), UNKNOWN)
-                part.verified = not block_count(part.filled)
-        for index, each in enumerate(unit_layout.parameters):
+                if part.committed:
+                    of_part = None if part.chunk_index is None else chunks[part.chunk_index]
+                    _note_part(part, of_part, of_states=of_states)
+        for index, each in enumerate(shard.layout.parameters):
             parameter = entries[each.names[0]]
             page.steps[index] = parameter.step
             if parameter.moments:
                 page.has_moments.add(index)
             if parameter.edited:
                 page.edited.add(index)
-            here = ranges_of(unit_layout, twins_of(homes[unit]), page, index)
+            here = ranges_of(shard, twins_of(homes[unit]), page, index)
             for ours, theirs in zip(here, parameter.ranges, strict=True):
                 for array in ours.arrays:
                     place = theirs.places.get(array.name)
@@ -165,6 +182,14 @@ def _note_parts(saved: SavedCommit, layout: ModelLayout, homes: Sequence[Home], 
                         count = -(-array.nbytes // array.block_bytes)
                         found = table[place.checksum : place.checksum + count]
                         array.part.checksums[array.checksum : array.checksum + count] = found
+
+
+def _note_part(part: Part, chunk: ChunkEntry | None, *, of_states: bool) -> None:
+    """Note the place of a part that a commit holds. chunk: None for a frozen part."""
+    side = 0 if chunk is None else chunk.state_side if of_states else chunk.parameter_side
+    part.side = part.durable = side
+    part.checksums = np.full(block_count(part.segments), UNKNOWN)
+    part.verified = not block_count(part.filled)
 
 
 def run_state(saved: SavedCommit) -> RunState:

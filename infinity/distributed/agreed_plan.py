@@ -72,17 +72,21 @@ def _check_options(heard: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def agreed_plan(
-    communicator: Communicator, budget: Budget, plan_with: Callable[[Division | None], Plan]
+    communicator: Communicator,
+    budget: Budget,
+    plan_with: Callable[[Division | None], Plan],
+    *,
+    adopts: Callable[[Plan], bool],
 ) -> Plan:
     """Make this rank's plan, with a model that is divided as on all ranks.
 
-    budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. Raises
-    ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
+    budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. adopts:
+    whether slabs are there already that the plan takes over. Raises ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
     node are about to take does not fit there together. Raises StorageError for a directory that cannot hold
     slabs.
     """
     plan = _divided_alike(communicator, plan_with)
-    told = claims.told(claims.claims_of(plan, budget))
+    told = claims.told(claims.claims_of(plan, budget, adopts=adopts(plan)))
     heard = communicator.agree("offload()", node=communicator.place.node, claims=told)
     claims.check({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
     return plan

@@ -49,8 +49,8 @@ class Claim:
     """Bytes there that the rank gives back before it takes any."""
 
 
-def claims_of(plan: Plan, budget: Budget) -> list[Claim]:
-    """The claims of this rank. plan: its plan, under `budget`.
+def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
+    """The claims of this rank. plan: its plan, under `budget`. adopts: whether its slabs are there already.
 
     Of RAM and of a CUDA device a rank claims its budget. Where no host budget is given it claims none: the
     default is a part of what is free. Of file systems it claims what its slabs need, as `disk_claims` says.
@@ -63,7 +63,8 @@ def claims_of(plan: Plan, budget: Budget) -> list[Claim]:
         free = available_bytes(plan.device)
         name = f"the memory of {plan.device}"
         found.append(Claim(Tier.DEVICE, _identity(plan.device), name, plan.budgets[Tier.DEVICE], free))
-    return found + disk_claims(plan.nvme_bytes, budget.nvme_bytes, plan.share.rank)
+    directories = {plan.slab_directory: plan.nvme_bytes} if plan.slab_directory else budget.nvme_bytes
+    return found if adopts else found + disk_claims(plan.nvme_bytes, directories, plan.share.rank)
 
 
 def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Claim]:

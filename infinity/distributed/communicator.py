@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.bell import Bell
+from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
@@ -97,6 +98,10 @@ class Communicator(Closing):
     def edit_versions(self, pages: Sequence[ParameterPage]) -> EditVersions:
         """What keeps edits of these pages from other ranks until these have made them, too."""
         return EditVersions(self.wire, self.ballots, pages, self.lock)
+
+    def commit_votes(self) -> CommitVotes:
+        """What makes commits together with the other ranks."""
+        return CommitVotes(self.ranks, self.wire, self.ballots)
 
     def same(self, call: str, **facts: Any) -> None:
         """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if one is not."""

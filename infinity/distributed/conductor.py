@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.edit_versions import EditVersions
@@ -37,11 +37,14 @@ class Conductor:
         versions: EditVersions,
         contributions: Contributions | None,
         step: RankedStep | None,
+        drive: Callable[[int], None],
         liveness: Liveness,
         lock: TrainerLock,
         early: Sequence[tuple[int, Message]],
     ) -> None:
-        """early: messages that have come already."""
+        """drive: completes what the commit with this number lacks, under the lock. early: messages that have
+        come already.
+        """
         self._wire = wire
         self._early = early
         self._service = service
@@ -51,6 +54,7 @@ class Conductor:
         self._watching = False
         """Whether another rank waits for edits of this rank, which make no noise."""
         self._step = step
+        self._drive = drive
         self._lock = lock
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="infinity conductor", daemon=True)
@@ -118,6 +122,8 @@ class Conductor:
                     elif message.kind is Kind.CLEARED:
                         assert self._step is not None
                         self._step.cleared(source, *message.fields)
+                    elif message.kind is Kind.DRIVE:
+                        self._drive(*message.fields)
                     else:
                         assert self._contributions is not None
                         self._about_gradients(self._contributions, source, message)

@@ -70,6 +70,12 @@ class Kind(enum.IntEnum):
     backwards. The sender has withdrawn its gradients of the parameter from that many backwards.
     """
 
+    VOTE = 18
+    """Fields: the number of a commit, and why the sender cannot make its part of it; None if it has."""
+
+    DRIVE = 19
+    """Fields: the number of a commit. The sender waits for it, so the receiver completes what it lacks."""
+
 
 class What(enum.IntEnum):
     """What a REQUEST asks for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.conductor import Conductor
@@ -39,9 +39,12 @@ class Peers:
         updater: Updater | None,
         store: Store,
         health: Health,
+        drive: Callable[[int], None],
         early: Sequence[tuple[int, Message]],
     ) -> None:
-        """early: what other ranks have said to this runtime before it was made."""
+        """drive: completes what a commit lacks. early: what other ranks have said to this runtime before it
+        was made.
+        """
         assert isinstance(engine, RankedEngine) and store.exchange is not None
         self.communicator = communicator
         wire, lock, share = communicator.wire, communicator.lock, communicator.share
@@ -94,6 +97,7 @@ class Peers:
             versions=versions,
             contributions=contributions,
             step=self.step,
+            drive=drive,
             liveness=communicator.liveness,
             lock=lock,
             early=early,

@@ -45,11 +45,13 @@ class Wire:
         """bell: rung whenever something has come; its failure ends all waits."""
         self.bell = Bell() if bell is None else bell
         self.inbox: Inbox = queue.SimpleQueue()
-        """(source, message): all messages but DATA, REFUSAL, BALLOT and LEAVING, in each source's order. A
-        peer's last one is BYE, or FAILED if it is lost.
+        """(source, message): all messages but DATA, REFUSAL, BALLOT, VOTE and LEAVING, in each source's
+        order. A peer's last one is BYE, or FAILED if it is lost.
         """
         self.ballots: Inbox = queue.SimpleQueue()
         """(source, message): the messages of the kind BALLOT, in each source's order."""
+        self.votes: Inbox = queue.SimpleQueue()
+        """(source, message): the messages of the kind VOTE, in each source's order."""
         self._ranks = ranks
         self._lock = threading.Lock()
         """Guards the attributes below."""
@@ -222,8 +224,8 @@ class Wire:
         elif message.kind is Kind.LEAVING:
             self._leaving.add(peer)
             self.bell.ring()
-        elif message.kind is Kind.BALLOT:
-            self.ballots.put((peer, message))
+        elif message.kind in (Kind.BALLOT, Kind.VOTE):
+            (self.ballots if message.kind is Kind.BALLOT else self.votes).put((peer, message))
             self.bell.ring()
         else:
             self.inbox.put((peer, message))

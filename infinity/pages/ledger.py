@@ -68,6 +68,8 @@ class Pending:
     """The error by which the commit cannot land any more."""
     taken: bool = False
     """Whether somebody will call `Ledger.end` for this commit."""
+    wanted: bool = False
+    """Whether somebody waits for the commit's end."""
     ended: bool = False
     named: bool = False
     """Whether the manifest has its name, so that a crash may resume this commit even if it fails now."""
@@ -200,10 +202,17 @@ class Ledger:
         No update may be outstanding for which it waits; `Updater.complete_awaited` sees to that.
         """
         self.before_landing()
+        self.want()
         with self._changed:
             assert self.pending is None or self.pending.ended or not self.pending.awaited
             while self.pending is not None:
                 self._changed.wait(_SLICE)
+
+    def want(self) -> None:
+        """Note that somebody waits for the end of the pending commit."""
+        pending = self.pending
+        if pending is not None:
+            pending.wanted = True
 
     # --- the thread of the commit -----------------------------------------------------------------------
 

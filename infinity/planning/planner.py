@@ -99,14 +99,8 @@ def make_plan(
     runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
-    Raises ConfigError for a model that `infinity.layout.units.survey` refuses, and for commits with several
-    ranks.
+    Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
     """
-    if commits and share.ranks > 1:
-        raise ConfigError(
-            f"Commits were asked for with {share.ranks} ranks, and commits over ranks are not there yet.",
-            "Train without a checkpoint directory, or with one rank.",
-        )
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
     budgets = _budgets(budget, available, unified=unified)

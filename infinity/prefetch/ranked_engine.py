@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,11 @@ class _Part(NamedTuple):
 class RankedEngine(PrefetchEngine):
     """The prefetch engine of a rank among several. See PrefetchEngine."""
 
-    def __init__(self, *arguments: Any, remote: RemotePages, **options: Any) -> None:
-        """remote: brings the parts of pages that other ranks own. arguments, options: of PrefetchEngine."""
+    def __init__(self, *arguments: Any, remote: RemotePages, own_parts: bool, **options: Any) -> None:
+        """remote: brings the parts of pages that other ranks own. own_parts: whether homes with whole pages
+        have values in this rank's own parts alone now, as after a resumption. arguments, options: of
+        PrefetchEngine.
+        """
         super().__init__(*arguments, **options)
         self._others = remote
         self._remote = remote
@@ -61,15 +64,21 @@ class RankedEngine(PrefetchEngine):
         """Unit -> number of operations that run with its page, while others may have the runtime's lock."""
         self._refreshes: dict[int, list[_Part]] = {}
         """Unit -> parts of other ranks on their way into its page, which is permanent."""
+        if own_parts:
+            self._others_have_changed(range(len(self.pages)))
+
+    def _others_have_changed(self, units: Collection[int]) -> None:
+        """Note that homes with whole pages lack what other ranks have of the units."""
+        if self._whole and not self.store.plan.share.whole_states:
+            self._behind.update(units)
+            self._others.published([self.pages[unit] for unit in units])
 
     def stepped(self, updated: Collection[int]) -> None:
         """Note that a step has been decided, which updates the units `updated` on all ranks.
 
         Pages leave device memory if their next use needs bytes that other ranks now have.
         """
-        if self._whole and not self.store.plan.share.whole_states:
-            self._behind.update(updated)
-            self._others.published([self.pages[unit] for unit in updated])
+        self._others_have_changed(updated)
         for unit in list(self._resident):
             if not self._whole or unit in self._behind:
                 self._evict(unit)
@@ -155,7 +164,7 @@ class RankedEngine(PrefetchEngine):
     def _keep_others(self, page: ParameterPage) -> None:
         """Write home what an arrival brought from other ranks, so that it is there for later arrivals."""
         assert page.residency is not None
-        for span in _others(page):
+        for span in page.shard.others_chunks:
             source = page.residency[span.start : span.start + span.nbytes]
             self.store.write(page.home, span.start, self.store.copied_to_host(source))
         self._behind.discard(page.index)
@@ -165,7 +174,8 @@ class RankedEngine(PrefetchEngine):
         if unit not in self._behind or unit in self._refreshes:
             return
         page = self.pages[unit]
-        self._refreshes[unit] = [each for span in _others(page) for each in self._fetch(page, span)]
+        chunks = page.shard.others_chunks
+        self._refreshes[unit] = [each for span in chunks for each in self._fetch(page, span)]
 
     def _fetch(self, page: ParameterPage, span: Span) -> Iterator[_Part]:
         most = self.store.plan.exchange_block_bytes
@@ -192,8 +202,3 @@ class RankedEngine(PrefetchEngine):
             finally:
                 self._refreshes.pop(unit, None)
         self._behind.discard(unit)
-
-
-def _others(page: ParameterPage) -> Iterator[Span]:
-    """The spans of a page that other ranks own."""
-    return chain.from_iterable(page.shard.others.values())

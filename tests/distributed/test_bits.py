@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked_cases import HOMES, Case, pairwise
+from ranked_cases import HOMES, MODELS, ON_FOUR, Case, pairwise
 from training_ranks import check_bits
 
 STAGES = (0, 1, 2, 3)
@@ -24,39 +24,6 @@ MATRIX: dict[str, tuple[Any, ...]] = {
     "together": (False, True),
     "subject": ("mlp", "decoder"),
 }
-MODELS = (
-    Case("frozen", 3, accumulate=2, clip=0.05),
-    Case("frozen", 2, home="nvme"),
-    Case("convolutions", 3, home="nvme"),
-    Case("convolutions", 2, accumulate=2),
-    Case("dtypes", 3, compute="bf16", accumulate=2),
-    Case("dtypes", 2, compute="bf16", home="nvme", clip=0.05),
-    Case("groups", 3, accumulate=2),
-    Case("groups", 2, home="nvme"),
-    Case("meta", 3),
-    Case("meta", 2, home="nvme"),
-    Case("odd", 3, accumulate=2, clip=0.05),
-    Case("odd", 2, home="nvme", compute="bf16"),
-    Case("tiny", 3),
-    Case("decoder", 3, update="sync"),
-    Case("decoder", 3, accumulate=3, compute="fp16", steps=6),
-    Case("mlp", 2, accumulate=2, update="eager", declared=True),
-    Case("decoder", 3, accumulate=2, update="eager", declared=True, compute="bf16"),
-    Case("mlp", 3, update="eager", declared=True, home="nvme"),
-    Case("recomputed", 3, accumulate=2, clip=0.05, home="nvme"),
-    Case("reentrant", 3, accumulate=2, clip=0.05, home="nvme"),
-    Case("reentrant", 2),
-    Case("reentrant", 1),
-)
-ON_FOUR = (
-    Case("mlp", 3, accumulate=2, clip=0.05),
-    Case("decoder", 2, home="nvme", compute="bf16"),
-    Case("decoder", 2, compute="fp16", steps=6),
-    Case("decoder", 3, home="host", accumulate=2, together=True),
-    Case("odd", 3, states="int8"),
-    Case("tiny", 2, optimizer="sgd"),
-    Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
-)
 
 
 def exact(options: dict[str, Any]) -> Case:

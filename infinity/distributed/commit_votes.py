@@ -1,0 +1,126 @@
+"""Commit votes: a commit of several ranks counts if every rank's part of it is durable, and else none does.
+
+[Note: two phases]
+1. Each rank makes its part of the commit durable: its pages, and its manifest under its name. What the commit
+   before holds stays as it is.
+2. Each rank tells all others that it is ready, or why not. Once a rank has heard that all are ready, the
+   commit counts, and the rank frees the places that only the commit before holds.
+
+So at any time there is a commit of which every rank's part is whole: a rank that has freed the places of the
+one before knew that all have the new one. A restart continues the newest commit that all ranks have
+(infinity/distributed/agreed_commit.py). No rank decides for the others, so no rank's loss leaves a decision
+open that a restart would have to ask it for.
+
+A rank that is not ready ends the commit on all. The others then take their manifests back before they free
+the places, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
+are never used twice, for the same reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from infinity.distributed.ballots import Ballots
+from infinity.distributed.mesh import Ranks
+from infinity.distributed.message import Kind
+from infinity.distributed.wire import Wire
+from infinity.errors import ConfigError, InfinityError, StorageError, StorageFull, rank_failure
+
+_SLICE = 0.1
+"""Seconds after which a rank that waits looks whether it waits for the commit meanwhile."""
+
+
+class CommitVotes:
+    """Implements infinity.checkpoint.committer.OtherRanks."""
+
+    def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
+        self._ranks = ranks
+        self._wire = wire
+        self._ballots = ballots
+        self._heard: dict[int, dict[int, Mapping[str, Any] | None]] = {}
+        """Number of a commit -> rank -> what hinders it; None if it is ready."""
+
+    def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
+        """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its
+        time, which is rank 0's.
+
+        number, created: proposals. failure: why this rank cannot. Called by the thread that trains. Raises
+        it, or the reason of another rank that cannot.
+        """
+        told = None if failure is None else _told(failure)
+        heard = self._ballots.agree("save()", {"number": number, "created": created, "failure": told})
+        number = max(each["number"] for each in heard.values())
+        if failure is not None:
+            raise failure.again()
+        for rank, each in sorted(heard.items()):
+            if each["failure"] is not None:
+                raise _error(f"Rank {rank} could not begin commit {number}", each["failure"])
+        return number, heard[0]["created"]
+
+    def refuse(self, number: int, failure: BaseException) -> None:
+        """Tell all ranks that this one is not ready, and will not be."""
+        self._tell(number, _told(failure))
+
+    def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
+        """Tell all ranks that this one is ready, and wait until it is known whether the commit counts.
+
+        Called by the thread of the commit, without the runtime's lock. wanted: whether this rank waits for
+        the commit; the others then complete what they lack. Returns None if all ranks are ready, else the
+        reason of one that is not. Raises RankFailure if a rank is lost.
+        """
+        self._tell(number, None)
+        heard = self._heard.setdefault(number, {})
+        driven = False
+        while not self._wire.bell.wait_for(lambda: self._decided(heard), _SLICE):
+            if wanted() and not driven:
+                driven = True
+                for peer in self._ranks.peers:
+                    self._wire.post(peer, Kind.DRIVE, number)
+        for each in [each for each in self._heard if each <= number]:
+            del self._heard[each]
+        for rank, failure in sorted(heard.items()):
+            if failure is not None:
+                return _error(f"Rank {rank} could not make its part of commit {number}", failure)
+        for peer in self._ranks.peers:
+            if peer not in heard:
+                raise rank_failure(peer, f"closed its runtime before commit {number} was made")
+        return None
+
+    def _tell(self, number: int, failure: Mapping[str, Any] | None) -> None:
+        with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
+            for peer in self._ranks.peers:
+                self._wire.post(peer, Kind.VOTE, number, failure)
+
+    def _decided(self, heard: Mapping[int, Mapping[str, Any] | None]) -> bool:
+        left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
+        while True:  # behind the line above, so that the last votes of those that have left are here
+            try:
+                source, (_, (number, failure)) = self._wire.votes.get_nowait()
+            except queue.Empty:
+                break
+            self._heard.setdefault(number, {})[source] = failure
+        if any(failure is not None for failure in heard.values()):
+            return True
+        return all(peer in heard or peer in left for peer in self._ranks.peers)
+
+
+def _told(failure: BaseException) -> dict[str, Any]:
+    """What other ranks are told of an error."""
+    if not isinstance(failure, InfinityError):
+        return {"kind": "", "cause": f"{type(failure).__name__} {failure}".rstrip(), "cure": "Save again."}
+    said: dict[str, Any] = {"kind": type(failure).__name__, "cause": failure.cause, "cure": failure.cure}
+    if isinstance(failure, StorageError):
+        said |= {"path": failure.path, "errno": failure.errno}
+    return said
+
+
+def _error(what: str, told: Mapping[str, Any]) -> InfinityError:
+    """The error of this rank for that of another one. what: the start of its text."""
+    cause, cure, kind = f"{what}: {told['cause']}", told["cure"], told["kind"]
+    if kind in ("StorageError", "StorageFull"):
+        storage = StorageFull if kind == "StorageFull" else StorageError
+        return storage(cause, cure, path=told["path"], errno=told["errno"])
+    return ConfigError(cause, cure)
