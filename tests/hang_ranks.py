@@ -320,10 +320,6 @@ def sharded() -> Any:
     return offload(fully_shard(make_model(), mesh=init_device_mesh("cpu", (2,))))
 
 
-def commits() -> Any:
-    return offload(checkpoint=Plan(**json.loads(os.environ["PLAN"])).directory)
-
-
 def unknown_partition() -> Any:
     return offload(partition="everything")
 

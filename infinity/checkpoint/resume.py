@@ -39,15 +39,15 @@ _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
 
 
-def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
-    """The newest whole commit of a directory, which must be one of a single rank.
+def read_newest(directory: Path, files: DiskFiles, ranks: int = 1) -> SavedCommit:
+    """The newest whole commit of a directory, which must be one of so many ranks.
 
     Raises ConfigError if there is none, and the errors of `commit_files.newest` and `check_loadable`.
     """
     saved = commit_files.newest(directory, files)
     if saved is None:
         raise no_commit(directory)
-    check_loadable(saved, 1)
+    check_loadable(saved, ranks)
     return saved
 
 

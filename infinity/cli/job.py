@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from infinity import cpu_adam
 from infinity.api import plan_for, plan_with_others
-from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.directory import Checkpoint, directory_of
 from infinity.checkpoint.resume import division_of
 from infinity.cli.commits import EVERY
 from infinity.cli.resumption import commit_to_continue, identity_of, progress_of
@@ -250,13 +250,15 @@ def make_job(
         learning_rate=options.lr or model.learning_rate,
         clip=options.clip,
     )
-    saved = commit_to_continue(options) if checkpoint is None else checkpoint.saved
+    saved = commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
     identity = identity_of(options, model, text, recipe.learning_rate)
     resumed = None if saved is None else progress_of(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
     planner = functools.partial(
         plan_for,
-        slab_directory=None if options.checkpoint is None else os.path.realpath(options.checkpoint),
+        slab_directory=(
+            None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
+        ),
         prefer=None if saved is None else division_of(saved),
         share=share,
     )
@@ -265,7 +267,7 @@ def make_job(
     else:
         said = {**identity, "--steps": options.steps}
         communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
-        planner = functools.partial(plan_with_others, communicator, weights=model.weights)
+        planner = functools.partial(plan_with_others, communicator, weights=model.weights, commits=checkpoint)
     planned = planner(
         model.model,
         optimizer,

@@ -45,11 +45,6 @@ def met(options: argparse.Namespace) -> Iterator[Communicator | None]:
     cuda = torch.cuda.is_available() and not str(options.device).startswith("cpu")
     stage = stage_of(None if partition == "none" else partition)
     with Communicator(None, stage, cuda=cuda) as communicator, ending_together(communicator, options):
-        if options.checkpoint is not None:
-            raise ConfigError(
-                "--checkpoint was given to several ranks, and commits over ranks are not there yet.",
-                "Leave --checkpoint out, or train with one process.",
-            )
         yield communicator
 
 

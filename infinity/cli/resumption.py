@@ -7,48 +7,66 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from infinity.api import checkpoint_of
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.directory import Checkpoint, directory_of
 from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
+from infinity.layout.shards import ALONE, Share
 from infinity.lm.language_model import LanguageModel
 from infinity.lm.text import Text
 from infinity.pages.open_tiers import injected_files
+
+if TYPE_CHECKING:  # a run of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
 
 _WORDS = "The quick brown fox, 0123456789: «größer» 世界\n\tdef f(x): return x ** 2\n"
 """Text whose tokens tell vocabularies apart."""
 
 
-def open_checkpoint(options: argparse.Namespace) -> Checkpoint | None:
+def open_checkpoint(options: argparse.Namespace, communicator: Communicator | None) -> Checkpoint | None:
     """Open the directory of --checkpoint, which is made and locked; None without the option.
 
-    With --resume its last commit is continued, if there is one. Raises ConfigError if there is one and
-    --resume was not given, and otherwise as Checkpoint does.
+    With --resume its last commit is continued, if there is one. communicator: connects with the other ranks,
+    which all call this; None with one rank. Raises ConfigError if there is one and --resume was not given,
+    IncompatibleCheckpoint if some ranks have commits and others have not, and otherwise as Checkpoint does.
     """
     directory = options.checkpoint
     if directory is None:
         return None
-    found = _generations(directory)
+    share = ALONE if communicator is None else communicator.share
+    mine = directory_of(directory, share)
+    found = _generations(mine)
     if found and not options.resume:
         raise ConfigError(
-            f"{directory} has commits of another run, the last is commit-{found[-1]}.",
+            f"{mine} has commits of another run, the last is commit-{found[-1]}.",
             "Continue it with --resume, move the directory, or delete it.",
         )
-    return Checkpoint(directory, directory if found else None, injected_files())
+    if communicator is None:
+        return Checkpoint(directory, directory if found else None, injected_files())
+    heard = communicator.agree("infinity train", commits=bool(found))
+    lacking = [rank for rank, said in heard.items() if not said["commits"]]
+    if 0 < len(lacking) < share.ranks:
+        raise IncompatibleCheckpoint(
+            f"There are commits of some ranks in {directory}, and none of {', '.join(map(str, lacking))}.",
+            "Start each rank on the node where its commits are.",
+        )
+    return checkpoint_of(communicator, directory, directory if found else None)
 
 
-def commit_to_continue(options: argparse.Namespace) -> SavedCommit | None:
-    """Read the commit that a run with these options would continue; None if it would begin anew.
+def commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
+    """Read the commit that a rank of a run with these options would continue; None if it would begin anew.
 
     Nothing is locked or changed. Raises CorruptState and IncompatibleCheckpoint as a run would.
     """
-    if options.checkpoint is None or not options.resume or not _generations(options.checkpoint):
+    if options.checkpoint is None or not options.resume:
         return None
-    return read_newest(Path(os.path.realpath(options.checkpoint)), injected_files())
+    directory = os.path.realpath(directory_of(options.checkpoint, share))
+    return read_newest(Path(directory), injected_files(), share.ranks) if _generations(directory) else None
 
 
 def identity_of(options: argparse.Namespace, model: LanguageModel, text: Text, rate: float) -> dict[str, Any]:

@@ -48,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
     Returns 0. With --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM) if a signal has stopped the training.
     A signal before the training, or a second one, raises KeyboardInterrupt at once. With several ranks, only
-    rank 0 prints, and writes the files of --log, --export and --trace.
+    rank 0 prints, and writes the files of --log, --export and --trace; a signal to one rank stops all of them
+    after the step that is under way.
     """
     started = time.monotonic()
     console = Console(stderr=options.json, quiet=not leads())
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         # Before the plan: a file that cannot be written is refused at once.
         timeline = None if options.trace is None else stack.enter_context(Timeline(options.trace))
         check_options(options)
-        checkpoint = open_checkpoint(options)
+        checkpoint = open_checkpoint(options, communicator)
         if checkpoint is not None:
             stack.enter_context(checkpoint)
         job = show_job(options, console, checkpoint, communicator=communicator)

@@ -22,7 +22,7 @@ from infinity.cli.ranks import ending_together, leads, run_ranks
 from infinity.cli.signals import StopFlag, Stopped
 from infinity.cli.step_log import write_step
 from infinity.lm.sample import generate
-from infinity.lm.training import HeldOut, StepReport, Training
+from infinity.lm.training import HeldOut, StepReport, Training, do_nothing
 from infinity.lm.work import evaluation_batches, sample_tokens
 from infinity.runtime import Runtime
 from infinity.system import machine
@@ -131,8 +131,9 @@ class _Run:
         self._log = log
         self._timeline = timeline
         self._flag = StopFlag()
-        between = None if commits is None else self._flag.check
-        ranks = run_ranks(job.communicator)
+        self._ranks = ranks = run_ranks(job.communicator)
+        # Several ranks stop together, after a step.
+        between = None if commits is None or ranks.ranks > 1 else self._flag.check
         self._training = Training(
             job.language_model, runtime, job.batches, job.recipe, between=between, ranks=ranks
         )
@@ -161,7 +162,7 @@ class _Run:
         return self.outcome
 
     def _work(self) -> None:
-        between, job = self._flag.check, self._job
+        between, job = do_nothing if self._commits is None else self._check_stopped, self._job
         if job.resumed is None:
             with self._console.status("loss on held-out text"):
                 self.outcome.before = self._held_out.loss(between=between)
@@ -185,6 +186,17 @@ class _Run:
                     timeline.annotate(loss=report.loss, norm=report.norm, tokens=report.tokens)
                 if self._commits is not None:
                     self._commits.after_step(self._state(), last=report.step == steps)
+                    if self._ranks.ranks > 1:
+                        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        """Raise Stopped on all ranks if a signal has arrived on one of them. All ranks call this."""
+        if self._ranks.ranks > 1:
+            heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
+            arrived = [each for each in heard if each]
+            if arrived and self._flag.signal is None:
+                self._flag.signal = signal.Signals(arrived[0])
+        self._flag.check()
 
     def _begin(self) -> int | None:
         """Go on where the commit that is continued was made. Returns the number of its held-out batches."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import tiny_job
@@ -18,6 +20,7 @@ from tiny_job import JSON_KEYS, PATIENCE, TinyJob, ended, run_error
 
 pytestmark = pytest.mark.usefixtures("warm")
 RANKS = 2
+STEPS = 40
 ENDLESS = 1_000_000
 
 
@@ -98,18 +101,18 @@ def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None
 
 
 def test_an_error_that_all_ranks_have_is_printed_once(job: TinyJob) -> None:
-    with ranks(job, "--checkpoint", job.folder / "run") as processes:
+    with ranks(job, "--every", 2) as processes:
         said = outputs(processes)
     assert [code for code, _, _ in said] == [2, 2]
     errors = sorted((stderr for _, _, stderr in said), key=len)
     assert errors[0] in ("rank 0 ends with rank 1 (ConfigError)\n", "rank 1 ends with rank 0 (ConfigError)\n")
-    assert errors[1].startswith("ConfigError: --checkpoint was given to several ranks")
+    assert errors[1].startswith("ConfigError: --every was given without --checkpoint")
     assert errors[1].count("\n") == 1
     (printed,) = [json.loads(stdout) for _, stdout, _ in said if stdout]
     assert printed["error"] == "ConfigError"
     for rank in range(RANKS):
         text = (job.folder / f"error-{rank}").read_text()
-        assert json.loads(text)["message"]["message"].startswith("ConfigError: --checkpoint")
+        assert json.loads(text)["message"]["message"].startswith("ConfigError: --every")
 
 
 def test_the_rank_that_has_an_error_prints_it(job: TinyJob) -> None:
@@ -142,6 +145,50 @@ def test_a_signal_to_one_rank_ends_all(job: TinyJob) -> None:
     assert said[0][2].splitlines()[-1] == "rank 0 ends with rank 1 (SIGTERM)"
     assert said[1][1:] == ("", "")
     assert list(job.pages.iterdir()) == []
+
+
+def logged(log: Path) -> list[tuple[int, float]]:
+    """(step, loss) of each line of a log."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_job_goes_on_where_all_ranks_have_committed(number: signal.Signals, job: TinyJob) -> None:
+    """SIGTERM to one rank has all commit the step that is under way; SIGKILL loses what was not committed."""
+    options = ["--steps", STEPS, "--budget-host", "1MiB", *job.nvme()]
+    log, commits = job.folder / "log", ["--checkpoint", job.folder / "run", "--every", 1, "--resume"]
+    with ranks(job, *options, *commits, "--log", log) as processes:
+        until = time.monotonic() + PATIENCE
+        while not log.exists() or log.read_text().count("\n") < 4:
+            assert time.monotonic() < until and all(each.poll() is None for each in processes)
+            time.sleep(0.01)
+        processes[1].send_signal(number)
+        said = outputs(processes)
+    if number == signal.SIGTERM:
+        assert [code for code, _, _ in said] == [143, 143]
+        assert json.loads(said[0][1])["commit"]["step"] == logged(log)[-1][0]
+    else:
+        assert [code for code, _, _ in said] == [1, -signal.SIGKILL]
+    with ranks(job, *options, *commits, "--log", log) as processes:
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [0, 0], said
+    assert json.loads(said[0][1])["resumed"] >= 1
+    with ranks(job, *options, "--log", job.folder / "unbroken") as processes:
+        assert [code for code, _, _ in outputs(processes)] == [0, 0]
+    assert logged(log) == logged(job.folder / "unbroken")
+
+
+def test_commits_of_some_ranks_alone_are_refused(job: TinyJob) -> None:
+    options = ["--steps", 1, "--checkpoint", job.folder / "run"]
+    with ranks(job, *options) as processes:
+        assert [code for code, _, _ in outputs(processes)] == [0, 0]
+    shutil.rmtree(job.folder / "run" / "rank-1")
+    with ranks(job, *options, "--resume") as processes:
+        said = outputs(processes)
+    assert [code for code, _, _ in said] == [1, 1]
+    text = "".join(stderr for _, _, stderr in said)
+    assert text.count("IncompatibleCheckpoint: There are commits of some ranks") == 1
 
 
 @pytest.mark.parametrize(("variable", "text"), [("WORLD_SIZE", "two"), ("RANK", "x")])

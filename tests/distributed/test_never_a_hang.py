@@ -127,7 +127,6 @@ def test_ranks_that_differ_are_refused(function: str, differs: str) -> None:
     [
         ("wrong_mesh", "The mesh has 2 dimensions"),
         ("data_parallel", "DistributedDataParallel, which handles its parameters by itself"),
-        ("commits", "commits over ranks are not there yet"),
         ("unknown_partition", "The partition is 'everything'"),
     ],
 )

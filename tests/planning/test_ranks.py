@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from planned_models import MiB, check, planned, stack
 
 from infinity.config import Budget
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.shards import Share
 from infinity.planning import twin_flow
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
+from infinity.planning.slab_layout import trainable_bytes
 from infinity.planning.stage_table import bytes_by_stage
 from infinity.tiers import Tier
 
@@ -198,10 +199,15 @@ def test_disk_bytes_are_this_ranks() -> None:
         assert made.traffic.forward.disk_read == total(made, Kind.PARAMETER)
 
 
-def test_commits_over_ranks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="commits over ranks are not there yet"):
-        planned(model(), **ROOMY, commits=True, slab_directory="/x", share=Share(0, 2, 1))
-    assert planned(model(), **ROOMY, commits=True, slab_directory="/x", share=Share(0, 1, 1)).commits
+@pytest.mark.parametrize("stage", range(4))
+def test_a_rank_s_slabs_have_room_for_what_it_commits(stage: int) -> None:
+    """Homes once more than without commits where they change, and twice what the rank updates."""
+    made = planned(model(), **ROOMY, commits=True, slab_directory="/x", share=Share(1, 2, stage))
+    states, parameters = total(made, Kind.OPTIMIZER), total(made, Kind.PARAMETER)
+    trainable = sum(trainable_bytes(unit) for unit in made.layout.units)
+    updated = trainable if stage == 0 else trainable // 2
+    assert made.durable_bytes == parameters + updated + 2 * states
+    assert made.commit_bytes == updated + states  # all pages are in RAM
 
 
 def test_updates_on_the_device_and_mirrors_are_for_one_rank(monkeypatch) -> None:
