@@ -81,9 +81,9 @@ def agreed_plan(
     """Make this rank's plan, with a model that is divided as on all ranks.
 
     budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. adopts:
-    whether slabs are there already that the plan takes over. Raises ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
-    node are about to take does not fit there together. Raises StorageError for a directory that cannot hold
-    slabs.
+    whether the slabs of a plan are there already. Raises ConfigError if this rank's budget has no room for
+    the division, and BudgetError if what the ranks of one node are about to take does not fit there together.
+    Raises StorageError for a directory that cannot hold slabs.
     """
     plan = _divided_alike(communicator, plan_with)
     told = claims.told(claims.claims_of(plan, budget, adopts=adopts(plan)))
