@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from infinity.build import carry_out
-from infinity.checkpoint.agreed_commit import newest_of_all
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision
@@ -164,6 +163,7 @@ def _offload_with_others(
     with ExitStack() as cleanup:
         communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
         try:
+            communicator.find_place()
             check_model(model, optimizer)
             commits = None
             if checkpoint is not None or resume is not None:
@@ -207,9 +207,7 @@ def checkpoint_of(
     give.
     """
     communicator.same("offload()", checkpoint=checkpoint is not None, resume=resume is not None)
-    share = communicator.share
-    newest = functools.partial(newest_of_all, share=share, agree=communicator.agree)
-    return Checkpoint(checkpoint, resume, injected_files(), share, newest)
+    return Checkpoint(checkpoint, resume, injected_files(), communicator)
 
 
 def plan_with_others(
@@ -232,7 +230,6 @@ def plan_with_others(
     """
     from infinity.distributed.agreed_plan import agreed_plan, check_equal
 
-    communicator.find_place()
     check_equal(
         communicator, model, optimizer, precision=precision, weights=weights is None, commits=commits is None
     )

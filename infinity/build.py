@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
+from infinity.checkpoint.array_source import ArraySource
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.filling import Filling
@@ -185,11 +186,18 @@ class _Builder:
             ]
         )
         run_state(saved).check_buffers(self.model)
+        moved = checkpoint.moved
+        if moved is not None:
+            self.early += moved.values(saved, budget, self._restore)
+        if moved is not None and moved.away:
+            return
         if streamed:
-            source = checkpoint.open_source(budget, self.store.nvme.locks)
-            restore(source, layout, self.homes, self.states, self.store).tell(stacklevel=4)
+            self._restore(checkpoint.open_source(budget, self.store.nvme.locks))
         else:
             adopt_commit(saved, self.shards, self.homes, self.states, self.store)
+
+    def _restore(self, source: ArraySource) -> None:
+        restore(source, self.plan.layout, self.homes, self.states, self.store).tell(stacklevel=5)
 
     def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
         return [self.places[id(parameter)] for parameter in group["params"]]

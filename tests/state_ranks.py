@@ -15,8 +15,8 @@ from torch import nn
 
 import infinity
 from infinity.distributed import initial_states
+from infinity.distributed.exchange import Exchange
 from infinity.distributed.initial_states import InitialStates
-from infinity.distributed.rank_zero import RankZero
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TOGETHER = 2
@@ -181,15 +181,15 @@ def bytes_taken() -> list[int]:
 
 def rank_1_fails() -> None:
     """Rank 1 raises an error before its third range of states."""
-    take, calls = RankZero.take, []
+    take, calls = Exchange.take, []
 
-    def planted(self: RankZero, *arguments: Any) -> None:
+    def planted(self: Exchange, *arguments: Any) -> None:
         calls.append(1)
         if self._label == "initial states" and len(calls) > 2:
             raise infinity.ConfigError("Planted.", "None.")
         take(self, *arguments)
 
-    RankZero.take = planted  # type: ignore[method-assign]
+    Exchange.take = planted  # type: ignore[method-assign]
     opened(Case(3))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.checkpoint.blobs import Blobs
-from infinity.checkpoint.json_nodes import CURE, LARGEST, corrupt
+from infinity.checkpoint.json_nodes import CURE, LARGEST, Node, corrupt
 from infinity.checkpoint.manifest import FORMAT, Manifest
 from infinity.checkpoint.manifest_json import data_file, from_json, parsed, to_json
 from infinity.checksum import crc32c
@@ -180,14 +180,26 @@ def read(
     bounded by a multiple of the files' sizes.
     """
     path, data = manifest_path(directory, generation), data_path(directory, generation)
-    tree = parsed(_manifest_text(path, files), path.name)
+    tree = parsed(_manifest_text(_content(path, files, MANIFEST_LIMIT), path), path.name)
+    nbytes, _ = data_file(tree)
+    return _commit(tree, path, _content(data, files, nbytes, exactly=True), skipped)
+
+
+def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:
+    """The commit whose files have these bytes. path: that of the manifest. Raises as `read` does."""
+    tree = parsed(_manifest_text(manifest, path), path.name)
+    return _commit(tree, path, data, ())
+
+
+def _commit(tree: Node, path: Path, content: bytes, skipped: tuple[str, ...]) -> SavedCommit:
+    """The commit with the tree of a manifest, which is the file `path`, and the content of the data file."""
+    where = f"{path.name}.data"
     nbytes, crc = data_file(tree)
-    content = _content(data, files, nbytes, exactly=True)
-    if crc32c(content) != crc:
-        raise corrupt(data.name, "has other bytes than were written: its CRC-32C is another")
-    checksums, blobs = split_data(content, data.name)
+    if len(content) != nbytes or crc32c(content) != crc:
+        raise corrupt(where, "has other bytes than were written: its CRC-32C is another")
+    checksums, blobs = split_data(content, where)
     manifest = from_json(tree, len(checksums), blobs)
-    if manifest.generation != generation:
+    if path.name != manifest_path("", manifest.generation).name:
         raise corrupt(path.name, f"is the manifest of generation {manifest.generation}")
     return SavedCommit(manifest, checksums, blobs, skipped)
 
@@ -230,9 +242,8 @@ def remove_leftovers(directory: str | os.PathLike[str], files: DiskFiles) -> Non
             files.remove(Path(directory) / name)
 
 
-def _manifest_text(path: Path, files: DiskFiles) -> bytes:
-    """The JSON text in a manifest's file, whose checksum and version have been checked."""
-    content = _content(path, files, MANIFEST_LIMIT)
+def _manifest_text(content: bytes, path: Path) -> bytes:
+    """The JSON text in the content of a manifest's file, whose checksum and version have been checked."""
     line = _FIRST_LINE.match(content, 0, _LINE_LIMIT)
     if line is None:
         raise corrupt(path.name, "does not begin as a manifest")

@@ -6,58 +6,42 @@ and before the first manifest has its name, or after a run with new slabs has ma
 the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So until its first
 commit a run with new slabs has a file `slabs` in the directory, which lists them and the old ones. Of those
 that a crash leaves listed, the next run removes what the newest commit does not need.
-
-[Note: directories of ranks]
-Each of several ranks has a directory of its own for its commits: `rank-<rank>` in the one that the user
-gives. So ranks on one node may be given the same directory, and ranks on several nodes may be given a
-directory that is another disk on each node.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, volume_record
-from infinity.checkpoint.resume import is_cut_alike, lie_in, no_commit, read_newest
+from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
+from infinity.checkpoint.rank_directories import check_ranks, directory_of, rank_directories
+from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
 from infinity.config import Budget
-from infinity.errors import ConfigError, IncompatibleCheckpoint, InfinityError, storage_errors
-from infinity.layout.shards import ALONE, Share
+from infinity.errors import ConfigError, InfinityError
+from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
-from infinity.system.directory import check_directory, make_directory, path_text, unmake
+from infinity.system.directory import check_directory, make_directory, unmake
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab_directory import reclaim
 from infinity.tiers.volume_record import VolumeRecord
 
+if TYPE_CHECKING:  # a run of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
+
 _SLABS = "slabs"
 """Name of the file that lists slabs, one uuid of 32 hexadecimal digits a line."""
 _MOST_LISTED = 1 << 20
 _UUID = re.compile(r"[0-9a-f]{32}")
-_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
-
-
-def directory_of(directory: str | os.PathLike[str], share: Share) -> str:
-    """The directory where a rank's commits go; see [Note: directories of ranks].
-
-    directory: the one that the user gives. Raises ConfigError for a value that cannot be a path.
-    """
-    text = path_text(directory)
-    return text if share.ranks == 1 else os.path.join(text, f"rank-{share.rank}")
-
-
-def rank_directories(directory: str | os.PathLike[str]) -> dict[int, Path]:
-    """The directories of ranks in a directory: rank -> path. Raises StorageError."""
-    with storage_errors("list", directory):
-        found = ((_RANK.fullmatch(name), name) for name in os.listdir(directory))
-        return {int(match[1]): Path(directory) / name for match, name in found if match}
 
 
 class Checkpoint(Closing):
@@ -68,12 +52,11 @@ class Checkpoint(Closing):
         directory: str | os.PathLike[str] | None,
         resume: str | os.PathLike[str] | None,
         files: DiskFiles,
-        share: Share = ALONE,
-        newest: Callable[[Path, DiskFiles], SavedCommit] = read_newest,
+        communicator: Communicator | None = None,
     ) -> None:
         """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
-        commit lies that the run continues; None for a new run. files: reaches the disk. share: the rank whose
-        commits these are. newest: finds and reads the commit that is continued.
+        commit lies that the run continues; None for a new run. files: reaches the disk. communicator:
+        connects with the other ranks, which all call this; None with one rank.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
         a value that cannot be a path, and IncompatibleCheckpoint for commits of another number of ranks.
@@ -83,29 +66,37 @@ class Checkpoint(Closing):
         """
         given = directory if directory is not None else resume
         assert given is not None
+        self._share = share = ALONE if communicator is None else communicator.share
         target = directory_of(given, share)
         self.files = files
-        self._share = share
         self.saved: SavedCommit | None = None
         """The commit that the run continues; None for a new run."""
+        self.moved: MovedParts | None = None
+        """What ranks send each other of this commit; None with one rank, and for a new run."""
         self._old: NvmeTier | None = None
         self._new: list[Path] = []
         """The slabs that no commit of this run needs yet."""
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
-            if resume is not None:
+            if resume is not None and (share.ranks == 1 or os.path.lexists(resume)):
                 check_ranks(check_directory(resume), share)
-            makes = resume is None or directory is not None
+            # The part of a rank that runs on another node now is not here, and its directory is made.
+            makes = resume is None or directory is not None or share.ranks > 1
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
             self.locks: dict[Path, PathLock] = {}
             """The locks of directories that this object holds, which tiers share."""
             self._lock(self.directory, cleanup)
             if resume is not None:
-                source = check_directory(directory_of(resume, share))
+                there = directory_of(resume, share)
+                source = make_directory(there, made) if share.ranks > 1 else check_directory(there)
                 if source not in self.locks:
                     self._lock(source, cleanup)
-                self.saved = newest(source, files)
+                if communicator is None:
+                    self.saved = read_newest(source, files)
+                else:
+                    self.saved, self.moved = commit_of_all(communicator, check_directory(resume), files)
+                    cleanup.callback(self.moved.close)
             for lock in self.locks.values():
                 reclaim(lock, files, spared=self.slabs)
             if resume is not None:
@@ -117,7 +108,7 @@ class Checkpoint(Closing):
             generations = commit_files.generations(self.directory)
             if not self.continues:
                 _check_unused(check_directory(given), self.directory)
-            self.generation = generations[-1] if generations else 0
+            self.generation = max(generations, default=0)
             """Number of the newest commit in `directory`; 0 if there is none."""
             commit_files.remove_leftovers(self.directory, files)
             made.clear()
@@ -141,6 +132,8 @@ class Checkpoint(Closing):
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
         """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
         if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):
+            return None
+        if self.moved is not None and self.moved.away:
             return None
         paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
         return volume_record(self.saved) if lie_in(self.saved, paths, self._share.rank) else None
@@ -204,6 +197,8 @@ class Checkpoint(Closing):
             if self.continues:
                 old.forget()
             old.close()
+        if self.moved is not None and self.continues:
+            self.moved.superseded()
         self.files.remove(self.directory / _SLABS)
         self._new.clear()
 
@@ -225,26 +220,6 @@ class Checkpoint(Closing):
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
         lock = PathLock(directory, rank=self._share.rank, files=self.files)
         self.locks[directory] = cleanup.enter_context(lock)
-
-
-def check_ranks(directory: Path, share: Share) -> None:
-    """Check that a directory has commits of this rank.
-
-    Raises ConfigError if it has none at all, and IncompatibleCheckpoint if it has only those of other ranks
-    or of another number of ranks. `read_newest` checks the number that a commit itself says.
-    """
-    there = rank_directories(directory)
-    alone = bool(commit_files.generations(directory))
-    if not there and not alone:
-        raise no_commit(directory)
-    if share.rank in there if share.ranks > 1 else alone:
-        return
-    found = "one rank" if alone else f"rank {', '.join(map(str, sorted(there)))} of several"
-    wanted = f"rank {share.rank} of {share.ranks}" if share.ranks > 1 else "one rank"
-    raise IncompatibleCheckpoint(
-        f"{directory} has the commits of {found}, and none of {wanted}.",
-        "Start as many ranks as there were, each on the node where its commits are.",
-    )
 
 
 def _check_unused(given: Path, directory: Path) -> None:

@@ -16,7 +16,8 @@ from rich.markup import escape
 
 from infinity import cpu_adam
 from infinity.api import plan_for, plan_with_others
-from infinity.checkpoint.directory import Checkpoint, directory_of
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.rank_directories import directory_of
 from infinity.checkpoint.resume import division_of
 from infinity.cli.commits import EVERY
 from infinity.cli.resumption import commit_to_continue, identity_of, progress_of

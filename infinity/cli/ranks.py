@@ -45,6 +45,7 @@ def met(options: argparse.Namespace) -> Iterator[Communicator | None]:
     cuda = torch.cuda.is_available() and not str(options.device).startswith("cpu")
     stage = stage_of(None if partition == "none" else partition)
     with Communicator(None, stage, cuda=cuda) as communicator, ending_together(communicator, options):
+        communicator.find_place()
         yield communicator
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from infinity.api import checkpoint_of
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.directory import Checkpoint, directory_of
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.rank_directories import directory_of
 from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from infinity.distributed.communicator import Communicator
+from infinity.distributed.exchange import Exchange
 from infinity.distributed.message import Message
-from infinity.distributed.rank_zero import RankZero
 from infinity.formats.master_weights import rounds_to
 from infinity.layout.strides import in_memory_order
 from infinity.pages.optimizer_page import States
@@ -52,7 +52,7 @@ class InitialStates:
     def __init__(self, communicator: Communicator, states: States, present: Present) -> None:
         """states: the optimizer pages of this rank, which have the masters of the initial values already."""
         self._communicator = communicator
-        self._rank_zero = RankZero(communicator, "initial states")
+        self._exchange = Exchange(communicator, "initial states")
         self._states = states
         self._present = present
         self._given: Sequence[Given] = ()
@@ -132,19 +132,19 @@ class InitialStates:
         for _, whole in self._states.pages[told.unit].pieces(told.parameter):
             for piece in whole.parts(_WINDOW):
                 if self.serves:
-                    yield piece.start, self._part(number, piece.start, piece.count)
+                    yield piece.start, self._part(0, number, piece.start, piece.count)
                     continue
                 values = torch.empty(piece.count, dtype=torch.float32, device="cpu")
-                self._rank_zero.take(number, piece.start, values)
+                self._exchange.take(number, piece.start, values)
                 yield piece.start, values
 
-    def _part(self, number: int, first: int, count: int) -> torch.Tensor:
+    def _part(self, _rank: int, number: int, first: int, count: int) -> torch.Tensor:
         tensor, stride = self._tensors[number]
         return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)
 
     def _end(self) -> list[tuple[int, Message]]:
         """End an exchange, after which another one may begin at the next agreement."""
         if self.serves:
-            return self._rank_zero.serve(self._part)
-        self._rank_zero.leave()
+            return self._exchange.serve(self._part)
+        self._exchange.leave()
         return []

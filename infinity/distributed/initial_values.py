@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from infinity.distributed.communicator import Communicator
+from infinity.distributed.exchange import Exchange
 from infinity.distributed.message import Message
-from infinity.distributed.rank_zero import RankZero
 from infinity.layout.strides import in_memory_order
 
 _WINDOW = 16 << 20
@@ -27,7 +27,7 @@ class InitialValues:
     def __init__(self, communicator: Communicator, model: nn.Module) -> None:
         """model: the same on all ranks, but for its values."""
         self._communicator = communicator
-        self._rank_zero = RankZero(communicator, "initial values")
+        self._exchange = Exchange(communicator, "initial values")
         self._tensors = [*model.parameters(), *model.buffers()]
         self._numbers = {id(each): number for number, each in enumerate(self._tensors)}
         self._buffers = [each for each in model.buffers() if not each.is_meta]
@@ -57,7 +57,7 @@ class InitialValues:
         flat = torch.empty(count, dtype=tensor.dtype, device="cpu")
         step = max(1, _WINDOW // max(1, flat.itemsize))
         for start in range(0, count, step):
-            self._rank_zero.take(self._numbers[id(tensor)], first + start, flat[start : start + step])
+            self._exchange.take(self._numbers[id(tensor)], first + start, flat[start : start + step])
         return flat
 
     def done(self) -> list[tuple[int, Message]]:
@@ -65,15 +65,15 @@ class InitialValues:
         that have come meanwhile.
         """
         if self.serves:
-            return self._rank_zero.serve(self._part)
+            return self._exchange.serve(self._part)
         with torch.no_grad():
             for buffer in self._buffers:
                 there = self.take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
                 _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
-        self._rank_zero.leave()
+        self._exchange.leave()
         return []
 
-    def _part(self, number: int, first: int, count: int) -> torch.Tensor:
+    def _part(self, _rank: int, number: int, first: int, count: int) -> torch.Tensor:
         tensor = self._tensors[number].detach()
         return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
 
