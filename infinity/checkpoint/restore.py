@@ -6,6 +6,11 @@ shapes and dtypes of parameters and the optimizer may not. A parameter that is t
 or had no optimizer there, gets its values alone: they are its fp32 master, and its states begin anew. Of a
 parameter that was trained there and is frozen here only the values are taken. If strides differ, elements
 are permuted, and int8 moments, whose exponents belong to blocks of the old order, are rounded once more.
+
+[Note: a rank's ranges]
+One of several ranks restores what its homes have, and reads nothing else of the source: the states of the
+chunks that it updates, and the ranges of parameter pages that are at home here. A home with whole pages gets
+the chunks of other ranks, too, unless the source has none: a rank's own part of a commit.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
 from infinity.formats.optimizer_rules import StateArray, scale_of, state_arrays
-from infinity.layout.chunks import ModelLayout, ParameterLayout
+from infinity.layout.chunks import ModelLayout, ParameterLayout, Piece
+from infinity.layout.shards import PageShard
 from infinity.layout.strides import in_memory_order, same_order
 from infinity.model.materialize import listed
 from infinity.pages.edits import EditTracker
@@ -117,16 +123,17 @@ def check_held(
     held = set()
     for (unit, index), saved in match(source, layout, states).items():
         each, home = layout.units[unit].parameters[index], homes[unit]
-        start = layout.units[unit].start(index)
-        if home.twins is None or each.trainable or not each.numel:
+        if home.twins is None or each.trainable:
             continue
-        (part,) = home.twins.over(start, start + 1)
-        if part.target() is not None:
+        ranges = list(_ranges(PageShard(layout.units[unit], store.plan.share), index))
+        if all(
+            part.target() is not None for at in ranges for part in home.twins.over(at.place, at.place + 1)
+        ):
             continue
         held.add((unit, index))
-        copier, size = _Copier(source, saved, each, states), each.dtype.itemsize
-        for first, values in copier.parts(VALUES, each.dtype, each.numel):
-            here = store.fetch(home, start + first * size, values.nbytes)
+        copier = _Copier(source, saved, each, states)
+        for place, values in copier.values(ranges):
+            here = store.fetch(home, place, values.nbytes)
             if not torch.equal(here, values.view(torch.uint8)):
                 raise ConfigError(
                     f"The frozen parameter {each.names[0]} has other values in the checkpoint, and a commit "
@@ -144,6 +151,7 @@ def restore(
     store: Store,
     *,
     besides: Collection[tuple[int, int]] = (),
+    own_parts: bool = False,
 ) -> Restored:
     """Write the parameters and states of a checkpoint to the homes of their pages.
 
@@ -152,8 +160,10 @@ def restore(
 
     source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
     states are restored. homes: unit -> home of its parameter page. besides: (unit, index of a parameter in
-    the unit) of the parameters that are left as they are. [Note: what may differ] says what is taken over of
-    a checkpoint of other pages, strides, or frozen parameters, and what the result says.
+    the unit) of the parameters that are left as they are. own_parts: whether the source has no chunks that
+    other ranks update, so that these are left as they are; see [Note: a rank's ranges]. [Note: what may
+    differ] says what is taken over of a checkpoint of other pages, strides, or frozen parameters, and what
+    the result says.
 
     RAM holds some MiB, or three times a parameter whose strides differ. Raises the errors of `match` before
     anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
@@ -164,13 +174,14 @@ def restore(
     fresh, left_out = [], []
     for unit, unit_layout in enumerate(layout.units):
         page = None if states is None else states.pages[unit]
+        shard = PageShard(unit_layout, store.plan.share)
         for index, each in enumerate(unit_layout.parameters):
             saved = found[unit, index]
             copier = _Copier(source, saved, each, states)
-            count = 0 if (unit, index) in besides else each.numel
-            for first, values in copier.parts(VALUES, each.dtype, count):
-                at = unit_layout.start(index) + first * each.dtype.itemsize
-                store.patch(homes[unit], at, values)
+            if (unit, index) not in besides:
+                own = page.pieces(index) if page is not None and own_parts and each.trainable else None
+                for place, values in copier.values(list(_ranges(shard, index, own))):
+                    store.patch(homes[unit], place, values)
             held = saved.state_arrays(source.optimizer) if states is not None else ()
             if page is not None and each.trainable:
                 _note(page, index, saved, source.optimizer)
@@ -191,16 +202,44 @@ def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> No
     Called after `restore` in a running model, where user code may hold views of such pages: it then sees the
     new values, and autograd refuses to go backward through the old ones. pages: all parameter pages, none of
     them on its way. edits: the model's; it takes the new values for no edit. Raises StorageError if a home
-    cannot be read.
+    cannot be read. Where homes have only this rank's parts of pages, these arrive anew when they are used
+    next (`PrefetchEngine.homes_replaced`).
     """
     for page in pages:
         memory, home = page.living(), page.home.memory
-        if memory is not None and (home is None or memory.data_ptr() != home.data_ptr()):
+        elsewhere = memory is not None and (home is None or memory.data_ptr() != home.data_ptr())
+        if memory is not None and elsewhere and page.shard.share.whole_parameters:
             store.bring(page.home, memory)
         for parameter in page.parameters:
             torch.autograd.graph.increment_version(parameter)
         page.acknowledge()
     edits.updated()
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Elements of a parameter that its page's home has."""
+
+    first: int
+    count: int
+    place: int
+    """Bytes from the start of the home to the first element."""
+
+
+def _ranges(
+    shard: PageShard, index: int, pieces: Sequence[tuple[int, Piece]] | None = None
+) -> Iterator[_Range]:
+    """Yield the elements of a parameter that are at home on this rank, in memory order.
+
+    shard: of the parameter's page. index: of the parameter in its unit. pieces: those of its pieces, with
+    their chunks, of which elements are wanted; None: all.
+    """
+    each, start = shard.layout.parameters[index], shard.layout.start(index)
+    size = each.dtype.itemsize
+    wanted = [(0, each.numel)] if pieces is None else [(piece.start, piece.count) for _, piece in pieces]
+    for first, count in wanted:
+        for held in shard.pieces(start + first * size, count * size):
+            yield _Range((held.page_start - start) // size, held.nbytes // size, held.home_start)
 
 
 class _Copier:
@@ -215,11 +254,14 @@ class _Copier:
         self._states = states
         self._same_order = same_order(saved.shape, saved.stride, layout.stride)
 
-    def parts(self, array: str, dtype: torch.dtype, count: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, entries of an array of one entry per element) for elements [0, count)."""
-        read = self.reader(StateArray(array, dtype))
-        for first in range(0, count, WINDOW):
-            yield first, read(first, min(WINDOW, count - first))
+    def values(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the values of ranges of elements, in parts, as (place in the home in bytes, values)."""
+        if ranges:
+            read = self.reader(StateArray(VALUES, self._layout.dtype))
+            for each in ranges:
+                for done in range(0, each.count, WINDOW):
+                    place = each.place + done * self._layout.dtype.itemsize
+                    yield place, read(each.first + done, min(WINDOW, each.count - done))
 
     def reader(self, array: StateArray) -> Reader:
         """Return a function that reads the entries of an array for a range of the parameter's elements."""
@@ -268,9 +310,11 @@ class _Copier:
 
 
 def _write(page: StatePage, parameter: int, array: StateArray, copier: _Copier, store: Store) -> None:
-    """Write a parameter's entries of a state array to its optimizer page."""
-    read = copier.reader(array)
-    for chunk_index, piece in page.layout.pieces(parameter):
+    """Write a parameter's entries of a state array to its optimizer page, as far as this rank keeps them."""
+    pieces = page.pieces(parameter)
+    read = copier.reader(array) if pieces else None
+    for chunk_index, piece in pieces:
+        assert read is not None
         for part in piece.parts(WINDOW):
             offset, _ = page.place(chunk_index, array.name, part)
             store.patch(page.home, offset, read(part.start, part.count))
@@ -294,7 +338,8 @@ def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: Sav
 
 def _begin(states: States, page: StatePage, store: Store) -> None:
     """Record which chunks have moments, and give those of their parameters without any initial ones."""
-    for chunk_index, chunk in enumerate(page.layout.chunks):
+    for chunk_index in page.kept:
+        chunk = page.layout.chunks[chunk_index]
         page.begun[chunk_index] = any(piece.parameter in page.has_moments for piece in chunk.pieces)
         if page.begun[chunk_index]:
             without = [piece for piece in chunk.pieces if piece.parameter not in page.has_moments]
