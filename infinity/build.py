@@ -197,7 +197,14 @@ class _Builder:
             adopt_commit(saved, self.shards, self.homes, self.states, self.store)
 
     def _restore(self, source: ArraySource) -> None:
-        restore(source, self.plan.layout, self.homes, self.states, self.store).tell(stacklevel=5)
+        """Copy this rank's part of a commit into the pages. Chunks of other ranks are not in it, and are
+        fetched from these later.
+        """
+        several = self.communicator is not None
+        restored = restore(
+            source, self.plan.layout, self.homes, self.states, self.store, own_parts=several
+        )
+        restored.tell(stacklevel=5)
 
     def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
         return [self.places[id(parameter)] for parameter in group["params"]]

@@ -226,6 +226,59 @@ def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, A
     return found
 
 
+def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have a second runtime stream a commit into slabs elsewhere and go on
+    from it, and a third one end with what the second one has committed.
+
+    Slabs that lay on paths of their own are then in the directories of the ranks, and commits go on in these.
+    Otherwise the commits go to other directories, too.
+    """
+    commits, elsewhere = directory / "commits" / case.name, directory / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
+    with opened(case, place, directory, checkpoint=commits) as (model, runtime):
+        schedulers = _schedulers(case, runtime)
+        for step in range(2):
+            _take_step(case, place, (model, runtime), step, found)
+            for each in schedulers:
+                each.step()
+        runtime.save(state=[each.state_dict() for each in schedulers]).wait()
+        old = [each.path for each in runtime._components.store.nvme.slabs]
+    further = {"resume": commits}
+    if case.home == "nvme":
+        old = [each.rename(commits / f"rank-{place.rank}" / each.name) for each in old]
+    else:
+        further = {"resume": commits, "checkpoint": directory / "other commits" / case.name}
+    with opened(case, place, elsewhere, **further) as (model, runtime):
+        checkpoint = runtime._components.checkpoint
+        assert checkpoint.streamed_from is not None
+        schedulers = _schedulers(case, runtime)
+        for each, saved in zip(schedulers, runtime.load(), strict=True):
+            each.load_state_dict(saved)
+        for step in range(2, case.steps):
+            _take_step(case, place, (model, runtime), step, found)
+            for each in schedulers:
+                each.step()
+            runtime.save().wait()
+            assert checkpoint.streamed_from is None
+        assert all(each.exists() != checkpoint.continues for each in old)
+        _tell_values(model, found)
+        states = _digests_of_states(runtime)
+    with opened(case, place, elsewhere, resume=further.get("checkpoint", commits)) as (model, runtime):
+        assert runtime._components.checkpoint.streamed_from is None
+        last: dict[str, Any] = {}
+        _tell_values(model, last)
+        assert last["digests"] == found["digests"]
+        assert _digests_of_states(runtime) == states
+    return found
+
+
+def _digests_of_states(runtime: Runtime) -> dict[str, str]:
+    """Digests of all entries of the optimizer's state, by number of the parameter and name."""
+    state = runtime.optimizer.state_dict()["state"]
+    return {f"{number} {name}": digest(each) for number, of in state.items() for name, each in of.items()}
+
+
 def _schedulers(case: Case, runtime: Runtime) -> list[torch.optim.lr_scheduler.StepLR]:
     if not SUBJECTS[case.subject].schedule:
         return []

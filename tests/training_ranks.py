@@ -13,8 +13,18 @@ from typing import Any
 
 import rank_processes
 import torch
-from ranked_cases import Case, Place, backwards, differences, opened, train, train_with_a_break
+from ranked_cases import (
+    Case,
+    Place,
+    backwards,
+    differences,
+    opened,
+    train,
+    train_with_a_break,
+    train_with_a_move,
+)
 
+from infinity.checkpoint import restore as restoring
 from infinity.planning.placement import Kind
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
@@ -86,6 +96,11 @@ def training() -> list[Any]:
 
 def training_with_a_break() -> list[Any]:
     return _each_case(train_with_a_break)
+
+
+def training_with_a_move() -> list[Any]:
+    restoring.WINDOW = 1 << 12  # several parts of each chunk
+    return _each_case(train_with_a_move)
 
 
 def bytes_of_homes_and_pools() -> list[Any]:

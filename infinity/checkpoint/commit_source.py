@@ -14,7 +14,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import BLOCK, ParameterEntry, Range, array_layout
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
-from infinity.errors import CorruptState, StorageError
+from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.nvme import NvmeLease
@@ -69,14 +69,23 @@ class CommitSource:
         return {name: saved_parameter(each) for name, each in self._entries.items()}
 
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array; `ArraySource.read` says which. Raises CorruptState for changed bytes."""
+        """Read entries of an array; `ArraySource.read` says which. Raises CorruptState for changed bytes, and
+        IncompatibleCheckpoint for elements that only the parts of other ranks have.
+        """
         entry = self._entries[name]
-        end = first + count
-        parts = [
-            self._read(entry, array, each, (max(first, each.first), min(end, each.first + each.count)))
-            for each in entry.ranges
-            if each.first < end and first < each.first + each.count
-        ]
+        at, end, parts = first, first + count, []
+        for each in entry.ranges:
+            if each.first <= at < min(end, each.first + each.count):
+                high = min(end, each.first + each.count)
+                parts.append(self._read(entry, array, each, (at, high)))
+                at = high
+        if at < end:
+            manifest = self._saved.manifest
+            raise IncompatibleCheckpoint(
+                f"Elements {at} to {end} of {name} are not in the part of commit {manifest.generation} that "
+                f"rank {manifest.rank} has made.",
+                "Resume with budgets and a partition with which all ranks keep what they kept.",
+            )
         dtype = self._dtype(entry, array)
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
 

@@ -34,6 +34,13 @@ def test_a_resumed_run_has_the_bits_of_one_rank(tmp_path: Path) -> None:
     )
 
 
+def test_slabs_that_were_moved_are_streamed(tmp_path: Path) -> None:
+    options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
+    cases = [*(Case(**each) for each in pairwise(options)), *MODELS]
+    lazy = tuple(with_steps(each) for each in cases if each.exact and each.update == "lazy")
+    check_bits(lazy, 2, tmp_path, function="training_with_a_move")
+
+
 def test_models_of_all_kinds(tmp_path: Path) -> None:
     check_bits(tuple(with_steps(each) for each in MODELS if each.exact), 2, tmp_path, function=BREAK)
 
