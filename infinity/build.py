@@ -201,9 +201,7 @@ class _Builder:
         fetched from these later.
         """
         several = self.communicator is not None
-        restored = restore(
-            source, self.plan.layout, self.homes, self.states, self.store, own_parts=several
-        )
+        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
         restored.tell(stacklevel=5)
 
     def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:

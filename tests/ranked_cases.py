@@ -7,6 +7,7 @@ several ranks average their gradients. With N a power of two that changes no bit
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -271,6 +272,62 @@ def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, An
         assert last["digests"] == found["digests"]
         assert _digests_of_states(runtime) == states
     return found
+
+
+def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have each rank go on from a commit on the node of another rank,
+    and begin there once more in the end. A node is a directory.
+    """
+    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
+    with opened(
+        case, place, _node(directory, place.rank), checkpoint=_commits(case, place.rank, directory)
+    ) as (
+        model,
+        runtime,
+    ):
+        schedulers = _schedulers(case, runtime)
+        for step in range(2):
+            _take_step(case, place, (model, runtime), step, found)
+            for each in schedulers:
+                each.step()
+        runtime.save(state=[each.state_dict() for each in schedulers]).wait()
+    number = (place.rank + 1) % place.ranks
+    node, commits = _node(directory, number), _commits(case, number, directory)
+    with opened(case, place, node, resume=commits) as (model, runtime):
+        assert runtime._components.checkpoint.moved.away
+        schedulers = _schedulers(case, runtime)
+        for each, saved in zip(schedulers, runtime.load(), strict=True):
+            each.load_state_dict(saved)
+        for step in range(2, case.steps):
+            _take_step(case, place, (model, runtime), step, found)
+            for each in schedulers:
+                each.step()
+            runtime.save().wait()
+        _tell_values(model, found)
+        states = _digests_of_states(runtime)
+    # What was here of another rank is gone, as all ranks have committed where they are now.
+    assert sorted(each.name for each in commits.rglob("commit-*[0-9]")) == [f"commit-{case.steps - 1}"]
+    assert {each.name.split("-")[1] for each in node.rglob("*.slab")} == {f"rank{place.rank}"}
+    with opened(case, place, node, resume=commits) as (model, runtime):
+        assert not runtime._components.checkpoint.moved.away
+        last: dict[str, Any] = {}
+        _tell_values(model, last)
+        assert last["digests"] == found["digests"]
+        assert _digests_of_states(runtime) == states
+    return found
+
+
+def _node(directory: Path, number: int) -> Path:
+    """Put this rank on a node, for runtimes that it makes from now on. Returns the node's disk."""
+    os.environ.update(GROUP_RANK=str(number), LOCAL_WORLD_SIZE="1")
+    node = directory / f"node-{number}"
+    node.mkdir(exist_ok=True)
+    return node
+
+
+def _commits(case: Case, number: int, directory: Path) -> Path:
+    """Where the commits of a case go on a node."""
+    return directory / f"node-{number}" / "commits" / case.name
 
 
 def _digests_of_states(runtime: Runtime) -> dict[str, str]:

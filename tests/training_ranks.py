@@ -20,6 +20,7 @@ from ranked_cases import (
     differences,
     opened,
     train,
+    train_on_other_nodes,
     train_with_a_break,
     train_with_a_move,
 )
@@ -101,6 +102,11 @@ def training_with_a_break() -> list[Any]:
 def training_with_a_move() -> list[Any]:
     restoring.WINDOW = 1 << 12  # several parts of each chunk
     return _each_case(train_with_a_move)
+
+
+def training_on_other_nodes() -> list[Any]:
+    restoring.WINDOW = 1 << 12
+    return _each_case(train_on_other_nodes)
 
 
 def bytes_of_homes_and_pools() -> list[Any]:

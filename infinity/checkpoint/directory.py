@@ -108,8 +108,11 @@ class Checkpoint(Closing):
             generations = commit_files.generations(self.directory)
             if not self.continues:
                 _check_unused(check_directory(given), self.directory)
-            self.generation = max(generations, default=0)
-            """Number of the newest commit in `directory`; 0 if there is none."""
+            continued = [self.saved.manifest.generation] if self.saved is not None and self.continues else []
+            self.generation = max([*generations, *continued], default=0)
+            """Number of the newest commit in `directory`, or of the one that is continued; 0 if there is
+            none.
+            """
             commit_files.remove_leftovers(self.directory, files)
             made.clear()
             self._cleanup = cleanup.pop_all()

@@ -41,6 +41,12 @@ def test_slabs_that_were_moved_are_streamed(tmp_path: Path) -> None:
     check_bits(lazy, 2, tmp_path, function="training_with_a_move")
 
 
+def test_parts_on_other_nodes_are_sent(tmp_path: Path) -> None:
+    options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
+    cases = [*(Case(**each) for each in pairwise(options)), Case("frozen", 3, home="nvme"), Case("groups", 3)]
+    check_bits(tuple(map(with_steps, cases)), 2, tmp_path, function="training_on_other_nodes")
+
+
 def test_models_of_all_kinds(tmp_path: Path) -> None:
     check_bits(tuple(with_steps(each) for each in MODELS if each.exact), 2, tmp_path, function=BREAK)
 
