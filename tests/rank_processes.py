@@ -14,10 +14,11 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import two_nodes
 from warm_python import Popen
 
 from infinity.errors import InfinityError
@@ -48,8 +49,11 @@ def run(
     size: int,
     timeout: float = 90.0,
     environment: Mapping[str, str] | None = None,
+    nodes: Sequence[Mapping[str, str]] = (),
 ) -> list[Outcome]:
     """Run `function` of tests/`script` in `size` processes. Returns their outcomes in the order of ranks.
+
+    nodes: by rank, more environment variables, such as those of `two_nodes`.
 
     timeout: seconds after which all that still run are killed (they are then seen as killed by SIGKILL).
     A rank that was stopped (SIGSTOP) is killed once all others have ended.
@@ -63,7 +67,10 @@ def run(
     with contextlib.ExitStack() as stack:
         # Files, for a pipe that nobody reads meanwhile holds up a rank that writes more than 64 KiB.
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
-        processes = [_start(script, function, rank, more, output) for rank, output in enumerate(outputs)]
+        processes = [
+            _start(script, function, rank, {**more, **(nodes[rank] if nodes else {})}, output)
+            for rank, output in enumerate(outputs)
+        ]
         try:
             until = time.monotonic() + timeout
             while any(_runs(each) for each in processes) and time.monotonic() < until:
@@ -77,6 +84,7 @@ def run(
 
 def serve(functions: Mapping[str, Any]) -> None:
     """Run the function that the command line names, and print its outcome."""
+    two_nodes.enter()
     try:
         outcome = {"result": functions[sys.argv[1]]()}
     except InfinityError as error:

@@ -6,7 +6,7 @@ import faulthandler
 import json
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,13 @@ _PATIENCE = 120
 
 
 def launch(
-    function: str, cases: Sequence[Case], size: int, directory: Path, timeout: float
+    function: str,
+    cases: Sequence[Case],
+    size: int,
+    directory: Path,
+    *,
+    timeout: float,
+    nodes: Sequence[Mapping[str, str]] = (),
 ) -> list[list[Any]]:
     """Run a function of this file on `size` ranks. Returns, for each case, what it returned on each rank.
 
@@ -47,7 +53,7 @@ def launch(
         "INFINITY_RANK_TIMEOUT": str(_PATIENCE // 2),
     }
     outcomes = rank_processes.run(
-        "training_ranks.py", function, size=size, timeout=timeout, environment=environment
+        "training_ranks.py", function, size=size, timeout=timeout, environment=environment, nodes=nodes
     )
     found = [each.result or [f"The rank ended with {each.code}: {each.text}"] for each in outcomes]
     return [[each[at] if at < len(each) else None for each in found] for at in range(len(cases))]
@@ -57,14 +63,16 @@ def check_bits(
     cases: tuple[Case, ...],
     size: int,
     directory: Path,
+    *,
     timeout: float = 300.0,
     function: str = "training",
+    nodes: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Assert that `size` ranks and one rank train the cases to the same results.
 
-    function: what the ranks run. One rank trains without a break.
+    function: what the ranks run. One rank trains without a break. nodes: those of the ranks.
     """
-    found = launch(function, cases, size, directory, timeout)
+    found = launch(function, cases, size, directory, timeout=timeout, nodes=nodes)
     told: list[str] = []
     for case, each in zip(cases, found, strict=True):
         told += differences(case, size, each, train(case, Place(0, size, alone=True), directory))

@@ -27,7 +27,7 @@ def launched(
     function: str, cases: list[Case], size: int, directory: Path
 ) -> dict[Case, list[dict[str, Any]]]:
     """What each rank returned for each case."""
-    found = training_ranks.launch(function, cases, size, directory, 100.0)
+    found = training_ranks.launch(function, cases, size, directory, timeout=300.0)
     broken = [one for each in found for one in each if not isinstance(one, dict)]
     assert not broken, broken[0]
     return dict(zip(cases, found, strict=True))
