@@ -25,6 +25,10 @@ equal only among the cases of one library. Gradients of ranks are summed in fp32
 which sends them so, too; DeepSpeed sums them in bf16. Gloo's reduce_scatter, which FSDP2 calls, sends as much
 as an all-reduce.
 
+With `--link 1gbit` each of two ranks runs on a node of its own: a network namespace, with a link of that rate
+to the other one, which needs root. Then the bytes that the node's interface has sent are printed, too, with
+headers and acknowledgements, and the seconds that they take at the link's rate.
+
     python benchmarks/ranks.py --directory /mnt/nvme0 --peer-python VENV/bin/python [--model 309m] [--json]
 
 A case that cannot run is named with the reason, and the program exits with 1. DeepSpeed compiles its CPU
@@ -38,12 +42,14 @@ import argparse
 import json
 import statistics
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from machine_facts import machine_facts
 from peers.group import Group
+from peers.nodes import bytes_per_second, two_nodes
 from peers.process import ContenderFailed
 from saving_tasks import add_task_options, decoder_of, task_of
 from training_report import ratios
@@ -112,7 +118,9 @@ def one_turn(options: argparse.Namespace, top: Path, name: str) -> list[dict[str
         tasks.append(replace(task, budgets=task.budgets | {"host": options.host}))
     python = sys.executable if ours(name) else options.peer_python
     threads = max(1, machine.cpu().allowed // options.ranks)
-    with Group(name, tasks, python, options.timeout, threads) as group:
+    with ExitStack() as stack:
+        there = stack.enter_context(two_nodes(options.link)) if options.link else ()
+        group = stack.enter_context(Group(name, tasks, python, options.timeout, threads, nodes=there))
         group.ready()
         replies = group.ask("ranked", lead=options.lead, steps=options.steps)
         group.finish()
@@ -123,8 +131,8 @@ def turn_of(replies: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a turn, from the replies of its ranks.
 
     "seconds": of each timed step, those of its slowest rank; "step_s": their median. "losses": of all steps,
-    means over ranks. "sent_bytes": mean over ranks. "rss_steps", "rss_built": of the rank with the most.
-    "facts": those of rank 0.
+    means over ranks. "sent_bytes", "link_bytes": mean over ranks. "rss_steps", "rss_built": of the rank with
+    the most. "facts": those of rank 0.
     """
     seconds = [max(each) for each in zip(*(reply["seconds"] for reply in replies), strict=True)]
     return {
@@ -132,6 +140,7 @@ def turn_of(replies: list[dict[str, Any]]) -> dict[str, Any]:
         "step_s": statistics.median(seconds),
         "losses": [statistics.mean(each) for each in zip(*(one["losses"] for one in replies), strict=True)],
         "sent_bytes": round(statistics.mean(reply["sent_bytes"] for reply in replies)),
+        "link_bytes": round(statistics.mean(reply["link_bytes"] for reply in replies)),
         "rss_steps": max(reply["rss_steps"] for reply in replies),
         "rss_built": max(reply["rss_built"] for reply in replies),
         "facts": replies[0]["facts"],
@@ -142,7 +151,7 @@ def medians(turns: list[dict[str, Any]]) -> dict[str, float]:
     """The medians of all figures, those of seconds over all timed steps, and the last loss ("loss"). Of a
     case of infinity's also "plan_ratio", the RSS in steps divided by the RAM of the plan.
     """
-    found = {name: statistics.median(turn[name] for turn in turns) for name in FIGURES}
+    found = {name: statistics.median(turn[name] for turn in turns) for name in (*FIGURES, "link_bytes")}
     found["step_s"] = statistics.median(each for turn in turns for each in turn["seconds"])
     found["loss"] = turns[-1]["losses"][-1]
     if "plan" in turns[0]["facts"]:
@@ -169,14 +178,25 @@ def ratios_to_peers(turns: dict[str, list[dict[str, Any]]]) -> dict[str, dict[st
     }
 
 
-def show(results: dict[str, dict[str, float]], compared: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Print the table in Markdown, and the ratios to each peer."""
+def show(
+    results: dict[str, dict[str, float]],
+    compared: dict[str, dict[str, dict[str, Any]]],
+    link: str | None = None,
+) -> None:
+    """Print the table in Markdown, the bytes on the link between nodes, and the ratios to each peer."""
     print("\n| case | " + " | ".join(title for title, _, _ in FIGURES.values()) + " | loss |")
     print("|---" * (len(FIGURES) + 2) + "|")
     for name, each in results.items():
         cells = [f"{each[key] * factor:.{digits}f}" for key, (_, factor, digits) in FIGURES.items()]
         print(f"| {name} | " + " | ".join(cells) + f" | {each['loss']:.4f} |")
     for name, each in results.items():
+        if link:
+            alone = each["link_bytes"] / bytes_per_second(link)
+            print(
+                f"{name}: a node sends {each['link_bytes'] / 1e9:.3f} GB a step, "
+                f"{each['link_bytes'] / each['sent_bytes']:.3f} x the payload, which take {alone:.2f} s at "
+                f"{link}; the step is {each['step_s'] / alone:.2f} x that"
+            )
         if "plan_ratio" in each:
             print(f"{name}: RSS in steps is {each['plan_ratio']:.3f} x the plan's RAM")
     for peer, found in compared.items():
@@ -191,6 +211,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(USUAL))
     parser.add_argument("--ranks", type=int, default=2, help="processes of a case")
     parser.add_argument("--host", help="host budget of each of infinity's ranks, in place of the cases' own")
+    parser.add_argument("--link", help="rate of a link between two nodes with a rank each, such as 1gbit")
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each case")
     parser.add_argument("--lead", type=int, default=2, help="untimed steps before the timed ones")
@@ -198,6 +219,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(options.rounds, options.steps, options.lead) < 1 or options.ranks < 2:
         parser.error("--rounds, --steps and --lead are at least 1, --ranks at least 2")
+    if options.link is not None:
+        try:
+            bytes_per_second(options.link)
+        except ValueError as error:
+            parser.error(f"--link: {error}")
+        if options.ranks != 2:
+            parser.error("--link is for two ranks")
     if options.quick:
         options.seq, options.rounds, options.lead, options.steps = 32, 1, 1, 2
     options.directory = options.directory.resolve()
@@ -221,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         "turns": turns,
         "failures": failures,
     }
-    show(results, compared)
+    show(results, compared, options.link)
     if options.json:
         print(json.dumps(report, default=str))
     return 1 if failures else 0

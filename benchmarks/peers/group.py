@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any
 
+from peers.nodes import Node
 from peers.process import ContenderFailed, Process
 from peers.task import Task
 from peers.world import free_port
@@ -17,9 +18,19 @@ class Group:
 
     name: the contender's name in error messages. tasks: that of each rank, in order. python: path of the
     interpreter. timeout: seconds to wait for a reply. threads: number of OpenMP's threads in each process.
+    nodes: by rank; none: all run where this process does.
     """
 
-    def __init__(self, name: str, tasks: Sequence[Task], python: str, timeout: float, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        tasks: Sequence[Task],
+        python: str,
+        timeout: float,
+        threads: int,
+        *,
+        nodes: Sequence[Node] = (),
+    ) -> None:
         self._exits = ExitStack()
         self._processes: list[Process] = []
         # The variables are torchrun's; infinity has a time-out of its own for other ranks.
@@ -34,8 +45,14 @@ class Group:
         with ExitStack() as started:
             for task in tasks:
                 rank = {"RANK": str(task.rank), "LOCAL_RANK": str(task.rank)}
+                node = nodes[task.rank] if nodes else Node((), {})
                 process = Process(
-                    f"{name} rank {task.rank}", task, python, timeout, environment=shared | rank
+                    f"{name} rank {task.rank}",
+                    task,
+                    python,
+                    timeout,
+                    environment=shared | rank | node.environment,
+                    command=node.command,
                 )
                 self._processes.append(started.enter_context(process))
             self._exits = started.pop_all()

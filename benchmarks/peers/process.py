@@ -13,7 +13,7 @@ import select
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Process:
     The end of the statement kills the process and removes the directory `task.directory`. name: the name of
     the contender in error messages. task: the training job. python: path of the interpreter that runs the
     contender. timeout: seconds to wait for a reply. environment: variables of the process, by name, besides
-    those of this process.
+    those of this process. command: words before the interpreter, which start it elsewhere.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Process:
         timeout: float,
         *,
         environment: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -63,7 +64,7 @@ class Process:
         )
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [python, str(_CHILD), str(writing)],
+                [*command, python, str(_CHILD), str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

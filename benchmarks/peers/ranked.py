@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from peers import rss, tcp
+from peers import nodes, rss, tcp
 from peers.task import Batches, Contender
 
 
@@ -24,7 +24,8 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
 
     The reply is a dict. "losses": of all steps, untimed ones first, of this rank's micro-batches. "seconds":
     of each timed step, from the end of the step before to its own. "sent_bytes": bytes that this process sent
-    to other ranks in a timed step, on average. "rss_built", "rss_steps": the peak RSS until the first timed
+    to other ranks in a timed step, on average. "link_bytes": bytes that its node has sent in a timed step, on
+    average, 0 without nodes. "rss_built", "rss_steps": the peak RSS until the first timed
     step, and from there on, each above the RSS with which the process joined the others. "facts": what the
     contender tells about itself, after the timed steps; the entry "sent", if there is one, has the bytes that
     it has counted as sent so far, by their purpose, and becomes their number in a timed step.
@@ -32,7 +33,7 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     built = rss.read("VmHWM") - contender.rss_base
     rss.restart_peak()
-    counted, sockets = contender.facts().get("sent"), tcp.sent()
+    counted, sockets, link = contender.facts().get("sent"), tcp.sent(), nodes.sent()
     seconds: list[float] = []
     last = time.perf_counter()
     for _ in range(steps):
@@ -40,7 +41,7 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
         now = time.perf_counter()
         seconds.append(now - last)
         last = now
-    sent_bytes = tcp.since(sockets) // steps
+    sent_bytes, link_bytes = tcp.since(sockets) // steps, (nodes.sent() - link) // steps
     facts = contender.facts()
     if counted is not None:
         facts["sent"] = {name: (n - counted.get(name, 0)) // steps for name, n in facts["sent"].items()}
@@ -48,6 +49,7 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
         "losses": losses,
         "seconds": seconds,
         "sent_bytes": sent_bytes,
+        "link_bytes": link_bytes,
         "rss_built": built,
         "rss_steps": rss.read("VmHWM") - contender.rss_base,
         "facts": facts,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import two_nodes
 import warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -89,6 +90,14 @@ def test_two_ranks_of_each_case_and_a_peer_that_does_not_start(
     assert plans["ours:3:ram"]["homes"]["host"] < plans["ours:2:ram"]["homes"]["host"]
 
 
+@pytest.mark.skipif(bool(two_nodes.missing()), reason=two_nodes.missing())
+def test_two_nodes_with_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--quick", "--json", "--directory", str(tmp_path), "--timeout", "60", "--link", "100mbit"]
+    assert ranks.main([*options, "--case", "ours:3:ram"]) == 0
+    (turn,) = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]["ours:3:ram"]
+    assert turn["sent_bytes"] < turn["link_bytes"] < 2 * turn["sent_bytes"]
+
+
 def test_ranks_of_a_peer_have_their_own_batches_and_the_same_model(tmp_path: Path) -> None:
     tasks = [task_in(tmp_path / str(rank), rank=rank, ranks=2) for rank in range(2)]
     with Group("fsdp2", tasks, sys.executable, 60, 1) as group:
@@ -134,13 +143,28 @@ def test_bytes_sent_are_those_of_the_sockets() -> None:
 
 
 def test_figures_of_a_turn_are_those_of_its_ranks() -> None:
-    one = {"seconds": [1.0, 5.0, 2.0], "losses": [4.0, 2.0], "sent_bytes": 10, "rss_steps": 3, "rss_built": 9}
-    two = {"seconds": [2.0, 4.0, 1.0], "losses": [6.0, 1.0], "sent_bytes": 20, "rss_steps": 4, "rss_built": 8}
+    one = {
+        "seconds": [1.0, 5.0, 2.0],
+        "losses": [4.0, 2.0],
+        "sent_bytes": 10,
+        "link_bytes": 0,
+        "rss_steps": 3,
+        "rss_built": 9,
+    }
+    two = {
+        "seconds": [2.0, 4.0, 1.0],
+        "losses": [6.0, 1.0],
+        "sent_bytes": 20,
+        "link_bytes": 6,
+        "rss_steps": 4,
+        "rss_built": 8,
+    }
     assert ranks.turn_of([one | {"facts": {"of": 0}}, two | {"facts": {"of": 1}}]) == {
         "seconds": [2.0, 5.0, 2.0],
         "step_s": 2.0,
         "losses": [5.0, 1.5],
         "sent_bytes": 15,
+        "link_bytes": 3,
         "rss_steps": 4,
         "rss_built": 9,
         "facts": {"of": 0},
@@ -149,7 +173,13 @@ def test_figures_of_a_turn_are_those_of_its_ranks() -> None:
 
 def test_medians_and_ratios_of_rounds() -> None:
     def turn(number: int, *seconds: float) -> dict[str, Any]:
-        figures = {"sent_bytes": number, "rss_steps": 7, "rss_built": 8, "losses": [3.0, 2.0 - number]}
+        figures = {
+            "sent_bytes": number,
+            "link_bytes": 0,
+            "rss_steps": 7,
+            "rss_built": 8,
+            "losses": [3.0, 2.0 - number],
+        }
         facts = {"facts": {"plan": {"ram_bytes": 7 - number}}}
         return figures | facts | {"round": number, "seconds": list(seconds), "step_s": seconds[0]}
 
@@ -161,6 +191,7 @@ def test_medians_and_ratios_of_rounds() -> None:
     assert ranks.medians(found["ours:3:ram"]) == {
         "step_s": 4.0,
         "sent_bytes": 1,
+        "link_bytes": 0,
         "rss_steps": 7,
         "rss_built": 8,
         "loss": 0.0,
@@ -174,7 +205,9 @@ def test_medians_and_ratios_of_rounds() -> None:
     }
 
 
-@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--ranks", "1"], ["--case", "ours:4:ram"]])
+@pytest.mark.parametrize(
+    "wrong", [["--steps", "0"], ["--ranks", "1"], ["--case", "ours:4:ram"], ["--link", "fast"]]
+)
 def test_options_that_make_no_sense(wrong: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         ranks.parse(["--directory", str(tmp_path), *wrong])
