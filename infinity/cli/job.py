@@ -202,6 +202,7 @@ def show_job(
     checkpoint: Checkpoint | None = None,
     *,
     share: Share = ALONE,
+    on_node: int = 1,
     communicator: Communicator | None = None,
 ) -> Job:
     """Make the job that the options describe, and print its first line and its plan.
@@ -209,7 +210,7 @@ def show_job(
     Arguments and errors are those of `make_job`. console: where to print.
     """
     with console.status("planning"):
-        job = make_job(options, checkpoint, share=share, communicator=communicator)
+        job = make_job(options, checkpoint, share=share, on_node=on_node, communicator=communicator)
     lines = [job.header, "", str(job.plan)]
     if job.resumed is not None:
         lines.insert(1, _continuation(job))
@@ -224,13 +225,14 @@ def make_job(
     checkpoint: Checkpoint | None = None,
     *,
     share: Share = ALONE,
+    on_node: int = 1,
     communicator: Communicator | None = None,
 ) -> Job:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
     checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. share: the rank
-    for which the job is planned. communicator: connects with the other ranks of a job that is to be trained,
-    which all call this.
+    for which the job is planned. on_node: number of ranks that will share its node. communicator: connects
+    with the other ranks of a job that is to be trained, which all call this.
 
     Raises ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets,
     IncompatibleCheckpoint if the commit to continue is of another job, and RankDivergence if another rank has
@@ -264,7 +266,7 @@ def make_job(
         share=share,
     )
     if communicator is None:
-        planner = functools.partial(planner, on_node=share.ranks)  # a plan for ranks that are not here
+        planner = functools.partial(planner, on_node=on_node)  # a plan for ranks that are not here
     else:
         said = {**identity, "--steps": options.steps}
         communicator.same("infinity train", **{name: str(value) for name, value in said.items()})

@@ -13,6 +13,7 @@ from infinity import __version__
 from infinity.cli.job import Job, add_options, show_job
 from infinity.errors import ConfigError
 from infinity.layout.shards import Share
+from infinity.planning.network import Network, link_rate, network
 from infinity.planning.stage_table import bytes_by_stage, text_by_stage
 
 _MOST_RANKS = 1 << 16
@@ -45,6 +46,16 @@ def add_parser(subparsers: Any) -> None:
         help="what the ranks divide among them, as in ZeRO: 0 nothing, 1 optimizer states, 2 also gradients, "
         f"3 also parameters (default: {_STAGE})",
     )
+    ranks.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="M",
+        help="nodes on which the ranks run, equally many on each (default: %(default)s)",
+    )
+    ranks.add_argument(
+        "--link", metavar="RATE", help="rate of the link between two nodes in each direction, such as 25Gbit"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,14 +65,24 @@ def run(options: argparse.Namespace) -> int:
     Raises BudgetError if the run does not fit the budgets, and ConfigError for options that cannot be used.
     """
     share = _share(options)
+    link = None if options.link is None else link_rate(options.link)
     console = Console(stderr=options.json)
-    job = show_job(options, console, share=share)
+    job = show_job(options, console, share=share, on_node=share.ranks // options.nodes)
+    found = None
     if share.ranks > 1:
+        found = network(job.plan, options.nodes, link, options.accumulate)
+        console.print(f"{found.text}{_others(job)}", highlight=False, soft_wrap=True)
         title = f"\nbytes of one of {share.ranks} ranks by stage, beside those of ZeRO's formulas"
         console.print(f"{title}\n{text_by_stage(bytes_by_stage(job.plan))}", highlight=False, soft_wrap=True)
     if options.json:
-        print(json.dumps(_summary(job)))
+        print(json.dumps(_summary(job, found)))
     return 0
+
+
+def _others(job: Job) -> str:
+    """The seconds that computation and disk take by themselves, beside those of the network."""
+    found = job.prediction
+    return "" if found is None else f" · compute {found.compute:.2f} s · disk {found.disk:.2f} s"
 
 
 def _share(options: argparse.Namespace) -> Share:
@@ -70,10 +91,17 @@ def _share(options: argparse.Namespace) -> Share:
         raise ConfigError(f"--ranks is {options.ranks}.", f"Give a number from 1 to {_MOST_RANKS}.")
     if options.ranks == 1 and options.stage is not None:
         raise ConfigError("--stage was given for one rank.", "Add --ranks N, with at least 2 ranks.")
+    if options.nodes < 1 or options.ranks % options.nodes:
+        raise ConfigError(
+            f"--nodes is {options.nodes}, and --ranks is {options.ranks}.",
+            "Give a number of ranks that the number of nodes divides.",
+        )
+    if options.link is not None and options.nodes == 1:
+        raise ConfigError("--link was given for one node.", "Add --nodes M, with at least 2 nodes.")
     return Share(0, options.ranks, _STAGE if options.stage is None else options.stage)
 
 
-def _summary(job: Job) -> dict[str, Any]:
+def _summary(job: Job, travels: Network | None) -> dict[str, Any]:
     plan = job.plan
     found = {
         "infinity": __version__,
@@ -88,5 +116,7 @@ def _summary(job: Job) -> dict[str, Any]:
     }
     if plan.share.ranks > 1:
         by_stage = [{**asdict(each), "kind": each.kind.value} for each in bytes_by_stage(plan)]
-        found["ranks"] = {**asdict(plan.share), "by_stage": by_stage}
+        assert travels is not None
+        sent = {**asdict(travels), "seconds": travels.seconds}
+        found["ranks"] = {**asdict(plan.share), "by_stage": by_stage, "network": sent}
     return found

@@ -59,7 +59,7 @@ def test_the_options_and_their_defaults() -> None:
         assert all(each.option_strings for each in actions)
     assert found == {
         "train": {**OPTIONS, "--partition": None},
-        "plan": {**OPTIONS, "--ranks": 1, "--stage": None},
+        "plan": {**OPTIONS, "--ranks": 1, "--stage": None, "--nodes": 1, "--link": None},
     }
 
 
@@ -253,7 +253,10 @@ def test_a_plan_of_one_rank_for_people(job: TinyJob, capsys: pytest.CaptureFixtu
         (["--ranks", 0], "--ranks is 0."),
         (["--ranks", MANY], f"--ranks is {MANY}."),
         (["--stage", 2], "--stage was given for one rank."),
-        (["--ranks", 2, "--checkpoint", "x"], "commits over ranks are not there yet"),
+        (["--ranks", 3, "--nodes", 2], "--nodes is 2, and --ranks is 3."),
+        (["--ranks", 2, "--nodes", 0], "--nodes is 0"),
+        (["--ranks", 2, "--link", "1Gbit"], "--link was given for one node"),
+        (["--ranks", 2, "--nodes", 2, "--link", "fast"], "--link is 'fast', which is no rate"),
     ],
 )
 def test_ranks_that_cannot_be_planned(job: TinyJob, capsys, options, cause) -> None:

@@ -1,0 +1,87 @@
+"""Network: bytes that ranks receive from each other in a step, and the seconds of a link between nodes. Pure.
+
+With N ranks each has 1/N of everything that is divided, so it receives (N-1)/N of it. Of the N-1 others N-K
+run on other nodes, if each node has K ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from infinity.config import format_size
+from infinity.errors import ConfigError
+from infinity.planning.plan import Plan
+
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:bit(?:/s)?|bps)", re.IGNORECASE)
+_BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What travels in a step, at most: as if no page stayed where it was brought."""
+
+    parameters: int
+    """Bytes of parameters that a rank receives."""
+    gradients: int
+    """Bytes of gradients that a rank receives."""
+    between_nodes: int
+    """Bytes that all ranks of a node receive from other nodes."""
+    link: float | None
+    """Bytes per second of the link between nodes, in each direction; None if it is not known."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that the link between nodes takes for a step by itself; None if its rate is not known."""
+        return None if self.link is None else self.between_nodes / self.link
+
+    @property
+    def text(self) -> str:
+        """A line for people."""
+        parameters, gradients = format_size(self.parameters), format_size(self.gradients)
+        line = f"network: a rank receives {parameters} of parameters and {gradients} of gradients a step"
+        if self.between_nodes:
+            line += f", a node {format_size(self.between_nodes)} from other nodes"
+        if self.between_nodes and self.seconds is not None:
+            line += f": {self.seconds:.2f} s on the link"
+        return line
+
+
+def network(plan: Plan, nodes: int, link: float | None, micro_batches: int) -> Network:
+    """The traffic of a step. plan: of one of several ranks. nodes: number of nodes, which divides that of
+    ranks. link: bytes per second between two nodes. micro_batches: of a rank in a step.
+
+    Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
+    gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
+    gradients to their owners once a step; stage 0 brings the outcome back, stage 1 the updated parameters.
+    """
+    share = plan.share
+    values = frozen = contributed = summed = 0
+    for unit in plan.layout.units:
+        for each in unit.parameters:
+            nbytes = each.numel * each.dtype.itemsize
+            if plan.rule is None or not each.trainable:
+                frozen += nbytes
+                continue
+            values += nbytes
+            contributed += nbytes
+            summed += each.numel * plan.gradient_dtype(each.dtype).itemsize
+    parameters, gradients = {
+        3: (2 * micro_batches * (values + frozen), micro_batches * contributed),
+        2: (values, micro_batches * contributed),
+        1: (values, summed),
+        0: (0, 2 * summed),
+    }[share.stage]
+    others = share.ranks - 1
+    received = [nbytes * others // share.ranks for nbytes in (parameters, gradients)]
+    here = share.ranks // nodes
+    between = sum(received) * here * (share.ranks - here) // others if others else 0
+    return Network(received[0], received[1], between, link)
+
+
+def link_rate(text: str) -> float:
+    """The bytes per second of a rate such as "25Gbit/s" or "100Mbit". Raises ConfigError."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"--link is {text!r}, which is no rate.", 'Give one such as "25Gbit" or "100Mbit".')
+    return float(match[1]) * _BITS[match[2].lower()] / 8

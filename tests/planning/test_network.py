@@ -1,0 +1,54 @@
+"""Tests of what ranks receive from each other in a step, beside the volumes of the ZeRO paper."""
+
+from __future__ import annotations
+
+import pytest
+from planned_models import MiB, planned, stack
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.layout.shards import Share
+from infinity.planning.network import link_rate, network
+
+
+def model() -> nn.Module:
+    return stack([64, 90, 130], set())
+
+
+PSI = sum(each.numel() for each in model().parameters())
+
+
+@pytest.mark.parametrize(("stage", "parameters", "gradients"), [(3, 4, 2), (2, 2, 2), (1, 2, 4), (0, 0, 8)])
+def test_a_step_has_the_papers_volume(stage: int, parameters: int, gradients: int) -> None:
+    """Bytes an element: 2 for values and contributions in bf16, 4 for sums."""
+    made = planned(model(), host=64 * MiB, share=Share(0, 4, stage))
+    found = network(made, 1, None, 1)
+    assert (found.parameters, found.gradients) == (PSI * parameters * 3 // 4, PSI * gradients * 3 // 4)
+    assert found.between_nodes == 0 and found.seconds is None
+
+
+@pytest.mark.parametrize(("stage", "times"), [(3, 3), (2, 3), (1, 1), (0, 1)])
+def test_micro_batches_bring_gradients_and_at_stage_3_parameters_again(stage: int, times: int) -> None:
+    made = planned(model(), host=64 * MiB, share=Share(0, 2, stage))
+    one, three = (network(made, 1, None, count) for count in (1, 3))
+    assert three.gradients == times * one.gradients
+    assert three.parameters == (3 if stage == 3 else 1) * one.parameters
+
+
+def test_between_nodes_is_what_all_ranks_of_a_node_get_from_others() -> None:
+    made = planned(model(), host=64 * MiB, share=Share(0, 4, 3))
+    found = network(made, 2, 1000.0, 1)
+    assert found.between_nodes == (found.parameters + found.gradients) * 2 * 2 // 3
+    assert found.seconds == found.between_nodes / 1000
+    assert "from other nodes" in found.text and found.text.endswith("s on the link")
+
+
+@pytest.mark.parametrize(("text", "rate"), [("8Gbit", 1e9), ("100 Mbit/s", 12.5e6), ("0.8kbps", 100.0)])
+def test_rates(text: str, rate: float) -> None:
+    assert link_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "1GB", "0Gbit", "-1Gbit"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no rate"):
+        link_rate(text)
