@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
@@ -162,10 +162,14 @@ def _initialise(cuda: bool, timeout: float) -> None:
             "Start the program with torchrun, or number the ranks from 0 to WORLD_SIZE - 1.",
         )
     try:
+        store = _store_of_start(timeout)
+        where = {"init_method": "env://"} if store is None else {"store": store}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            init_method="env://",
             timeout=timedelta(seconds=timeout),
+            rank=launcher.rank(),
+            world_size=size,
+            **where,
         )
     except (ValueError, RuntimeError) as error:
         if not isinstance(error, ValueError) and "EADDRINUSE" not in str(error):
@@ -177,6 +181,18 @@ def _initialise(cuda: bool, timeout: float) -> None:
     # Not at `close`: a later runtime uses the default group again. To initialise it twice at one port does
     # not work, because ranks that are quick find the first one's store.
     atexit.register(_leave)
+
+
+def _store_of_start(timeout: float) -> Store | None:
+    """The part of the launcher's store that belongs to this start of the ranks. Torch would find addresses of
+    ranks that were started before, and are gone. None if the ranks were not started again.
+    """
+    number = launcher.start_number()
+    if not number:
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+    return PrefixStore(f"start-{number}", store)
 
 
 def _sockets() -> dict[int, int]:
@@ -240,7 +256,7 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
     Making a group would wait as long as the group's own time-out. Raises RankDivergence if a rank does not
     come, and RankFailure if the store is gone.
     """
-    name = f"infinity/{','.join(_spans(everywhere))}/{_met[everywhere]}"
+    name = f"infinity/{launcher.start_number()}/{','.join(_spans(everywhere))}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     keys = [f"here/{each}" for each in range(len(everywhere))]
     try:

@@ -54,6 +54,22 @@ def keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def start_number() -> int:
+    """How often the launcher has started the ranks again with the same store, in which the former ranks have
+    left what they said.
+
+    Raises ConfigError if it may do so on several nodes: there the numbers of starts differ by node.
+    """
+    if not keeps_store():
+        return 0
+    if _number("GROUP_WORLD_SIZE", 1, least=1) > 1 and _number("TORCHELASTIC_MAX_RESTARTS", 0):
+        raise ConfigError(
+            "torchrun may start the ranks again (--max-restarts), with the store of the start before.",
+            "Use --rdzv-backend c10d and set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or --max-restarts 0.",
+        )
+    return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
 def _number(variable: str, absent: int, *, least: int = 0) -> int:
     text = os.environ.get(variable, "")
     if not text:

@@ -179,6 +179,39 @@ def test_a_stopped_job_goes_on_where_all_ranks_have_committed(number: signal.Sig
     assert logged(log) == logged(job.folder / "unbroken")
 
 
+def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
+    """The new ranks meet in the store of the old ones, and go on from the last commit."""
+    log = job.folder / "log"
+    arguments = job.arguments("train", "--steps", STEPS, "--budget-host", "1MiB", *job.nvme())
+    arguments += ["--checkpoint", str(job.folder / "run"), "--every", "1", "--resume", "--log", str(log)]
+    program = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "1", "--"]
+    process = subprocess.Popen(
+        [sys.executable, *program, tiny_job.__file__, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    with ended(process):
+        until = time.monotonic() + PATIENCE
+        while not log.exists() or log.read_text().count("\n") < 4:
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.01)
+        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert [step for step, _ in logged(log)] == [*range(1, STEPS + 1)]
+
+
+def rank_of(parent: int, rank: int) -> int:
+    """The id of the child of a process that is this rank."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for each in children:
+        if f"RANK={rank}\0".encode() in Path(f"/proc/{each}/environ").read_bytes():
+            return int(each)
+    raise AssertionError(f"no rank {rank} among {children}")
+
+
 def test_commits_of_some_ranks_alone_are_refused(job: TinyJob) -> None:
     options = ["--steps", 1, "--checkpoint", job.folder / "run"]
     with ranks(job, *options) as processes:
