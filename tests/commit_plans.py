@@ -32,7 +32,7 @@ class Plan:
     """Number of ranks."""
     stage: int = 3
     homes: tuple[str, ...] = ("unified",)
-    """The home (ranked_cases.HOMES) of each rank's pages; ranks beyond the last begin with the first again."""
+    """The home (ranked_cases.HOMES) of each rank's pages. Beyond the last it is the first again."""
     update: str = "lazy"
     subject: str = "mlp"
     last: int = 8
@@ -40,13 +40,17 @@ class Plan:
     resume: bool = False
     """Whether to continue the commits in the directory, rather than to begin anew."""
     waits: str = "all"
-    """Which ranks wait for the commit before, after each step: "all", "zero" (rank 0) or "none"."""
+    """Which ranks wait for commits: "all", "zero" (rank 0) or "none"."""
+    exports: bool = False
+    """Whether rank 0 exports the model after every save."""
     rank: int = -1
     """The rank that dies or fails; -1: none."""
     point: str = ""
     """Where it does; see committing_ranks.POINTS."""
     nth: int = 1
     """How many times the point comes; or milliseconds after the first step, for "any time"."""
+    pause: float = 0.2
+    """Seconds between the point and the death, in which the others come as far as they can."""
     timeout: float = 300.0
     """Seconds for which ranks wait for each other. No death needs it to be noticed."""
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import rank_processes
 import torch
 from commit_plans import PLAN, Plan
 from ranked_cases import Case, Place, backwards, digest, opened
+from safetensors.torch import load_file
 
 from infinity import build
 from infinity.aio import Faults
@@ -53,14 +55,14 @@ AFTER: dict[str, tuple[Any, str]] = {
     "update": (Chain, "write"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
-    "after the vote": (CommitVotes, "_tell"),
+    "after the vote": (CommitVotes, "_vote"),
     "votes heard": (CommitVotes, "decide"),
     "resume": (build, "adopt_commit"),
     "re-layout": (Store, "patch"),
     "after a re-layout": (build, "restore"),
 }
 """Point -> (owner, name) of the function with whose return it is reached."""
-POINTS = (*OPERATIONS, *BEFORE, *AFTER, "vote on its way", "step", "any time")
+POINTS = (*OPERATIONS, *BEFORE, *AFTER, "step", "any time")
 
 
 class Killer:
@@ -69,12 +71,11 @@ class Killer:
     def __init__(self, plan: Plan) -> None:
         self._point = plan.point if plan.rank == int(os.environ["RANK"]) else ""
         self._left = plan.nth
+        self._pause = plan.pause
         for points, wrapped in ((BEFORE, self._before), (AFTER, self._after)):
             if self._point in points:
                 owner, name = points[self._point]
                 setattr(owner, name, wrapped(getattr(owner, name)))
-        if self._point == "vote on its way":
-            CommitVotes._tell = self._after(CommitVotes._tell, 0.2)  # type: ignore[method-assign]
 
     def begins(self, operation: str, path: str, *, target: str, offset: int, data: bytes) -> int:
         kind, part = OPERATIONS.get(self._point, ("", ""))
@@ -97,6 +98,7 @@ class Killer:
     def visit(self) -> None:
         self._left -= 1
         if self._left == 0:
+            time.sleep(self._pause)
             die()
 
     def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,10 +108,9 @@ class Killer:
 
         return watched
 
-    def _after(self, function: Callable[..., Any], seconds: float = 0.0) -> Callable[..., Any]:
+    def _after(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*arguments: Any, **options: Any) -> Any:
             result = function(*arguments, **options)
-            time.sleep(seconds)
             self.visit()
             return result
 
@@ -194,6 +195,42 @@ def train() -> dict[str, str]:
         found = everything(model, runtime)
     waiting.look()
     return found
+
+
+def train_in_halves() -> dict[str, Any]:
+    """Train half of the steps with a commit after each, close the runtime at once, and go on with another.
+
+    Returns losses as texts, `everything` at the end, and the digests of the model's values that rank 0 has
+    exported after each step.
+    """
+    plan, case, place = plan_of_this_rank()
+    losses: list[str] = []
+    exported: list[dict[str, str]] = []
+    half = plan.last // 2
+    with offloaded(plan, case, place) as (model, runtime):
+        for step in range(1, half + 1):
+            losses.append(take_step(case, place, model, runtime, step).hex())
+            commit = runtime.save(state={"step": step})
+            if plan.exports and place.rank == 0:
+                runtime.export(f"{plan.directory}/export-{step}")
+                exported.append(exported_values(Path(f"{plan.directory}/export-{step}")))
+            if plan.waits == "all" or (plan.waits == "zero" and place.rank == 0):
+                commit.wait()
+    with offloaded(replace(plan, resume=True), case, place) as (model, runtime):
+        assert runtime.load() == {"step": half}
+        for step in range(half + 1, plan.last + 1):
+            losses.append(take_step(case, place, model, runtime, step).hex())
+            runtime.save(state={"step": step})
+        return {"losses": losses, "end": everything(model, runtime), "exported": exported}
+
+
+def exported_values(directory: Path) -> dict[str, str]:
+    """Digests of all tensors in an export, by name."""
+    return {
+        name: digest(tensor)
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 if __name__ == "__main__":

@@ -123,15 +123,19 @@ class OtherRanks(Protocol):
         ...
 
     def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
-        """Say that this rank's part is durable, and wait until those of all ranks are. Returns None then, and
-        otherwise the reason of one that is not. Raises RankFailure if a rank is lost.
+        """Say that this rank's part is durable, unless it has refused it, and wait until those of all ranks
+        are. Returns None then, and otherwise the reason of one that is not. Raises RankFailure if a rank is
+        lost.
 
         wanted: whether this rank waits for the commit, so that all others are to complete what it lacks.
         """
         ...
 
-    def refuse(self, number: int, failure: BaseException) -> None:
-        """Say that this rank's part is not durable, and will not be."""
+    def refuse(self, failure: BaseException) -> bool:
+        """Say that this rank's part of the commit that ranks begin is not durable, and will not be.
+
+        Returns False, and does nothing, if this rank has said already how it is, or none is begun.
+        """
         ...
 
 
@@ -204,12 +208,14 @@ class Committer:
         the user's. rng: states of the random number generators, by default their present states. identity:
         says which job this is. Raises ConfigError for a state that cannot be kept, and StorageError.
         """
-        number, created = self._begin()
+        before = self.last
         try:
+            number, created = self._begin()
             commit = self._save(number, created, state, generators() if rng is None else rng, identity)
         except BaseException as error:
-            if self._others is not None:
-                self._others.refuse(number, error)
+            refused = self._others is not None and self._others.refuse(error)
+            if refused and self.last is not None and self.last is not before:
+                self.last.told = True  # by this error
             raise
         lent = [page for page in self._pages if self._edits.lent(page.index)]
         if lent:  # user code may change these pages at any time from now on
@@ -378,7 +384,7 @@ class Committer:
         except BaseException as error:  # a bug must not leave others waiting
             failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
             if self._others is not None:
-                self._others.refuse(commit.generation, failure)
+                self._others.refuse(failure)
             raise
         finally:
             try:
@@ -398,7 +404,7 @@ class Committer:
             self._make_durable(pending, draft)
         except InfinityError as error:
             if others is not None:
-                others.refuse(commit.generation, error)
+                others.refuse(error)
             return error.again()
         if others is None:
             return None

@@ -33,7 +33,8 @@ class Ballots:
         """Number of an agreement -> rank -> (call, facts). Agreements that are over are not in it."""
         self._last: dict[int, str] = {}
         """Rank -> the call in which it was last known to be."""
-        self._number = 0
+        self.number = 0
+        """Number of the last agreement for which this rank has cast its ballot. All ranks count alike."""
         self._failure: InfinityError | None = None
         """The error after which this rank can agree to nothing more."""
 
@@ -58,8 +59,8 @@ class Ballots:
             self._check_wire()
         else:
             self.check()
-        self._number += 1
-        number = self._number
+        self.number += 1
+        number = self.number
         ballots = self._cast.setdefault(number, {})
         ballots[self._ranks.rank] = call, facts
         for peer in self._ranks.peers:

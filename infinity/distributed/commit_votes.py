@@ -14,12 +14,19 @@ open that a restart would have to ask it for.
 A rank that is not ready ends the commit on all. The others then take their manifests back before they free
 the places, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
 are never used twice, for the same reason.
+
+[Note: one vote]
+A rank votes once for each commit, for another vote could reach some ranks after they have freed places, and
+others before. Ctrl-C can end save() on one rank anywhere. If its thread of the commit has voted by then, the
+commit goes on; else the rank's vote is that it is not ready. A rank that was interrupted while ranks agree to
+begin a commit does not know its number. So votes go by the number of that agreement, which all ranks count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,8 +47,14 @@ class CommitVotes:
         self._ranks = ranks
         self._wire = wire
         self._ballots = ballots
+        self._lock = threading.Lock()
+        """Guards the two attributes below, which two threads of this rank use."""
+        self._open = 0
+        """The agreement by which ranks begin a commit for which this rank has not voted; 0: there is none."""
+        self._refusal: Mapping[str, Any] | None = None
+        """This rank's last vote, unless that was for a commit."""
         self._heard: dict[int, dict[int, Mapping[str, Any] | None]] = {}
-        """Number of a commit -> rank -> what hinders it; None if it is ready."""
+        """Number of an agreement -> rank -> what hinders it; None if it is ready. For the commit's thread."""
 
     def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
         """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its
@@ -51,18 +64,30 @@ class CommitVotes:
         it, or the reason of another rank that cannot.
         """
         told = None if failure is None else _told(failure)
+        self._open = self._ballots.number + 1
         heard = self._ballots.agree("save()", {"number": number, "created": created, "failure": told})
         number = max(each["number"] for each in heard.values())
+        hindered = {rank: each["failure"] for rank, each in sorted(heard.items()) if each["failure"]}
+        if hindered:
+            self._open = 0  # no rank begins it
         if failure is not None:
             raise failure.again()
-        for rank, each in sorted(heard.items()):
-            if each["failure"] is not None:
-                raise _error(f"Rank {rank} could not begin commit {number}", each["failure"])
+        for rank, each in hindered.items():
+            raise _error(f"Rank {rank} could not begin commit {number}", each)
         return number, heard[0]["created"]
 
-    def refuse(self, number: int, failure: BaseException) -> None:
-        """Tell all ranks that this one is not ready, and will not be."""
-        self._tell(number, _told(failure))
+    def refuse(self, failure: BaseException) -> bool:
+        """Tell all ranks that this one is not ready for the commit that is begun, and will not be.
+
+        Returns False, and does nothing, if this rank has voted already or no commit is begun. Called by the
+        thread that trains or by that of the commit.
+        """
+        with self._lock:
+            if not 0 < self._open <= self._ballots.number:
+                return False
+            self._refusal = _told(failure)
+            self._vote(self._refusal)
+        return True
 
     def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
         """Tell all ranks that this one is ready, and wait until it is known whether the commit counts.
@@ -71,15 +96,20 @@ class CommitVotes:
         the commit; the others then complete what they lack. Returns None if all ranks are ready, else the
         reason of one that is not. Raises RankFailure if a rank is lost.
         """
-        self._tell(number, None)
-        heard = self._heard.setdefault(number, {})
+        with self._lock:
+            agreement = self._open
+            if not agreement:
+                assert self._refusal is not None
+                return _error(f"Commit {number} was given up", self._refusal)
+            self._vote(None)
+        heard = self._heard.setdefault(agreement, {})
         driven = False
         while not self._wire.bell.wait_for(lambda: self._decided(heard), _SLICE):
             if wanted() and not driven:
                 driven = True
                 for peer in self._ranks.peers:
                     self._wire.post(peer, Kind.DRIVE, number)
-        for each in [each for each in self._heard if each <= number]:
+        for each in [each for each in self._heard if each <= agreement]:
             del self._heard[each]
         for rank, failure in sorted(heard.items()):
             if failure is not None:
@@ -89,19 +119,21 @@ class CommitVotes:
                 raise rank_failure(peer, f"closed its runtime before commit {number} was made")
         return None
 
-    def _tell(self, number: int, failure: Mapping[str, Any] | None) -> None:
+    def _vote(self, failure: Mapping[str, Any] | None) -> None:
+        """Tell all ranks what hinders this one; None: nothing does."""
+        agreement, self._open = self._open, 0
         with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
             for peer in self._ranks.peers:
-                self._wire.post(peer, Kind.VOTE, number, failure)
+                self._wire.post(peer, Kind.VOTE, agreement, failure)
 
     def _decided(self, heard: Mapping[int, Mapping[str, Any] | None]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
         while True:  # behind the line above, so that the last votes of those that have left are here
             try:
-                source, (_, (number, failure)) = self._wire.votes.get_nowait()
+                source, (_, (agreement, failure)) = self._wire.votes.get_nowait()
             except queue.Empty:
                 break
-            self._heard.setdefault(number, {})[source] = failure
+            self._heard.setdefault(agreement, {})[source] = failure
         if any(failure is not None for failure in heard.values()):
             return True
         return all(peer in heard or peer in left for peer in self._ranks.peers)
@@ -110,7 +142,8 @@ class CommitVotes:
 def _told(failure: BaseException) -> dict[str, Any]:
     """What other ranks are told of an error."""
     if not isinstance(failure, InfinityError):
-        return {"kind": "", "cause": f"{type(failure).__name__} {failure}".rstrip(), "cure": "Save again."}
+        text = f"{type(failure).__name__}: {failure}".rstrip(": .")
+        return {"kind": "", "cause": f"{text}.", "cure": "Call save() again on all ranks."}
     said: dict[str, Any] = {"kind": type(failure).__name__, "cause": failure.cause, "cure": failure.cure}
     if isinstance(failure, StorageError):
         said |= {"path": failure.path, "errno": failure.errno}

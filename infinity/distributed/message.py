@@ -71,7 +71,9 @@ class Kind(enum.IntEnum):
     """
 
     VOTE = 18
-    """Fields: the number of a commit, and why the sender cannot make its part of it; None if it has."""
+    """Fields: the number of the agreement by which a commit was begun, and why the sender cannot make its
+    part of the commit; None if it has.
+    """
 
     DRIVE = 19
     """Fields: the number of a commit. The sender waits for it, so the receiver completes what it lacks."""

@@ -103,10 +103,11 @@ class Killed:
 
 def test_killed_ranks_go_on_from_what_was_committed(tmp_path: Path) -> None:
     run = Killed(Plan(str(tmp_path), homes=("unified", "nvme")))
-    assert run.process(rank=1, point="before the vote", nth=2)
-    assert run.process(rank=0, point="vote on its way", nth=2)
-    assert run.process(rank=1, point="votes heard", nth=1)
-    assert run.process(rank=0, point="after the rename", nth=2)
+    assert run.process(rank=1, point="slab sync", nth=3)
+    assert run.process(rank=0, point="before the vote", nth=1)
+    assert run.process(rank=1, point="after the vote", nth=1)
+    assert run.process(rank=0, point="votes heard", nth=1)
+    assert run.process(rank=1, point="after the rename", nth=2)
     assert run.durable >= 3
     assert not run.process()
 
@@ -132,6 +133,7 @@ def test_ranks_killed_anywhere_go_on_from_what_was_committed(seed: int, tmp_path
             rank=draw.randrange(plan.size),
             point=point,
             nth=draw.randint(1, 150 if point == "any time" else 4),
+            pause=draw.choice((0.0, 0.2)),
             waits=draw.choice(("all", "zero", "none")),
             last=min(run.durable + 4, plan.last),
         )
