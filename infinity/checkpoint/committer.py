@@ -186,6 +186,8 @@ class Committer:
         self._released = released
         self._number = generation
         """The largest number that a commit has had, whether it was made or not."""
+        self._driven = 0
+        """Number of the last commit for which another rank waits."""
         self._frozen = [
             part
             for page in pages
@@ -269,6 +271,8 @@ class Committer:
         except BaseException:
             self._give_up(commit)
             raise
+        if self._driven == number:
+            self.driven(number)
         return commit
 
     def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -288,12 +292,17 @@ class Committer:
                 commit.join()
 
     def driven(self, generation: int) -> None:
-        """Complete what a commit still waits for, because another rank waits for it. Errors are ignored: the
-        thread that trains meets them.
+        """Complete what a commit still waits for, because another rank waits for it.
+
+        This rank may not have begun the commit yet, and does it then when it has. If an update cannot be
+        read, the commit fails: nobody might repeat the read, and the other rank would wait for good.
         """
+        self._driven = generation
         if self.last is not None and self.last.generation == generation:
-            with contextlib.suppress(InfinityError):
+            try:
                 self._complete(self.last)
+            except InfinityError as error:
+                self._durable.ledger.abandon(error.again())
 
     def abandon(self) -> None:
         """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
