@@ -1,0 +1,362 @@
+"""Trainings of several ranks in which the commit of one rank fails; see tests/commit_plans.py.
+
+Each function takes `Plan.rank` for the rank that fails, and returns what that rank and the others met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import rank_processes
+from committing_ranks import everything, offloaded, plan_of_this_rank, take_step
+from recorded_run import Recording
+
+from infinity.aio import Faults
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.committer import Commit, Committer
+from infinity.distributed.ballots import Ballots
+from infinity.errors import InfinityError, StorageError
+from infinity.pages.open_tiers import injected
+
+FILES = (
+    ("create", 1, errno.ENOSPC),
+    ("create", 2, errno.EDQUOT),
+    ("write", 1, errno.EIO),
+    ("write", 2, errno.ENOSPC),
+    ("sync", 1, errno.EIO),
+    ("sync", 2, errno.ENOSPC),
+    ("rename", 1, errno.ENOSPC),
+)
+"""The operations on a commit's two files that fail: (operation, which of its kind, errno)."""
+
+
+class Training:
+    """A training on this rank, and how its calls fail."""
+
+    def __init__(self, model: Any, runtime: Any, faults: Faults, files: Recording) -> None:
+        self.plan, self.case, self.place = plan_of_this_rank()
+        self.model, self.runtime, self.faults, self.files = model, runtime, faults, files
+        self.failing = self.place.rank == self.plan.rank
+        """Whether this rank is the one that fails."""
+        self.losses: list[str] = []
+        self.errors: list[list[Any]] = []
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            step = len(self.losses) + 1
+            self.losses.append(take_step(self.case, self.place, self.model, self.runtime, step).hex())
+
+    def save(self, **options: Any) -> Commit:
+        """Begin a commit that `committing_ranks.train` can continue."""
+        commit: Commit = self.runtime.save(**({"state": {"step": len(self.losses)}} | options))
+        return commit
+
+    def fails(self, call: Callable[[], object]) -> None:
+        """Make a call that is to raise a typed error, and note it."""
+        try:
+            call()
+        except InfinityError as error:
+            errno_ = error.errno if isinstance(error, StorageError) else None
+            self.errors.append([type(error).__name__, str(error), errno_])
+        else:
+            self.errors.append(["", "", None])
+
+    def names(self) -> list[str]:
+        """The files of commits that this rank has."""
+        return sorted(
+            each for each in os.listdir(self.plan.commits / f"rank-{self.place.rank}") if "commit" in each
+        )
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses,
+            "errors": self.errors,
+            "end": everything(self.model, self.runtime),
+        }
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Training]:
+    """Offload the model of the plan, with a disk that may fail."""
+    plan, case, place = plan_of_this_rank()
+    faults = Faults()
+    files = Recording(faults)
+    with injected(faults, files), offloaded(plan, case, place) as (model, runtime):
+        yield Training(model, runtime, faults, files)
+
+
+# --- disks ----------------------------------------------------------------------------------------------
+
+
+def full_disk() -> dict[str, Any]:
+    """One operation after the other fails on one rank. Every second error is met by the next `save`."""
+    with started() as run:
+        for number, (operation, nth, code) in enumerate(FILES):
+            run.step()
+            run.save().wait()
+            before = run.names()
+            run.step()
+            if run.failing:
+                run.files.fail(operation, nth, code)
+            commit = run.save(state="lost")
+            if number % 2:
+                run.step()
+                run.fails(run.save)
+            else:
+                run.fails(commit.wait)
+            assert commit.done and run.names() == before
+        return run.told()
+
+
+def first_commit_fails() -> dict[str, Any]:
+    """The first commit fails at the slab's header, the second at its manifest, and no third is made."""
+    with started() as run:
+        for operation in ("write", "rename"):
+            run.step()
+            if run.failing:
+                run.files.fail(operation, 1, errno.ENOSPC)
+            run.fails(run.save().wait)
+            assert run.names() == []
+            assert not run.runtime._components.store.nvme.keep
+        return run.told()
+
+
+def first_commit_fails_once() -> dict[str, Any]:
+    """The first commit fails, and the second is made."""
+    with started() as run:
+        run.step()
+        if run.failing:
+            run.files.fail("rename", 1, errno.ENOSPC)
+        run.fails(run.save().wait)
+        run.step()
+        run.save().wait()
+        return run.told()
+
+
+def pages_not_written() -> dict[str, Any]:
+    """The commit's thread cannot write a page that is in RAM."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            run.faults.fail("write", 2, errno.EIO)
+        run.fails(run.save().wait)
+        run.step()
+        run.save().wait()
+        return run.told()
+
+
+def pages_not_synced() -> None:
+    """The sync of a slab fails, after which the rank refuses to go on."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            run.faults.fail("sync", 1, errno.EIO)
+        run.fails(run.save().wait)
+        assert run.errors[0][0] == "StorageError", run.errors
+        run.step(3)
+
+
+def name_not_synced() -> None:
+    """The sync of the directory fails, so that nobody knows whether the commit of the rank is there."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            run.files.fail("sync directory", 1, errno.EIO)
+        run.fails(run.save().wait)
+        assert run.errors[0][0] == "StorageError", run.errors
+        run.step(3)
+
+
+def refused_and_killed() -> None:
+    """One rank refuses a commit; the others die when they are about to take their part back."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            run.files.fail("create", 1, errno.ENOSPC)
+        else:
+            commit_files.remove = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        run.fails(run.save().wait)
+        run.step(2)
+
+
+def slow_disk() -> dict[str, Any]:
+    """The disk of one rank syncs more slowly than ranks wait for each other."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        bell = run.runtime._components.peers.communicator.bell
+        for number in range(2):
+            run.step()
+            if run.failing:
+                run.faults.delay("sync", 1, 2.0)
+            commit = run.save()
+            patience, bell.timeout = bell.timeout, 0.5
+            if number:
+                commit.wait()
+            else:
+                run.runtime._components.committer.land()  # as the next save() does first
+            bell.timeout = patience
+            assert commit.failure is None
+        return run.told()
+
+
+# --- calls ----------------------------------------------------------------------------------------------
+
+
+def state_of_one_rank() -> dict[str, Any]:
+    """One rank gives a state that cannot be kept. The others meet it in `wait`, and in the next `save`."""
+    with started() as run:
+        for waits in (True, False):
+            run.step()
+            run.save().wait()
+            if run.failing:
+                run.fails(lambda: run.save(state=run.fails))
+            elif waits:
+                run.fails(run.save(state=1).wait)
+            else:
+                run.save(state=1)
+            if not waits:
+                run.step()
+                run.fails(run.save)
+            run.step()
+            run.save().wait()
+        return run.told()
+
+
+def saved_by_one_rank() -> None:
+    with started() as run:
+        run.step()
+        if run.failing:
+            run.save()
+        run.step()
+
+
+def saved_by_one_rank_while_others_sleep() -> None:
+    with started() as run:
+        run.step()
+        if not run.failing:
+            time.sleep(2 * run.plan.timeout)
+        run.save()
+
+
+def _interrupt_in(owner: Any, name: str, *, after: bool = False) -> None:
+    """Have the next call of a function end by Ctrl-C: at its beginning, or at its end."""
+    function = getattr(owner, name)
+
+    def interrupted(*given: Any, **options: Any) -> Any:
+        setattr(owner, name, function)
+        if after:
+            function(*given, **options)
+        raise KeyboardInterrupt
+
+    setattr(owner, name, interrupted)
+
+
+INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
+    (Committer, "land", False),
+    (Ballots, "agree", False),
+    (Ballots, "agree", True),
+    (Committer, "_save", False),
+    (threading.Thread, "start", False),
+    (threading.Thread, "start", True),
+)
+"""Where Ctrl-C comes inside of save(): (owner, name, whether it comes at the function's end)."""
+
+
+def interrupted() -> None:
+    """Ctrl-C ends one rank inside of save()."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            _interrupt_in(*INTERRUPTS[run.plan.nth][:2], after=INTERRUPTS[run.plan.nth][2])
+        run.fails(lambda: run.save().wait())
+        run.step(2)
+
+
+def interrupted_and_caught() -> dict[str, Any]:
+    """Ctrl-C comes inside of save() on one rank, which goes on. The others' commits fail, or are made."""
+    with started() as run:
+        for owner, name, after in INTERRUPTS:
+            run.step()
+            if run.failing:
+                _interrupt_in(owner, name, after=after)
+                with contextlib.suppress(KeyboardInterrupt):
+                    run.save()
+                    raise AssertionError
+            if not run.failing or (name, after) in (("land", False), ("agree", False)):
+                run.fails(run.save().wait)  # nobody has heard of a call that ended so early
+            run.step()
+            run.save().wait()
+        return run.told()
+
+
+# --- ranks that wait for others -------------------------------------------------------------------------
+
+
+def await_end(commit: Commit) -> None:
+    """Wait until a commit has ended, without doing anything for it."""
+    while not commit.done:
+        time.sleep(0.01)
+
+
+def waited_for_early() -> dict[str, Any]:
+    """One rank is slow to come out of the agreement by which a commit is begun, for which others wait."""
+    with started() as run:
+        ballots = run.runtime._components.peers.communicator.ballots
+        released = ballots._released
+
+        @contextlib.contextmanager
+        def slowly() -> Iterator[None]:
+            with released():
+                yield
+                time.sleep(0.5)
+
+        for _ in range(3):
+            run.step()
+            if run.failing:
+                ballots._released = slowly
+            commit = run.save()
+            ballots._released = released
+            if run.failing:
+                await_end(commit)
+            else:
+                commit.wait()
+        return run.told()
+
+
+def updates_not_read() -> dict[str, Any]:
+    """One rank cannot read what its updates need, while another one waits for the commit."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        commit = run.save()
+        if run.failing:
+            run.faults.fail("read", 1, errno.EIO, times=None)
+            await_end(commit)
+            run.faults.clear()
+        run.fails(commit.wait)
+        run.step()
+        run.save().wait()
+        return run.told()
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
