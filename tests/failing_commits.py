@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rank_processes
+import torch
 from committing_ranks import everything, offloaded, plan_of_this_rank, take_step
 from recorded_run import Recording
 
@@ -353,6 +354,7 @@ def updates_not_read() -> dict[str, Any]:
             await_end(commit)
             run.faults.clear()
         run.fails(commit.wait)
+        torch.distributed.barrier()  # the other ranks need pages of this one in their next step
         run.step()
         run.save().wait()
         return run.told()
