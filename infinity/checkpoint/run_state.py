@@ -139,7 +139,7 @@ class RunState:
             if name in extra:
                 extra[name].set_extra_state(decode(value, self.blobs, name))
         if self.loss_scale is not None and scale.dynamic:
-            scale.value, scale.good_steps = self.loss_scale.value, self.loss_scale.good_steps
+            scale.of_one_rank, scale.good_steps = self.loss_scale.value, self.loss_scale.good_steps
 
     def set_generators(self) -> None:
         """Set all random number generators. Raises CorruptState for a state that is none of a generator."""
@@ -184,7 +184,7 @@ def capture(
             name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
             for name, module in modules_with_extra_state(model)
         },
-        loss_scale=form.LossScale(scale.value, scale.good_steps) if scale.dynamic else None,
+        loss_scale=form.LossScale(scale.of_one_rank, scale.good_steps) if scale.dynamic else None,
         rng={name: encode(each, blobs, f"rng[{name!r}]") for name, each in rng.items()},
         state=encode(state, blobs, "state"),
         identity=encode(identity, blobs, "identity"),

@@ -43,6 +43,18 @@ class LossScale:
         self.good_steps = 0
         """Number of steps in a row whose gradients were finite, since the scale last changed."""
 
+    @property
+    def of_one_rank(self) -> float:
+        """The scale with which one rank has the backward of these; see [Note: the scale of several ranks].
+
+        Commits and copies of runs hold this one, from which any number of ranks can go on.
+        """
+        return self.value * self._smaller
+
+    @of_one_rank.setter
+    def of_one_rank(self, value: float) -> None:
+        self.value = value / self._smaller
+
     def step_was(self, *, finite: bool) -> None:
         """Adapt the scale after an optimizer step. finite: whether all gradients of the step were finite."""
         if not self.dynamic:

@@ -65,3 +65,6 @@ def test_the_scale_of_several_ranks_is_that_of_one_divided_by_their_number(ranks
             one.step_was(finite=finite)
             several.step_was(finite=finite)
             assert several.value == one.value / smaller
+            assert several.of_one_rank == one.of_one_rank == one.value
+    one.of_one_rank = several.of_one_rank = 64.0
+    assert (one.value, several.value) == (64.0, 64.0 / smaller)
