@@ -33,8 +33,9 @@ from typing import Any
 from infinity.distributed.ballots import Ballots
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Kind
+from infinity.distributed.told_errors import error_of, told
 from infinity.distributed.wire import Wire
-from infinity.errors import ConfigError, InfinityError, StorageError, StorageFull, rank_failure
+from infinity.errors import ConfigError, InfinityError, rank_failure
 
 _SLICE = 0.1
 """Seconds after which a rank that waits looks whether it waits for the commit meanwhile."""
@@ -63,9 +64,9 @@ class CommitVotes:
         number, created: proposals. failure: why this rank cannot. Called by the thread that trains. Raises
         it, or the reason of another rank that cannot.
         """
-        told = None if failure is None else _told(failure)
+        said = None if failure is None else told(failure)
         self._open = self._ballots.number + 1
-        heard = self._ballots.agree("save()", {"number": number, "created": created, "failure": told})
+        heard = self._ballots.agree("save()", {"number": number, "created": created, "failure": said})
         number = max(each["number"] for each in heard.values())
         hindered = {rank: each["failure"] for rank, each in sorted(heard.items()) if each["failure"]}
         if hindered:
@@ -73,7 +74,7 @@ class CommitVotes:
         if failure is not None:
             raise failure.again()
         for rank, each in hindered.items():
-            raise _error(f"Rank {rank} could not begin commit {number}", each)
+            raise error_of(f"Rank {rank} could not begin commit {number}", each)
         return number, heard[0]["created"]
 
     def refuse(self, failure: BaseException) -> bool:
@@ -85,7 +86,7 @@ class CommitVotes:
         with self._lock:
             if not 0 < self._open <= self._ballots.number:
                 return False
-            self._refusal = _told(failure)
+            self._refusal = told(failure)
             self._vote(self._refusal)
         return True
 
@@ -100,7 +101,7 @@ class CommitVotes:
             agreement = self._open
             if not agreement:
                 assert self._refusal is not None
-                return _error(f"Commit {number} was given up", self._refusal)
+                return error_of(f"Commit {number} was given up", self._refusal)
             self._vote(None)
         heard = self._heard.setdefault(agreement, {})
         driven = False
@@ -113,7 +114,7 @@ class CommitVotes:
             del self._heard[each]
         for rank, failure in sorted(heard.items()):
             if failure is not None:
-                return _error(f"Rank {rank} could not make its part of commit {number}", failure)
+                return error_of(f"Rank {rank} could not make its part of commit {number}", failure)
         for peer in self._ranks.peers:
             if peer not in heard:
                 raise rank_failure(peer, f"closed its runtime before commit {number} was made")
@@ -137,23 +138,3 @@ class CommitVotes:
         if any(failure is not None for failure in heard.values()):
             return True
         return all(peer in heard or peer in left for peer in self._ranks.peers)
-
-
-def _told(failure: BaseException) -> dict[str, Any]:
-    """What other ranks are told of an error."""
-    if not isinstance(failure, InfinityError):
-        text = f"{type(failure).__name__}: {failure}".rstrip(": .")
-        return {"kind": "", "cause": f"{text}.", "cure": "Call save() again on all ranks."}
-    said: dict[str, Any] = {"kind": type(failure).__name__, "cause": failure.cause, "cure": failure.cure}
-    if isinstance(failure, StorageError):
-        said |= {"path": failure.path, "errno": failure.errno}
-    return said
-
-
-def _error(what: str, told: Mapping[str, Any]) -> InfinityError:
-    """The error of this rank for that of another one. what: the start of its text."""
-    cause, cure, kind = f"{what}: {told['cause']}", told["cure"], told["kind"]
-    if kind in ("StorageError", "StorageFull"):
-        storage = StorageFull if kind == "StorageFull" else StorageError
-        return storage(cause, cure, path=told["path"], errno=told["errno"])
-    return ConfigError(cause, cure)
