@@ -89,7 +89,7 @@ class Source:
         """Return a copy of a part of a parameter's values, flat in the order of memory."""
         page, index = place.page, place.index
         if self.store.plan.share.ranks > 1:  # the home may lack parts, or have outdated ones
-            return self.pager.values(place)[part.start : part.start + part.count].clone()
+            return self.pager.values(place, part.start, part.count).clone()
         dtype = page.layout.parameters[index].dtype
         start = page.start(index) + part.start * dtype.itemsize
         return self.store.fetch(page.home, start, part.count * dtype.itemsize).view(dtype)

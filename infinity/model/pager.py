@@ -199,15 +199,18 @@ class Pager:
                     ) from error
                 return copy.copy_(view)
 
-    def values(self, place: Place) -> torch.Tensor:
-        """Return a parameter's values, (numel,) in memory order, in RAM: a view of its page, or a copy.
+    def values(self, place: Place, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return a parameter's elements [first, first + count), (count,) in memory order, in RAM: a view of
+        its page, or a copy.
 
-        The page is where the model computes then, with all edits of user code. The caller holds the lock.
+        count: None: all elements from `first` on. The page is where the model computes then, with all edits
+        of user code. The caller holds the lock.
         """
         page = place.page
         self.prefetch_engine.demand([page.index], AccessKind.FORWARD)
         assert page.residency is not None
-        return self.prefetch_engine.store.copied_to_host(page.flat(place.index, page.residency))
+        found = page.flat(place.index, page.residency)[first : None if count is None else first + count]
+        return self.prefetch_engine.store.copied_to_host(found)
 
     def lend_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
