@@ -225,10 +225,13 @@ class Runtime(Closing):
         Hugging Face's layout with states beside it. This needs no commits, and has ended when the call
         returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
         file cannot be written; nothing is left then, and the run goes on.
+
+        With several ranks all call this together, and an error of one is raised on all. Of a commit each rank
+        keeps its part, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
+        buffers and generators, and looks as if one rank had made it.
         """
         if path is None:
             return self._commit(state)
-        self._refuse_ranks("save(path)")
         with self._components.pager.lock:
             self._check_between("save")
             self._copies().save(path, self._groups(), state, shard)
@@ -267,10 +270,12 @@ class Runtime(Closing):
         StorageError. After an error in the middle the runtime cannot be used any more. Warns of parameters
         whose optimizer states begin anew, or are left out, because they are not trained in both runs;
         infinity.offload with resume= does the same.
+
+        With several ranks all call load(path) together, and an error of one is raised on all. Each rank reads
+        its part from a path of its own, at which all must find the same copy. Any number of ranks may have
+        made it. The generators of all ranks are set to the same states.
         """
         parts = self._components
-        if path is not None:
-            self._refuse_ranks("load(path)")
         with parts.pager.lock:
             if path is not None:
                 self._check_between("load")
@@ -396,13 +401,6 @@ class Runtime(Closing):
         if where:
             raise ConfigError(f"{call}() was called {where}.", "Call it after optimizer.step().")
 
-    def _refuse_ranks(self, call: str) -> None:
-        if self._components.peers is not None:
-            raise ConfigError(
-                f"{call} was called with several ranks, of which there are no copies yet.",
-                "Use commits (checkpoint=), or runtime.export(path), which rank 0 alone may call.",
-            )
-
     def _copies(self) -> Copies:
         parts = self._components
         return Copies(
@@ -414,6 +412,7 @@ class Runtime(Closing):
             committer=parts.committer,
             scale=parts.scale,
             health=parts.health,
+            others=None if parts.peers is None else parts.peers.copies,
         )
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -56,6 +56,8 @@ class Case:
     steps: int = 3
     generates: bool = False
     """Whether each rank runs forwards alone between steps, each rank another number of them."""
+    copy: str = ""
+    """Name of a copy that is saved or loaded."""
 
     @property
     def exact(self) -> bool:
@@ -150,13 +152,13 @@ def precision_of(case: Case) -> Precision:
 
 
 @contextmanager
-def opened(case: Case, place: Place, directory: Path, **options: Any) -> Any:
+def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **options: Any) -> Any:
     """Yield (model, runtime). Ranks have seeds of their own; that of rank 0 is the reference's.
 
-    options: further ones of offload.
+    seed: that of rank 0. options: further ones of offload.
     """
     subject = SUBJECTS[case.subject]
-    torch.manual_seed(SEED + place.rank)
+    torch.manual_seed(seed + place.rank)
     with torch.device("meta" if subject.meta else "cpu"):
         model = subject.make()
     groups: Any = subject.groups(model) if subject.groups else list(model.parameters())
@@ -187,12 +189,12 @@ def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = N
     """
     found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
     with opened(case, place, directory, mesh=mesh) as (model, runtime):
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for step in range(case.steps):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
-        _tell_values(model, found)
+        tell_values(model, found)
     return found
 
 
@@ -203,9 +205,9 @@ def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, A
     commits, lost = directory / "commits" / case.name, {"losses": [], "norms": [], "generated": []}
     found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
     with opened(case, place, directory, checkpoint=commits) as (model, runtime):
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for step in range(3):
-            _take_step(case, place, (model, runtime), step, found if step < 2 else lost)
+            take_step(case, place, (model, runtime), step, found if step < 2 else lost)
             for each in schedulers:
                 each.step()
             if step < 2:
@@ -213,17 +215,17 @@ def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, A
                     state={"rank": place.rank, "schedulers": [each.state_dict() for each in schedulers]}
                 )
     with opened(case, place, directory, resume=commits) as (model, runtime):
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         state = runtime.load()
         assert state["rank"] == place.rank
         for each, saved in zip(schedulers, state["schedulers"], strict=True):
             each.load_state_dict(saved)
         for step in range(2, case.steps):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
             runtime.save()
-        _tell_values(model, found)
+        tell_values(model, found)
     return found
 
 
@@ -238,9 +240,9 @@ def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, An
     elsewhere.mkdir(exist_ok=True)
     found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
     with opened(case, place, directory, checkpoint=commits) as (model, runtime):
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for step in range(2):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
         runtime.save(state=[each.state_dict() for each in schedulers]).wait()
@@ -253,24 +255,24 @@ def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, An
     with opened(case, place, elsewhere, **further) as (model, runtime):
         checkpoint = runtime._components.checkpoint
         assert checkpoint.streamed_from is not None
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for each, saved in zip(schedulers, runtime.load(), strict=True):
             each.load_state_dict(saved)
         for step in range(2, case.steps):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
             runtime.save().wait()
             assert checkpoint.streamed_from is None
         assert all(each.exists() != checkpoint.continues for each in old)
-        _tell_values(model, found)
-        states = _digests_of_states(runtime)
+        tell_values(model, found)
+        states = digests_of_states(runtime)
     with opened(case, place, elsewhere, resume=further.get("checkpoint", commits)) as (model, runtime):
         assert runtime._components.checkpoint.streamed_from is None
         last: dict[str, Any] = {}
-        _tell_values(model, last)
+        tell_values(model, last)
         assert last["digests"] == found["digests"]
-        assert _digests_of_states(runtime) == states
+        assert digests_of_states(runtime) == states
     return found
 
 
@@ -285,9 +287,9 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str,
         model,
         runtime,
     ):
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for step in range(2):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
         runtime.save(state=[each.state_dict() for each in schedulers]).wait()
@@ -295,25 +297,25 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str,
     node, commits = _node(directory, number), _commits(case, number, directory)
     with opened(case, place, node, resume=commits) as (model, runtime):
         assert runtime._components.checkpoint.moved.away
-        schedulers = _schedulers(case, runtime)
+        schedulers = schedulers_of(case, runtime)
         for each, saved in zip(schedulers, runtime.load(), strict=True):
             each.load_state_dict(saved)
         for step in range(2, case.steps):
-            _take_step(case, place, (model, runtime), step, found)
+            take_step(case, place, (model, runtime), step, found)
             for each in schedulers:
                 each.step()
             runtime.save().wait()
-        _tell_values(model, found)
-        states = _digests_of_states(runtime)
+        tell_values(model, found)
+        states = digests_of_states(runtime)
     # What was here of another rank is gone, as all ranks have committed where they are now.
     assert sorted(each.name for each in commits.rglob("commit-*[0-9]")) == [f"commit-{case.steps - 1}"]
     assert {each.name.split("-")[1] for each in node.rglob("*.slab")} == {f"rank{place.rank}"}
     with opened(case, place, node, resume=commits) as (model, runtime):
         assert not runtime._components.checkpoint.moved.away
         last: dict[str, Any] = {}
-        _tell_values(model, last)
+        tell_values(model, last)
         assert last["digests"] == found["digests"]
-        assert _digests_of_states(runtime) == states
+        assert digests_of_states(runtime) == states
     return found
 
 
@@ -330,21 +332,23 @@ def _commits(case: Case, number: int, directory: Path) -> Path:
     return directory / f"node-{number}" / "commits" / case.name
 
 
-def _digests_of_states(runtime: Runtime) -> dict[str, str]:
+def digests_of_states(runtime: Runtime) -> dict[str, str]:
     """Digests of all entries of the optimizer's state, by number of the parameter and name."""
     state = runtime.optimizer.state_dict()["state"]
     return {f"{number} {name}": digest(each) for number, of in state.items() for name, each in of.items()}
 
 
-def _schedulers(case: Case, runtime: Runtime) -> list[torch.optim.lr_scheduler.StepLR]:
+def schedulers_of(case: Case, runtime: Runtime) -> list[torch.optim.lr_scheduler.StepLR]:
+    """The schedulers with which the case is trained, made now."""
     if not SUBJECTS[case.subject].schedule:
         return []
     return [torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7)]
 
 
-def _take_step(
+def take_step(
     case: Case, place: Place, opened: tuple[nn.Module, Runtime], step: int, found: dict[str, Any]
 ) -> None:
+    """Take the step with this number, and add its losses, norm and what was generated to `found`."""
     model, runtime = opened
     found["losses"] += backwards(case, place, model, runtime, step)
     if case.clip is not None:
@@ -355,7 +359,8 @@ def _take_step(
         found["generated"].append(_generated(model, place.rank, step))
 
 
-def _tell_values(model: nn.Module, found: dict[str, Any]) -> None:
+def tell_values(model: nn.Module, found: dict[str, Any]) -> None:
+    """Add what the model's state_dict has to `found`."""
     state = model.state_dict()
     found["digests"] = {name: digest(each) for name, each in state.items()}
     found["values"] = [float(each.double().norm()) for each in state.values()]

@@ -13,6 +13,7 @@ from typing import Any
 
 import rank_processes
 import torch
+from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import (
     Case,
     Place,
@@ -26,6 +27,7 @@ from ranked_cases import (
 )
 
 from infinity.checkpoint import restore as restoring
+from infinity.checkpoint import tensor_files
 from infinity.planning.placement import Kind
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
@@ -115,6 +117,16 @@ def training_with_a_move() -> list[Any]:
 def training_on_other_nodes() -> list[Any]:
     restoring.WINDOW = 1 << 12
     return _each_case(train_on_other_nodes)
+
+
+def training_and_copying() -> list[Any]:
+    tensor_files.WINDOW = 1 << 12
+    return _each_case(train_and_copy)
+
+
+def training_from_copies() -> list[Any]:
+    restoring.WINDOW = 1 << 12
+    return _each_case(train_from_copy)
 
 
 def bytes_of_homes_and_pools() -> list[Any]:

@@ -2,15 +2,22 @@
 
 The files are those of infinity/checkpoint/run_copy.py. Their record is a RunState, and the bytes beside it
 are its blobs. Commits may be on or off.
+
+[Note: copies of ranks]
+Several ranks make one copy, which has no trace of their number. One of them writes it, and fetches what
+others have. Its RunState is the one in the copy. To load a copy, each rank reads what it keeps. Both calls
+consist of phases: no rank begins one before all have ended the phase before, and all raise an error if one
+does. So no rank serves or reads values that are about to be replaced, and none goes on if a copy is not
+whole.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.committer import Committer
@@ -30,6 +37,30 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.prefetch.engine import PrefetchEngine
 
 
+class OtherRanks(Protocol):
+    """The ranks with which copies are saved and loaded; see [Note: copies of ranks]."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the copy."""
+        ...
+
+    def end(
+        self, phase: str, failure: InfinityError | None, same: Mapping[str, object], *, first: bool
+    ) -> None:
+        """Wait until all ranks have ended a phase.
+
+        phase: its name, for errors. failure: the error by which it has failed here, which the caller raises.
+        same: name -> what must be equal on all ranks. first: whether it is the first phase of a call. Raises
+        the error by which the phase has failed on another rank, and RankFailure.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one ends with an error."""
+        ...
+
+
 class Copies:
     """Saves and loads copies of one runtime's run. All methods are called under the runtime's lock."""
 
@@ -44,10 +75,12 @@ class Copies:
         committer: Committer | None,
         scale: LossScale,
         health: Health,
+        others: OtherRanks | None,
     ) -> None:
         """source: the model with its pages. updater: None for inference. committer: None if commits are off.
-        The others: parts of the runtime.
+        others: the other ranks; None with one. The rest: parts of the runtime.
         """
+        self._others = others
         self._source = source
         self._pages = pages
         self._edits = edits
@@ -63,10 +96,16 @@ class Copies:
         """Write the run into the directory `path`, as `Runtime.save` says. groups: the optimizer's param
         groups, none for inference. state: the user's. shard: as in `write_copy`.
         """
-        run = capture(self._source.model, groups, self._scale, state=state, rng=generators())
-        self.complete()
-        data = bytes(run.blobs.content())
-        write_copy(self._source, path, record=run.to_json(), shard=shard, data=data)
+        writes = self._others is None or self._others.writes
+        with self._phase("save(path)", first=True):
+            run = None
+            if writes:
+                run = capture(self._source.model, groups, self._scale, state=state, rng=generators())
+            self.complete()
+        with self._phase("the writing of a copy"):
+            if run is not None:
+                data = bytes(run.blobs.content())
+                write_copy(self._source, path, record=run.to_json(), shard=shard, data=data)
 
     def load(self, path: str | os.PathLike[str], groups: Sequence[dict[str, Any]]) -> Any:
         """Set the run to the one in the directory `path`, as `Runtime.load` says. Returns the user's state.
@@ -74,26 +113,32 @@ class Copies:
         groups: the optimizer's param groups, whose options are set in place; none for inference.
         """
         source, store = self._source, self._source.store
-        copy = CopySource(path, store.files)
-        run = _run_state(copy, Path(path))
         layout, homes = store.plan.layout, [page.home for page in self._pages]
-        match(copy, layout, source.states)
-        with_groups = copy.optimizer is not None and source.states is not None
-        if with_groups:
-            run.check_groups([group_names(group) for group in groups])
-        run.check_buffers(source.model)
-        user_state = run.user_state
-        self.complete()
-        held = check_held(copy, layout, homes, source.states, store)
-        if self._committer is not None:
-            self._committer.land()
-        with self._poisoning():
-            restored = restore(copy, layout, homes, source.states, store, besides=held)
-            show(self._pages, self._edits, store)
+        with self._phase("load(path)", first=True) as same:
+            copy = CopySource(path, store.files)
+            run = _run_state(copy, Path(path))
+            match(copy, layout, source.states)
+            with_groups = copy.optimizer is not None and source.states is not None
             if with_groups:
-                run.set_groups(groups)
-            run.set_module_state(source.model, self._scale, store.plan.device)
-            run.set_generators()
+                run.check_groups([group_names(group) for group in groups])
+            run.check_buffers(source.model)
+            user_state = run.user_state
+            self.complete()
+            held = check_held(copy, layout, homes, source.states, store)
+            if self._committer is not None:
+                self._committer.land()
+            same["run.json"] = copy.digest
+        with self._poisoning():
+            with self._phase("the reading of a copy"):
+                restored = restore(copy, layout, homes, source.states, store, besides=held)
+                self._prefetch_engine.homes_replaced()
+                show(self._pages, self._edits, store)
+            with self._phase("the end of load(path)"):
+                self._prefetch_engine.bring_exposed()
+                if with_groups:
+                    run.set_groups(groups)
+                run.set_module_state(source.model, self._scale, store.plan.device)
+                run.set_generators()
         restored.tell(stacklevel=3)
         return user_state
 
@@ -106,6 +151,27 @@ class Copies:
         self._prefetch_engine.land_all()
         self._edits.sync_edits()
         self._source.store.settle()
+
+    @contextmanager
+    def _phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
+        """Context of a phase, which all ranks end together; see [Note: copies of ranks].
+
+        name, first: as in `OtherRanks.end`. Yields a dict for what must be equal on all ranks.
+        """
+        same: dict[str, object] = {}
+        try:
+            yield same
+        except InfinityError as error:
+            if self._others is not None:
+                with suppress(InfinityError):  # another rank's error, or its loss: this one has its own
+                    self._others.end(name, error.again(), {}, first=first)
+            raise
+        except BaseException as error:
+            if self._others is not None:
+                self._others.fail(error)
+            raise
+        if self._others is not None:
+            self._others.end(name, None, same, first=first)
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:

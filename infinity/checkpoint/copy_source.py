@@ -18,6 +18,7 @@ from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParame
 from infinity.checkpoint.run_copy import DATA, FORMAT, RECORD, VERSION, state_name
 from infinity.checkpoint.tensor_files import NAMES
 from infinity.checkpoint.tensor_reader import TensorReader, corrupt, corrupt_if, parse_json, regular_size
+from infinity.checksum import crc32c
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.moments import DTYPES as MOMENT_DTYPES
 from infinity.formats.optimizer_rules import TRAINABLE
@@ -45,6 +46,8 @@ class CopySource:
         """
         self._directory = Path(path)
         self._disk = disk or DiskFiles()
+        self.digest = ""
+        """The checksum (CRC32C) of run.json, in hexadecimal digits, by which ranks compare their copies."""
         said = self._said()
         with corrupt_if(self._directory / RECORD, "it does not describe a run"):
             self.record: Any = said["record"]
@@ -106,8 +109,10 @@ class CopySource:
                 f"{self._directory} holds no copy of a run.", "Give a directory that runtime.save(path) made."
             )
         size = regular_size(path)
+        data = self._disk.read(path, limit=size)
+        self.digest = f"{crc32c(data):08x}"
         with corrupt_if(path, "it is not JSON"):
-            said = parse_json(self._disk.read(path, limit=size))
+            said = parse_json(data)
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             raise corrupt(path, "it does not describe a run")
         if said.get("version") != VERSION or isinstance(said["version"], bool):

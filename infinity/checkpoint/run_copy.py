@@ -33,7 +33,6 @@ from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateArray
 from infinity.layout.chunks import ModelLayout
 from infinity.pages.optimizer_page import StatePage, States
-from infinity.pages.store import Store
 
 FORMAT = "infinity run"
 VERSION = 1
@@ -80,7 +79,7 @@ def write_copy(
     contents = model_files(model, limit)
     states: dict[str, list[Entry]] = {}
     if source.states is not None:
-        entries = list(_state_entries(layout, source.states, source.store, parameters))
+        entries = list(_state_entries(layout, source.states, parameters))
         states = distribute(entries, limit, "states", number_one=True)
         contents |= {name: content(inside) for name, inside in states.items()}
     if data is not None:
@@ -113,22 +112,22 @@ def state_name(parameter: str, array: str) -> str:
 
 
 def _state_entries(
-    layout: ModelLayout, states: States, store: Store, parameters: Mapping[str, SavedParameter]
+    layout: ModelLayout, states: States, parameters: Mapping[str, SavedParameter]
 ) -> Iterator[Entry]:
     optimizer = SavedOptimizer.of(states.rule)
     for unit, unit_layout in enumerate(layout.units):
         for index, each in enumerate(unit_layout.parameters):
             for array in parameters[each.names[0]].state_arrays(optimizer):
-                yield _state_entry(states.pages[unit], index, array, store)
+                yield _state_entry(states, states.pages[unit], index, array)
 
 
-def _state_entry(page: StatePage, parameter: int, array: StateArray, store: Store) -> Entry:
+def _state_entry(states: States, page: StatePage, parameter: int, array: StateArray) -> Entry:
     layout = page.layout.parameters[parameter]
 
     def parts() -> Iterator[torch.Tensor]:
         for chunk_index, piece in page.layout.pieces(parameter):
             for part in piece.parts(tensor_files.WINDOW):
-                yield store.fetch(page.home, *page.place(chunk_index, array.name, part)).view(array.dtype)
+                yield states.entries(page, chunk_index, array.name, part).view(array.dtype)
 
     _, entries = array.entries(0, layout.numel)
     name = state_name(layout.names[0], array.name)

@@ -236,6 +236,18 @@ class PrefetchEngine:
         """Start to fetch the pages that the trace expects next, as far as the budget allows."""
         self._look_ahead((), set(self._held))
 
+    def homes_replaced(self) -> None:
+        """Note that all homes have got values of another run. No page is on its way.
+
+        Called before the pages in the memory where the model computes get these values. With several ranks,
+        a page of which other ranks have parts leaves this memory instead; see `bring_exposed`.
+        """
+
+    def bring_exposed(self) -> None:
+        """Bring the pages that `homes_replaced` has made leave while user code holds views of their bytes,
+        so that these views have the new values. All ranks have replaced their homes.
+        """
+
     def abandon(self) -> None:
         """Stop fetching: pages that are ARRIVING become AWAY. Wait until no transfer to the device runs."""
         for unit in list(self._arrivals):

@@ -31,6 +31,8 @@ from infinity.tiers.link import Transfer
 
 _LOOKED_AT = 64
 """Number of coming uses among which these pages are looked for."""
+_OUTDATED = -1
+"""`ParameterPage.filled_at` of a page whose bytes in memory, if it still has any, are not those of a step."""
 _REFRESHED_AHEAD = 2
 """Number of permanent pages whose parts of others are fetched before they are used."""
 
@@ -82,6 +84,21 @@ class RankedEngine(PrefetchEngine):
         for unit in list(self._resident):
             if not self._whole or unit in self._behind:
                 self._evict(unit)
+
+    def homes_replaced(self) -> None:
+        self._behind.clear()  # homes with whole pages have got all of them
+        self._others.published(())  # what was kept for other ranks is of the run before
+        if not self._whole:
+            for unit in list(self._resident):
+                self._evict(unit)
+            for page in self.pages:
+                page.filled_at = _OUTDATED
+
+    def bring_exposed(self) -> None:
+        if not self._whole:
+            for page in self.pages:
+                if page.living() is not None:
+                    self.demand([page.index], AccessKind.UPDATE)
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         for _ in range(len(units) + 8):
