@@ -1,5 +1,5 @@
-"""Programs of ranks that save and load copies of their run, some of which fail; see
-tests/distributed/test_copies.py.
+"""Programs of ranks that save and load copies of their run, some of which fail, or stream parts of commits;
+see tests/distributed/test_copies.py.
 """
 
 from __future__ import annotations
@@ -180,6 +180,45 @@ def with_commits() -> list[list[Any]]:
         training.runtime.close()
         found.append(told)
     return found
+
+
+def one_rank_moves() -> list[list[Any]]:
+    """For each partition: the last rank's slab is moved, so that it alone streams its part of a commit."""
+    found = []
+    for number, partition in enumerate(PARTITIONS):
+        where, paths = directory(number), [directory(f"{number} {name}") for name in ("old", "new")]
+        here, there = ({"host": "64MiB", "nvme": {str(path): "16MiB"}} for path in paths)
+        training = Training(partition, budget=infinity.Budget(**here), checkpoint=where)
+        told: list[Any] = [step(training, 0)]
+        training.runtime.save().wait()
+        told.append(step(training, 1))
+        (slab,) = training.runtime._components.store.nvme.slabs
+        training.runtime.close()
+        if LAST:
+            slab.path.rename(where / f"rank-{RANK}" / slab.path.name)
+        training = Training(partition, budget=infinity.Budget(**(there if LAST else here)), resume=where)
+        checkpoint = training.runtime._components.checkpoint
+        told += [checkpoint.streamed_from is not None, training.digest(), step(training, 1)]
+        training.runtime.save().wait()
+        training.runtime.close()
+        training = Training(partition, budget=infinity.Budget(**(there if LAST else here)), resume=where)
+        checkpoint = training.runtime._components.checkpoint
+        told += [checkpoint.streamed_from is not None, training.digest()]
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def another_partition() -> list[str]:
+    """A commit is resumed with a partition with which ranks keep chunks that others have committed."""
+    training = Training("parameters", checkpoint=directory("commits"))
+    training.runtime.save().wait()
+    training.runtime.close()
+    try:
+        Training(None, resume=directory("commits"))
+    except InfinityError as error:
+        return [type(error).__name__, str(error)]
+    return []
 
 
 def inference() -> list[Any]:

@@ -49,9 +49,8 @@ class Training:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         if SIZE > 1:
             options["partition"] = partition
-        self.runtime = infinity.offload(
-            self.model, optimizer, budget=infinity.Budget(host="64MiB"), **options
-        )
+        options.setdefault("budget", infinity.Budget(host="64MiB"))
+        self.runtime = infinity.offload(self.model, optimizer, **options)
 
     def backward(self, number: int, *, times: float = 1.0) -> None:
         """Run a micro-batch of a step, if it is one of this rank's."""

@@ -1,4 +1,6 @@
-"""Tests of copies of runs over ranks: any number of ranks makes a copy, and any number goes on from it."""
+"""Tests of copies of runs over ranks: any number of ranks makes a copy, and any number goes on from it. Parts
+of commits that ranks stream into new slabs are restored in the same way.
+"""
 
 from __future__ import annotations
 
@@ -141,6 +143,20 @@ def test_copies_and_commits(tmp_path: Path) -> None:
         assert (done, state) == (True, "loaded")
         assert start == loaded == resumed
         assert again == stepped != start
+
+
+def test_one_rank_streams_its_part_of_a_commit_and_another_one_adopts_its_own(tmp_path: Path) -> None:
+    for rank, told in enumerate(results("one_rank_moves", tmp_path)):
+        for start, stepped, streamed, resumed, again, streams, last in told:
+            assert (streamed, streams) == (rank == 1, False)
+            assert start == resumed
+            assert stepped == again == last != start
+
+
+def test_parts_of_a_commit_that_other_ranks_have(tmp_path: Path) -> None:
+    for kind, text in results("another_partition", tmp_path):
+        assert kind in ("IncompatibleCheckpoint", "RankFailure")
+        assert "are not in the part of commit 1 that rank " in text
 
 
 def test_inference(tmp_path: Path) -> None:
