@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -219,6 +220,20 @@ def another_partition() -> list[str]:
     except InfinityError as error:
         return [type(error).__name__, str(error)]
     return []
+
+
+def commits() -> None:
+    """Two commits of a run, each in a directory of its own, as they lay when they were made."""
+    training = Training("parameters", checkpoint=directory("run"))
+    for number in range(2):
+        step(training, number)
+        training.runtime.save(state={"step": number + 1}).wait()
+        shutil.copytree(
+            directory("run") / f"rank-{RANK}",
+            directory(number + 1) / f"rank-{RANK}",
+            ignore=shutil.ignore_patterns("*.lock"),
+        )
+    training.runtime.close()
 
 
 def inference() -> list[Any]:

@@ -28,6 +28,12 @@ def directory_of(directory: str | os.PathLike[str], share: Share) -> str:
     return text if share.ranks == 1 else os.path.join(text, f"rank-{share.rank}")
 
 
+def rank_of(directory: Path) -> int:
+    """The rank whose commits go to a directory, by its name; 0 for a directory of no rank."""
+    match = _RANK.fullmatch(directory.name)
+    return int(match[1]) if match else 0
+
+
 def rank_directories(directory: str | os.PathLike[str]) -> dict[int, Path]:
     """The directories of ranks in a directory: rank -> path. Raises StorageError."""
     with storage_errors("list", directory):

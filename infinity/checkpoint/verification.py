@@ -13,6 +13,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, volume_record
+from infinity.checkpoint.rank_directories import rank_of
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
@@ -128,21 +129,28 @@ class Verification(Closing):
                     if path not in locks or locks[path].rank != rank:
                         locks[path] = cleanup.enter_context(_locked(path, rank, files))
 
-            lock(0, paths[:1])  # a run that is in progress would replace the commit
+            rank = rank_of(paths[0])
+            lock(rank, paths[:1])  # a run that is in progress would replace the commit
             self.saved = _read(paths[0], generation, files)
             """The commit."""
-            lock(self.saved.manifest.rank, paths)
+            if self.saved.manifest.rank != rank:
+                rank = self.saved.manifest.rank
+                lock(rank, paths[:1])
+                self.saved = _read(paths[0], generation, files)
+            lock(rank, paths)
             record = volume_record(self.saved)
             slabs = tuple(find_slabs(self.saved, paths, files))
             missing = [slab.uuid for slab in slabs if slab.path is None]
             if missing:
                 raise IncompatibleCheckpoint(
-                    f"The slab {slab_name(self.saved.manifest.rank, missing[0])} of the commit is not in "
+                    f"The slab {slab_name(rank, missing[0])} of the commit is not in "
                     f"{', '.join(map(str, paths))}, or in several of them.",
                     "Give the directory where it lies with --slabs.",
                 )
             budgets = {str(path): 1 << 62 for path in paths}
-            tier = NvmeTier(budgets, record.nbytes, adopt=record, faults=faults, files=files, shared=locks)
+            tier = NvmeTier(
+                budgets, record.nbytes, rank=rank, adopt=record, faults=faults, files=files, shared=locks
+            )
             self._source = CommitSource(self.saved, cleanup.enter_context(tier))
             self._cleanup = cleanup.pop_all()
 
