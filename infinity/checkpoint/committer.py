@@ -419,8 +419,10 @@ class Committer:
             return None
         try:
             failure = others.decide(commit.generation, lambda: pending.wanted)
-        except InfinityError as error:
+        except BaseException as error:
             pending.named = True  # the others may have it, so a restart may continue it
+            if not isinstance(error, InfinityError):
+                raise
             return error.again()
         if failure is not None:
             try:
