@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ranked_cases import HOMES, MODELS, ON_FOUR, Case, pairwise
 from training_ranks import check_bits
 
@@ -18,6 +19,10 @@ MATRIX: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "update": ("lazy", "eager", "sync"),
 }
+
+
+SOME = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""All cases, or every third of them."""
 
 
 def with_steps(case: Case) -> Case:
@@ -34,21 +39,25 @@ def test_a_resumed_run_has_the_bits_of_one_rank(tmp_path: Path) -> None:
     )
 
 
-def test_slabs_that_were_moved_are_streamed(tmp_path: Path) -> None:
+@SOME
+def test_slabs_that_were_moved_are_streamed(every: int, tmp_path: Path) -> None:
     options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
     cases = [*(Case(**each) for each in pairwise(options)), *MODELS]
     lazy = tuple(with_steps(each) for each in cases if each.exact and each.update == "lazy")
-    check_bits(lazy, 2, tmp_path, function="training_with_a_move")
+    check_bits(lazy[::every], 2, tmp_path, function="training_with_a_move")
 
 
-def test_parts_on_other_nodes_are_sent(tmp_path: Path) -> None:
+@SOME
+def test_parts_on_other_nodes_are_sent(every: int, tmp_path: Path) -> None:
     options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
     cases = [*(Case(**each) for each in pairwise(options)), Case("frozen", 3, home="nvme"), Case("groups", 3)]
-    check_bits(tuple(map(with_steps, cases)), 2, tmp_path, function="training_on_other_nodes")
+    check_bits(tuple(map(with_steps, cases))[::every], 2, tmp_path, function="training_on_other_nodes")
 
 
-def test_models_of_all_kinds(tmp_path: Path) -> None:
-    check_bits(tuple(with_steps(each) for each in MODELS if each.exact), 2, tmp_path, function=BREAK)
+@SOME
+def test_models_of_all_kinds(every: int, tmp_path: Path) -> None:
+    exact = tuple(with_steps(each) for each in MODELS if each.exact)
+    check_bits(exact[::every], 2, tmp_path, function=BREAK)
 
 
 def test_four_ranks(tmp_path: Path) -> None:
