@@ -272,11 +272,9 @@ class Gradients:
         """Whether `check` raises an error."""
         return any(failure is not None for failure in self._failures())
 
-    def _failures(self) -> Iterator[InfinityError | None]:
-        if self._ring is not None:
-            yield self._ring.failure
-        yield self._failure.error
-        yield from (page.home.failure for page in self.pages.values())
+    def _failures(self) -> tuple[InfinityError | None, ...]:
+        on_the_way = None if self._ring is None else self._ring.failure
+        return on_the_way, self._failure.error, *(page.home.failure for page in self.pages.values())
 
     def read(
         self,

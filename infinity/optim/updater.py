@@ -16,7 +16,7 @@ queued on the device's stream, and work that is queued later sees its results.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
@@ -74,11 +74,14 @@ class Updater:
         self._states = states
         self._store = store
         self._on_device = on_device
+        self._among_others = store.plan.share.ranks > 1
         self._lazy = store.plan.update != "sync"
         """Whether updates may end after `step` has returned."""
         self._units = [UnitUpdate.of(self._chains_of(page, threads, health)) for page in pages]
-        self._early: dict[int, set[int]] = {}
-        """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
+        self._early: dict[int, Set[int]] = {}
+        """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step.
+        Empty with one rank.
+        """
         self._queue = UpdateQueue(self._units, store)
         self._staging = Staging(store, gradients.staged, self._queue)
         self._ahead = self._read_ahead()
@@ -176,7 +179,8 @@ class Updater:
         visible = {unit for unit in later if exposed(unit)}
         for unit in later:
             self._open(unit, options)
-        self.count_elsewhere(options)
+        if self._early:
+            self.count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
         first = {unit: place for place, unit in enumerate(order)}
         opened = [unit for unit, group in enumerate(self._units) if group.left]
@@ -205,7 +209,9 @@ class Updater:
         self.complete_awaited()
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
-        self._early[unit] = self._open(unit, options)
+        counted = self._open(unit, options)
+        if self._among_others:
+            self._early[unit] = counted
         self._gradients.consume(unit)
         if seen:
             self.complete(unit)
@@ -341,7 +347,7 @@ class Updater:
 
     # --- what is due ------------------------------------------------------------------------------------
 
-    def _open(self, unit: int, options: StepOptions) -> set[int]:
+    def _open(self, unit: int, options: StepOptions) -> Set[int]:
         """Decide the update of a unit, allow it to be computed, and count it as one more step in the
         optimizer states of the parameters that it changes.
 
@@ -351,7 +357,7 @@ class Updater:
         """
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
-            return set()
+            return frozenset()
         group = self._units[unit]
         if self._on_device is not None and unit in self._on_device:
             self._update_on_device(self._on_device, unit, decision)
@@ -367,9 +373,10 @@ class Updater:
             else:
                 self._queue.open(unit, chosen, decision)
             group.left = len(chosen)
+        counted = decision.parameters.keys()
         with torch._C.DisableTorchFunctionSubclass():
-            count_step(self._pages[unit], self._states, decision.parameters.keys(), options)
-        return set(decision.parameters)
+            count_step(self._pages[unit], self._states, counted, options)
+        return counted
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device, without waiting for it.
