@@ -39,7 +39,7 @@ class SlabFiles:
         self._map = StripeMap([each.weight for each in record.slabs], record.stripe_bytes, HEADER_BYTES)
         self._descriptors: list[int] = []
         for each in record.slabs:
-            path = find_slab(directories, 0, each.uuid)
+            path = find_slab(directories, saved.manifest.rank, each.uuid)
             if not read_header(path, FILES).committed or path.stat().st_size < HEADER_BYTES + each.nbytes:
                 raise CorruptState(f"{path} is too short, or counts as uncommitted.", "None.")
             self._descriptors.append(os.open(path, os.O_RDONLY))
@@ -139,11 +139,7 @@ class Loader:
             if wrong:
                 return f"Commit {generation} has other scalars: {wrong}"
             self._scalars.add(key)
-        files = SlabFiles(saved, directories)
-        try:
-            wrong = wrong_arrays(saved, CommitSource(saved, files), shot)  # type: ignore[arg-type]
-        finally:
-            files.close()
+        wrong = missing_elements([saved]) + wrong_arrays(saved, directories, shot)
         return f"Commit {generation} has other values: {wrong}" if wrong else None
 
 
@@ -167,13 +163,36 @@ def wrong_scalars(saved: SavedCommit, shot: Shot) -> list[str]:
     ]
 
 
-def wrong_arrays(saved: SavedCommit, source: CommitSource, shot: Shot) -> list[str]:
-    """Where the arrays of parameters, which are read whole, differ from the undisturbed run's.
+def missing_elements(parts: Sequence[SavedCommit]) -> list[str]:
+    """Which parameters have elements that none of the parts of a commit has."""
+    missing = []
+    for entries in zip(*(saved.manifest.parameters for saved in parts), strict=True):
+        end = 0
+        for each in sorted((each.first, each.count) for entry in entries for each in entry.ranges):
+            end = max(end, sum(each)) if each[0] <= end else end
+        if end != entries[0].numel:
+            missing.append(f"{entries[0].names[0]} lacks elements from {end} on")
+    return missing
 
-    Raises CorruptState for arrays whose checksums do.
+
+def wrong_arrays(saved: SavedCommit, directories: Sequence[Path], shot: Shot) -> list[str]:
+    """Where the arrays of parameters, as far as the commit has them, differ from the undisturbed run's.
+
+    directories: where the slabs lie. Raises CorruptState for arrays whose checksums differ.
     """
+    files = SlabFiles(saved, directories)
+    try:
+        return _wrong_arrays(saved, CommitSource(saved, files), shot)  # type: ignore[arg-type]
+    finally:
+        files.close()
+
+
+def _wrong_arrays(saved: SavedCommit, source: CommitSource, shot: Shot) -> list[str]:
     wrong = []
-    for name, parameter in source.parameters().items():
+    parameters = source.parameters()
+    for entry in saved.manifest.parameters:
+        name = entry.names[0]
+        parameter = parameters[name]
         values = in_memory_order(shot.parameters[name], parameter.stride)
         wanted = {VALUES: values}
         state = shot.states.get(name, {})
@@ -183,11 +202,13 @@ def wrong_arrays(saved: SavedCommit, source: CommitSource, shot: Shot) -> list[s
             elif array.name == "remainder" and "master" in state and not parameter.edited:
                 wanted[array.name] = split(in_memory_order(state["master"], parameter.stride))[1]
             else:
-                source.read(name, array.name, 0, parameter.numel)
+                for each in entry.ranges:
+                    source.read(name, array.name, each.first, each.count)
         for array_name, tensor in wanted.items():
-            found = source.read(name, array_name, 0, parameter.numel)
-            if not np.array_equal(_bits(found), _bits(tensor)):
-                wrong.append(f"{name}.{array_name}")
+            for each in entry.ranges:
+                found = source.read(name, array_name, each.first, each.count)
+                if not np.array_equal(_bits(found), _bits(tensor[each.first : each.first + each.count])):
+                    wrong.append(f"{name}.{array_name} from element {each.first} on")
         if parameter.has_moments != (name in shot.states):
             wrong.append(f"{name} {'has' if parameter.has_moments else 'lacks'} moments")
     return wrong

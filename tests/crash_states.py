@@ -113,6 +113,11 @@ class Disk:
         """The texts of the marks from before the crash, in their order."""
         return [mark.path for mark in self._marks if mark.submitted <= boundary]
 
+    @property
+    def marked(self) -> list[tuple[int, str]]:
+        """The number and the text of every mark, in order."""
+        return [(mark.submitted, mark.path) for mark in self._marks]
+
     def states(self, boundary: int, rng: np.random.Generator) -> Iterator[State]:
         """Crash states at a boundary, without end.
 
@@ -124,19 +129,29 @@ class Disk:
             yield self._state(boundary, rng, str(rng.choice(_HOW)), str(rng.choice(_NAMES)))
 
     def sample(self, count: int, seed: int) -> Iterator[State]:
-        """`count` crash states in the order of their boundaries.
+        """`count` crash states in the order of their boundaries, at each as many as `allotted` says."""
+        rng = np.random.default_rng(seed)
+        for boundary, number in self.allotted(count):
+            # The four fixed states are worth their place where there are others beside them.
+            skipped = 0 if number >= 8 else int(rng.integers(5))
+            yield from itertools.islice(self.states(boundary, rng), skipped, skipped + number)
+
+    def allotted(self, count: int) -> Iterator[tuple[int, int]]:
+        """Divide `count` crash states among the boundaries: yields (boundary, number of states) in order.
 
         A boundary of an operation or a sync, where one thing begins or ends to be durable, gets four times as
         many as one of a write: these are many and alike. Where a crash can lose nothing there is one state,
         and a boundary there gets a sixteenth.
         """
-        rng = np.random.default_rng(seed)
         shares = np.cumsum([0, *(self._share(boundary) for boundary in self.boundaries)])
         ends = (shares * (count / shares[-1])).round().astype(int).tolist()
-        for boundary, first, end in zip(self.boundaries, ends, ends[1:], strict=False):
-            # The four fixed states are worth their place where there are others beside them.
-            skipped = 0 if end - first >= 8 else int(rng.integers(5))
-            yield from itertools.islice(self.states(boundary, rng), skipped, skipped + end - first)
+        yield from zip(self.boundaries, (end - first for first, end in itertools.pairwise(ends)), strict=True)
+
+    def drawn(self, boundary: int, rng: np.random.Generator) -> State:
+        """One crash state at a boundary. Every second one keeps or loses all names, and all bytes."""
+        if rng.integers(2):
+            return self._state(boundary, rng, _HOW[rng.integers(2)], _NAMES[rng.integers(2)])
+        return self._state(boundary, rng, str(rng.choice(_HOW)), str(rng.choice(_NAMES)))
 
     def first_violation(self, check: Check, where: Path, *, count: int, seed: int = 0) -> str | None:
         """Write `count` crash states below `where` and check them. Returns what is wrong first, if anything.

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from committed_runs import COMMITS, STEPS, Job, Marks, after, opened, take_step, train, user_state
-from recorded_run import Event, Images, Recording, images
+from recorded_run import Event, Images, Recording, images, with_whole_slabs
 
 from infinity.aio import Faults
 from infinity.errors import StorageError
 from infinity.pages.open_tiers import injected
-from infinity.tiers.slab_header import _FIELDS, SLAB_HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,3 @@ def killed(job: Job) -> Record:
         return Recorded(job, events + recording.events()[between:], base, directories)
 
     return record
-
-
-def with_whole_slabs(events: Sequence[Event]) -> list[Event]:
-    """Events in which a slab that is made has its whole length at once: its room is taken before it is used.
-
-    Taking the room is no operation of DiskFiles, so the length is taken from the slab's header.
-    """
-    return [
-        event._replace(kind="preallocate", offset=_slab_bytes(events, event.path))
-        if event.kind == "create" and event.path.endswith(".slab")
-        else event
-        for event in events
-    ]
-
-
-def _slab_bytes(events: Sequence[Event], path: str) -> int:
-    header = next(each.data for each in events if each.kind == "write" and each.path == path)
-    return SLAB_HEADER_BYTES + int(_FIELDS.unpack_from(header)[-1])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from infinity.aio import Faults
+from infinity.tiers.slab_header import _FIELDS, SLAB_HEADER_BYTES
 
 Images = Mapping[str, Mapping[str, bytes]]
 """The bytes of every regular file, by directory (an absolute path) and by name."""
@@ -87,3 +88,21 @@ def images(*directories: str | os.PathLike[str]) -> dict[str, dict[str, bytes]]:
         files = (entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
         found[directory] = {entry.name: Path(entry).read_bytes() for entry in files}
     return found
+
+
+def with_whole_slabs(events: Sequence[Event]) -> list[Event]:
+    """Events in which a slab that is made has its whole length at once: its room is taken before it is used.
+
+    Taking the room is no operation of DiskFiles, so the length is taken from the slab's header.
+    """
+    return [
+        event._replace(kind="preallocate", offset=_slab_bytes(events, event.path))
+        if event.kind == "create" and event.path.endswith(".slab")
+        else event
+        for event in events
+    ]
+
+
+def _slab_bytes(events: Sequence[Event], path: str) -> int:
+    header = next(each.data for each in events if each.kind == "write" and each.path == path)
+    return SLAB_HEADER_BYTES + int(_FIELDS.unpack_from(header)[-1])

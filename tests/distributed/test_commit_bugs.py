@@ -1,0 +1,73 @@
+"""Tests that crash states of two nodes show mistakes in how ranks commit (see rank_commit_bugs.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commit_parts import PartsLoader
+from crash_cuts import Cuts
+from crash_states import Disk
+from ranked_commits import Job
+from recorded_ranks import Recorded, Run, record
+
+from infinity.checkpoint import agreed_commit, commit_files
+from infinity.checkpoint.agreed_commit import Parts
+from infinity.checkpoint.resume import no_commit
+from infinity.layout.shards import Share
+from infinity.system.disk_files import DiskFiles
+
+ROUNDS, STATES = 20, 100
+"""Numbers of rounds through a run, and of crash states in a round, within which each bug must show. The best
+hidden one shows in 1 of 120 states.
+"""
+WHOLE, UNSYNCED = Run(), Run(parts=("unsynced",))
+MOVED = Run(parts=("resumed",), before=Job(), nodes=(1, 0))
+BUGS: Sequence[tuple[str, Run]] = (
+    ("a commit counts at once", WHOLE),
+    ("voted before the part was written", WHOLE),
+    ("voted before the name was synced", WHOLE),
+    ("old parts removed before others voted", WHOLE),
+    ("old parts removed before others voted", MOVED),
+    ("refused part left", UNSYNCED),
+    ("refused part removed without a sync", UNSYNCED),
+    ("resumed name not synced", Run(parts=("killed before the sync", "resumed"))),
+)
+"""(the bug, the run in which it shows)."""
+
+
+def violation(run: Run, made: Sequence[Recorded], where: Path) -> str | None:
+    """What is wrong first in the crash states of a run."""
+    cuts, loader = Cuts([Disk(each.events, each.base) for each in made]), PartsLoader(run.job, run.nodes)
+    rounds = (cuts.first_violation(loader, where, count=STATES, seed=seed) for seed in range(ROUNDS))
+    return next((wrong for wrong in rounds if wrong is not None), None)
+
+
+def test_bugs_are_caught(tmp_path: Path) -> None:
+    runs = [(run, tmp_path / str(at) / "run", bug) for at, (bug, run) in enumerate(BUGS)]
+    missed = [
+        bug
+        for (run, root, bug), made in zip(runs, record(runs), strict=True)
+        if violation(run, made, root.parent / "state") is None
+    ]
+    assert not missed
+
+
+def test_a_restart_at_the_newest_part_of_each_rank_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def careless(
+        directories: Mapping[int, Path], given: Path, files: DiskFiles, share: Share, **_: Any
+    ) -> Parts:
+        saved = commit_files.newest(directories[share.rank], files)
+        if saved is None:
+            raise no_commit(given)
+        manifest = saved.manifest
+        name = manifest.generation, manifest.created
+        return Parts(name, tuple(range(share.ranks)), {share.rank: saved})
+
+    (made,) = record([(WHOLE, tmp_path / "run", None)])
+    monkeypatch.setattr(agreed_commit, "find_parts", careless)
+    assert "are of the commits" in str(violation(WHOLE, made, tmp_path / "state"))
