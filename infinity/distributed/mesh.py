@@ -163,12 +163,12 @@ def _initialise(cuda: bool, timeout: float) -> None:
         )
     try:
         store = _store_of_start(timeout)
-        where = {"init_method": "env://"} if store is None else {"store": store}
+        where: dict[str, Any] = {"init_method": "env://"}
+        if store is not None:
+            where = {"store": store, "rank": launcher.rank(), "world_size": size}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout),
-            rank=launcher.rank(),
-            world_size=size,
             **where,
         )
     except (ValueError, RuntimeError) as error:
