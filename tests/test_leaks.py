@@ -29,6 +29,8 @@ STEPS, FEW, MANY = 280, 120, 1048
 """Numbers of steps. STEPS: in the test of whole training steps. MANY: in the same test with -m slow. FEW: in
 all other tests. Each of the INTERVALS then has a multiple of 4 steps, because inputs repeat after 4 steps.
 """
+PROCESS_WARM = 400
+"""Steps of whole training before those: the first test of a process fills caches of Python for so long."""
 INTERVALS = 8
 """Into how many equal intervals the steps after the first WARM are divided. Memory is recorded after each."""
 BYTES_PER_STEP = 16
@@ -147,6 +149,8 @@ def test_training_holds_no_more_after_many_steps(home: str, steps: int, tmp_path
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
 
+        for step in range(PROCESS_WARM):
+            act(step)
         check_nothing_grows(runtime, act, steps)
 
 
