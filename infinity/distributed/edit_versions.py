@@ -10,6 +10,9 @@ program. A rank writes edits home only when all ranks have come to the same vers
 it has not made itself. And a request carries the asking rank's version; it is served when what is at home has
 that version, so none misses edits that it has made. No circle of ranks can wait for each other: whoever waits
 has come further in the program than the rank for which it waits.
+
+An update may be written home from the memory where the model computes, and would take along what user code
+changes there meanwhile. So user code gets a page when such writes have ended (`settle_for_user`).
 """
 
 from __future__ import annotations

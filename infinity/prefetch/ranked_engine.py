@@ -148,8 +148,13 @@ class RankedEngine(PrefetchEngine):
     def settle_for_user(self, units: Sequence[int]) -> None:
         super().settle_for_user(units)
         for unit in units:
-            if self.pages[unit].permanent:
-                self._others.keep(self.pages[unit])
+            page = self.pages[unit]
+            if page.permanent:
+                self._others.keep(page)
+            elif self.store.device.shares_host:
+                # An update is written from the memory that user code may change now. What comes home, and so
+                # to other ranks, must not have edits that these have not made.
+                page.home.settle(0, page.home.nbytes, writing=False)
 
     def _up_to_date(self, page: ParameterPage) -> bool:
         if page.filled_at < 0:
