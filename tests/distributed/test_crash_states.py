@@ -37,7 +37,9 @@ MORE_RUNS = {
     "refused, optimizer divided": Run(Job(stage=1), parts=("refused",)),
     "unsynced, optimizer divided": Run(Job(stage=1), parts=("unsynced",)),
     "killed before a rename, ram": Run(Job(home="ram"), parts=("killed before the rename", "resumed")),
-    "streamed from nvme to ram": Run(Job(home="ram"), parts=("resumed",), before=Job()),
+    "streamed, eager, bf16": Run(
+        Job(update="eager", compute="bf16"), parts=("resumed",), before=Job(home="ram", compute="bf16")
+    ),
     "moved, optimizer divided": Run(Job(stage=1), parts=("resumed",), before=Job(stage=1), nodes=(1, 0)),
 }
 ORDERS = (True, False)
