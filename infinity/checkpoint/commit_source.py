@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from infinity.aio import Faults
 from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
 from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
@@ -16,8 +19,10 @@ from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.formats.optimizer_rules import StateArray, state_arrays
+from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.nvme import NvmeLease
+from infinity.tiers.path_lock import PathLock
 from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 
@@ -26,6 +31,30 @@ def volume_record(saved: SavedCommit) -> VolumeRecord:
     volume = saved.manifest.volume
     slabs = (SlabRecord(each.uuid, each.nbytes, each.weight) for each in volume.slabs)
     return VolumeRecord(volume.stripe_bytes, tuple(slabs))
+
+
+def open_slabs(
+    saved: SavedCommit,
+    directories: Iterable[str | os.PathLike[str]],
+    files: DiskFiles,
+    shared: Mapping[Path, PathLock],
+    faults: Faults | None = None,
+) -> NvmeTier:
+    """Open the slabs of a commit, or of a rank's part of one, to read arrays from them.
+
+    directories: where the slabs are looked for. shared: the locks of directories that the caller holds.
+    faults: of the I/O engines, for tests. Raises IncompatibleCheckpoint if a slab is missing.
+    """
+    record = volume_record(saved)
+    return NvmeTier(
+        {os.fspath(each): 1 << 62 for each in directories},
+        record.nbytes,
+        rank=saved.manifest.rank,
+        adopt=record,
+        faults=faults,
+        files=files,
+        shared=shared,
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, volume_record
+from infinity.checkpoint.commit_source import CommitSource, open_slabs, volume_record
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
 from infinity.checkpoint.rank_directories import check_ranks, directory_of, rank_directories
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
@@ -148,16 +148,8 @@ class Checkpoint(Closing):
         that the run has locked. Raises IncompatibleCheckpoint if a slab is missing.
         """
         assert self.saved is not None
-        record = volume_record(self.saved)
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), *self.locks])
-        self._old = NvmeTier(
-            {str(each): 1 << 62 for each in directories},
-            record.nbytes,
-            rank=self._share.rank,
-            adopt=record,
-            files=self.files,
-            shared={**self.locks, **locks},
-        )
+        self._old = open_slabs(self.saved, directories, self.files, {**self.locks, **locks})
         return CommitSource(self.saved, self._old)
 
     def note_slabs(self, tier: NvmeTier) -> None:

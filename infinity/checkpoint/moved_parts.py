@@ -18,7 +18,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import find_parts
 from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, saved_parameter, volume_record
+from infinity.checkpoint.commit_source import CommitSource, open_slabs, saved_parameter
 from infinity.checkpoint.rank_directories import rank_directories
 from infinity.config import Budget
 from infinity.formats.optimizer_rules import StateArray
@@ -43,7 +43,6 @@ class LentPart(Closing):
         """rank: whose part it is. directory: of its commits. Raises StorageError (EBUSY) if it is in use."""
         self.saved = saved
         self._directory = directory
-        self._rank = rank
         self._files = files
         self._lock = PathLock(directory, rank=rank, files=files)
         self._tier: NvmeTier | None = None
@@ -52,16 +51,8 @@ class LentPart(Closing):
         """Open the part's slabs, which are looked for in the directories of `budget` and in that of the part.
         Raises IncompatibleCheckpoint if a slab is missing.
         """
-        record = volume_record(self.saved)
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), self._directory])
-        self._tier = NvmeTier(
-            {str(each): 1 << 62 for each in directories},
-            record.nbytes,
-            rank=self._rank,
-            adopt=record,
-            files=self._files,
-            shared={self._directory: self._lock},
-        )
+        self._tier = open_slabs(self.saved, directories, self._files, {self._directory: self._lock})
         return CommitSource(self.saved, self._tier)
 
     def file(self, number: int) -> torch.Tensor:
@@ -136,7 +127,8 @@ class MovedParts:
         """The bytes of this rank's manifest and of its data file; None unless the part is away. All ranks
         call this.
         """
-        sizes = {str(rank): [part.file(0).nbytes, part.file(1).nbytes] for rank, part in self.lent.items()}
+        content = {rank: (part.file(0), part.file(1)) for rank, part in self.lent.items()}
+        sizes = {str(rank): [each.nbytes for each in both] for rank, both in content.items()}
         heard = self._communicator.agree("offload()", sizes=sizes)
         rank, found = self._communicator.share.rank, None
 
@@ -146,7 +138,7 @@ class MovedParts:
             found = _file(exchange, 0, wanted[0]), _file(exchange, 1, wanted[1])
 
         def part(source: int, number: int, first: int, count: int) -> torch.Tensor:
-            return self.lent[source].file(number)[first : first + count].clone()
+            return content[source][number][first : first + count]
 
         self._exchange("a commit's files", part, take)
         return found

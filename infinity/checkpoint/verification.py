@@ -12,13 +12,12 @@ from pathlib import Path
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import Checked, CommitSource, volume_record
+from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs
 from infinity.checkpoint.rank_directories import rank_of
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers import NvmeTier
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab_directory import slab_paths
 from infinity.tiers.slab_header import read_header, slab_name
@@ -138,7 +137,6 @@ class Verification(Closing):
                 lock(rank, paths[:1])
                 self.saved = _read(paths[0], generation, files)
             lock(rank, paths)
-            record = volume_record(self.saved)
             slabs = tuple(find_slabs(self.saved, paths, files))
             missing = [slab.uuid for slab in slabs if slab.path is None]
             if missing:
@@ -147,10 +145,7 @@ class Verification(Closing):
                     f"{', '.join(map(str, paths))}, or in several of them.",
                     "Give the directory where it lies with --slabs.",
                 )
-            budgets = {str(path): 1 << 62 for path in paths}
-            tier = NvmeTier(
-                budgets, record.nbytes, rank=rank, adopt=record, faults=faults, files=files, shared=locks
-            )
+            tier = open_slabs(self.saved, paths, files, locks, faults)
             self._source = CommitSource(self.saved, cleanup.enter_context(tier))
             self._cleanup = cleanup.pop_all()
 
