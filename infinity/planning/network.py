@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from infinity.config import format_size
 from infinity.errors import ConfigError
+from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
+from infinity.planning.stage_table import bytes_without_padding
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:bit(?:/s)?|bps)", re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -56,20 +58,18 @@ def network(plan: Plan, nodes: int, link: float | None, micro_batches: int) -> N
     gradients to their owners once a step; stage 0 brings the outcome back, stage 1 the updated parameters.
     """
     share = plan.share
-    values = frozen = contributed = summed = 0
-    for unit in plan.layout.units:
-        for each in unit.parameters:
-            nbytes = each.numel * each.dtype.itemsize
-            if plan.rule is None or not each.trainable:
-                frozen += nbytes
-                continue
-            values += nbytes
-            contributed += nbytes
-            summed += each.numel * plan.gradient_dtype(each.dtype).itemsize
+    whole = bytes_without_padding(plan)
+    values, summed = whole[Kind.PARAMETER], whole[Kind.GRADIENT]
+    trained = sum(
+        each.numel * each.dtype.itemsize
+        for unit in plan.layout.units
+        for each in unit.parameters
+        if plan.rule is not None and each.trainable
+    )
     parameters, gradients = {
-        3: (2 * micro_batches * (values + frozen), micro_batches * contributed),
-        2: (values, micro_batches * contributed),
-        1: (values, summed),
+        3: (2 * micro_batches * values, micro_batches * trained),
+        2: (trained, micro_batches * trained),
+        1: (trained, summed),
         0: (0, 2 * summed),
     }[share.stage]
     others = share.ranks - 1

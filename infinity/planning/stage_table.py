@@ -33,7 +33,7 @@ def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
     """The bytes of each kind at each stage, for the plan's layout and number of ranks: stages in order, and
     the kinds of each stage in the order of `Kind`.
     """
-    elements = _bytes_without_padding(plan)
+    elements = bytes_without_padding(plan)
     found = []
     for stage in range(4):
         share = Share(plan.share.rank, plan.share.ranks, stage)
@@ -62,7 +62,7 @@ def text_by_stage(found: Sequence[StageBytes]) -> str:
     return render(list(rows.values()))
 
 
-def _bytes_without_padding(plan: Plan) -> dict[Kind, int]:
+def bytes_without_padding(plan: Plan) -> dict[Kind, int]:
     """The bytes of each kind that all parameters of the model take, without padding and gaps."""
     found = dict.fromkeys(Kind, 0)
     for unit in plan.layout.units:
