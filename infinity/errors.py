@@ -7,7 +7,7 @@ import copy
 import errno as errno_codes
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -231,6 +231,11 @@ def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
         name, "Look at the kernel log (dmesg) and nvidia-smi for what the device reports, and start anew."
     )
     return DeviceError(cause, cure, call=call, code=code, name=name)
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """Words for ranks, such as "rank 1" or "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def rank_failure(rank: int, what: str) -> RankFailure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from infinity.checkpoint.resume import run_state
 from infinity.checkpoint.verification import ListedCommit, Verification, list_commits
 from infinity.cli.progress import format_seconds
 from infinity.config import format_size
-from infinity.errors import CorruptState
+from infinity.errors import CorruptState, named_ranks
 from infinity.pages.open_tiers import injected_files
 from infinity.planning.budget_errors import format_count
 from infinity.system.directory import check_directory
@@ -120,15 +120,10 @@ def run_ls(options: argparse.Namespace) -> int:
 def _common(ranks: Mapping[int, RankParts]) -> str:
     """Say which commit is whole on all ranks that were found."""
     newest, lacking = newest_whole(ranks), absent(ranks)
-    others = f"; without a directory here: {_named(lacking)}" if lacking else ""
+    others = f"; without a directory here: {named_ranks(lacking)}" if lacking else ""
     if newest is None:
-        return f"no commit is whole on {_named(ranks)}{others}"
-    return f"commit-{newest.generation} is the newest that is whole on {_named(ranks)}{others}"
-
-
-def _named(ranks: Collection[int]) -> str:
-    """Such as "rank 1", or "ranks 0, 2"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        return f"no commit is whole on {named_ranks(ranks)}{others}"
+    return f"commit-{newest.generation} is the newest that is whole on {named_ranks(ranks)}{others}"
 
 
 def _lines(commit: ListedCommit) -> list[str]:
@@ -266,7 +261,7 @@ def _verify_ranks(options: argparse.Namespace, ranks: Mapping[int, RankParts]) -
             _tell(console, results[rank], f"rank {rank}: ")
     lacking = absent(ranks)
     if lacking:
-        _say(console, f"not verified, without a directory here: {_named(lacking)}")
+        _say(console, f"not verified, without a directory here: {named_ranks(lacking)}")
     whole = all(each.whole for each in results.values())
     if options.json:
         said = {

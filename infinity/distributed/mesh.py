@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
-from infinity.errors import ConfigError, RankDivergence, RankFailure
+from infinity.errors import ConfigError, RankDivergence, RankFailure, named_ranks
 from infinity.system import launcher
 
 FOREVER = timedelta(days=60)
@@ -268,7 +268,7 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
         raise store_lost(everywhere, "is gone") from error
     if absent:
         raise RankDivergence(
-            f"{_named(absent)} did not come to offload() within {timeout:g} s.",
+            f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",
             f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
     _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
@@ -284,10 +284,6 @@ def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
     except RuntimeError:  # the time is up, or the store is gone
         return [each for each, key in enumerate(keys) if not store.check([key])]
     return []
-
-
-def _named(ranks: list[int]) -> str:
-    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _spans(ranks: tuple[int, ...]) -> list[str]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
-from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
+from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
@@ -163,7 +163,7 @@ class RankedStep:
 
     def _end_failed(self, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
         """Complete the contributions of a step that fails by `error`; see [Note: after a failed step]."""
-        if len({said["number of zero_grad calls"] for said in heard.values()}) > 1:
+        if len({said[_TIMES_CLEARED] for said in heard.values()}) > 1:
             self._ballots.end(error)
             return
         try:
@@ -199,7 +199,7 @@ class RankedStep:
             having = {rank: mine[place] for rank, mine in said.items() if place in mine}
             if len(having) < len(said):
                 lacking = [rank for rank in said if rank not in having]
-                told = f"on {_ranks(having)}, and not on {_ranks(lacking)}"
+                told = f"on {named_ranks(having)}, and not on {named_ranks(lacking)}"
             elif not any(each.again for each in having.values()):
                 dropped.append(place)
                 continue
@@ -495,9 +495,3 @@ class RankedStep:
         for rank, said in heard.items():
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Such as "rank 1", or "ranks 0, 2"."""
-    listed = [str(rank) for rank in ranks]
-    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
