@@ -138,7 +138,7 @@ class PartsLoader:
             generation = parts[0].saved.manifest.generation if parts else 0
             self.found.add((durable, generation, begun))
             manifests = [each.saved.manifest for each in parts]
-            if len({(each.generation, each.created) for each in manifests}) > 1:
+            if len({each.name for each in manifests}) > 1:
                 return f"The parts are of the commits {[each.generation for each in manifests]}."
             if not durable <= generation <= begun:
                 return f"Commit {generation} is loaded; {durable} counted, and {begun} was begun."

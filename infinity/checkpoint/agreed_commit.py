@@ -8,13 +8,14 @@ the network (infinity/checkpoint/moved_parts.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.manifest import CommitName, named_commits
 from infinity.checkpoint.resume import check_loadable, no_commit
 from infinity.errors import CorruptState, IncompatibleCheckpoint, InfinityError
 from infinity.layout.shards import Share
@@ -22,15 +23,13 @@ from infinity.system.disk_files import DiskFiles
 
 Agree = Callable[..., dict[int, dict[str, Any]]]
 """`Communicator.agree`: function (call, **facts) that returns the facts of all ranks, by rank."""
-Name = tuple[int, str]
-"""(generation, time) of a commit, which are equal in all of its parts."""
 
 
 @dataclass(frozen=True)
 class Parts:
     """Where the parts of the commit lie that all ranks continue."""
 
-    name: Name
+    name: CommitName
     holders: tuple[int, ...]
     """For each rank, the rank that reads its part: itself, if the part is on its node."""
     read: Mapping[int, SavedCommit]
@@ -47,16 +46,16 @@ def find_parts(
     a rank's part or if there were another number of ranks, and CorruptState if no commit is whole.
     """
     heard = agree("offload()", node=node, ranks=sorted(directories))
-    whole: dict[int, dict[Name, SavedCommit]] = {}
+    whole: dict[int, dict[CommitName, SavedCommit]] = {}
     faults: dict[int, dict[int, str]] = {}
     for rank, directory in sorted(directories.items()):
         if rank < share.ranks and _reader(rank, node, heard) == share.rank:
             whole[rank], faults[rank] = _read_all(directory, files, share, rank)
     told = [[rank, sorted(commits)] for rank, commits in whole.items()]
-    found: list[dict[int, set[Name]]] = [{} for _ in range(share.ranks)]
+    found: list[dict[int, set[CommitName]]] = [{} for _ in range(share.ranks)]
     for reader, said in agree("offload()", parts=told).items():
         for rank, names in said["parts"]:
-            found[rank][reader] = {(number, created) for number, created in names}
+            found[rank][reader] = {CommitName(*name) for name in names}
     everywhere = [set().union(*readers.values()) for readers in found]
     common = set.intersection(*everywhere)
     if not common:
@@ -70,16 +69,16 @@ def find_parts(
     )
     mine = {rank: commits[name] for rank, commits in whole.items() if holders[rank] == share.rank}
     if share.rank in mine:
-        newer = [fault for number, fault in faults[share.rank].items() if number > name[0]]
+        newer = [fault for number, fault in faults[share.rank].items() if number > name.generation]
         mine[share.rank] = replace(mine[share.rank], skipped=tuple(newer))
     return Parts(name, holders, mine)
 
 
-def _no_common(given: Path, everywhere: Sequence[set[Name]], faults: Sequence[str]) -> InfinityError:
+def _no_common(given: Path, everywhere: Sequence[set[CommitName]], faults: Sequence[str]) -> InfinityError:
     """The error if there is no commit of which all parts are whole."""
     if not any(everywhere) and not faults:
         return no_commit(given)
-    told = "; ".join(f"of rank {rank} {_named(names)}" for rank, names in enumerate(everywhere))
+    told = "; ".join(f"of rank {rank} {named_commits(names)}" for rank, names in enumerate(everywhere))
     cause = " ".join([f"There is no commit in {given} of which all parts are whole: {told}.", *faults])
     if all(everywhere):
         return CorruptState(cause, "Give back what the ranks had in one run.")
@@ -96,7 +95,7 @@ def _reader(rank: int, node: int, heard: Mapping[int, Mapping[str, Any]]) -> int
 
 def _read_all(
     directory: Path, files: DiskFiles, share: Share, rank: int
-) -> tuple[dict[Name, SavedCommit], dict[int, str]]:
+) -> tuple[dict[CommitName, SavedCommit], dict[int, str]]:
     """Read all commits of a rank. Returns those that are whole, and by number what is wrong with others."""
     found, faults = {}, {}
     for generation in commit_files.generations(directory):
@@ -111,10 +110,5 @@ def _read_all(
                 f"Commit {generation} in {directory} is the part of rank {saved.manifest.rank}.",
                 "Give each rank the directory that it had.",
             )
-        found[generation, saved.manifest.created] = saved
+        found[saved.manifest.name] = saved
     return found, faults
-
-
-def _named(names: Collection[Name]) -> str:
-    """Such as "commit 3 of 2026-01-01T00:00:00+00:00"."""
-    return " and ".join(f"commit {number} of {created}" for number, created in sorted(names)) or "none"

@@ -7,8 +7,9 @@ the volume, the bytes of all slabs as one striped series (infinity/tiers/stripin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from infinity.checkpoint.array_values import Json
 
@@ -198,6 +199,15 @@ class LossScale:
     good_steps: int
 
 
+class CommitName(NamedTuple):
+    """What tells a commit from all others. It is equal for all parts of a commit of ranks. Names of one run
+    are in the order of its commits.
+    """
+
+    generation: int
+    created: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """All that a commit says. Fields of the type Json hold values as `values.encode` returns them."""
@@ -235,6 +245,16 @@ class Manifest:
     """The encoded state that the user gave."""
     identity: Json = None
     """An encoded value that says which job this is, such as a digest of its data."""
+
+    @property
+    def name(self) -> CommitName:
+        """The name of the commit of which this is a part."""
+        return CommitName(self.generation, self.created)
+
+
+def named_commits(names: Collection[CommitName]) -> str:
+    """Words for commits, such as "commit-3 of 2026-01-01T00:00:00+00:00"; "none" for none."""
+    return " and ".join(f"commit-{number} of {created}" for number, created in sorted(names)) or "none"
 
 
 def array_layout(name: str, dtype_bytes: int, rule: OptimizerRule) -> tuple[int, int] | None:

@@ -213,7 +213,7 @@ def commit_of_all(
         if sent is None:
             saved = parts.read[share.rank]
         else:
-            saved = commit_files.from_bytes(*sent, commit_files.manifest_path(given, parts.name[0]))
+            saved = commit_files.from_bytes(*sent, commit_files.manifest_path(given, parts.name.generation))
         cleanup.pop_all()
     return saved, moved
 

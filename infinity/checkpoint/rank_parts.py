@@ -7,18 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.checkpoint.manifest import CommitName, named_commits
 from infinity.checkpoint.rank_directories import rank_directories
 from infinity.checkpoint.verification import ListedCommit, list_commits
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles
-
-
-@dataclass(frozen=True, order=True)
-class Identity:
-    """What tells a commit of ranks from all others; it is equal for all parts of the commit."""
-
-    generation: int
-    created: str
 
 
 @dataclass(frozen=True)
@@ -35,9 +28,9 @@ class RankParts:
         sizes = [each.saved.manifest.world_size for each in self.commits if each.saved is not None]
         return sizes[-1] if sizes else 0
 
-    def readable(self) -> set[Identity]:
+    def readable(self) -> set[CommitName]:
         """The commits whose manifest and data file are whole here."""
-        return {_identity(each) for each in self.commits if each.saved is not None}
+        return {each.saved.manifest.name for each in self.commits if each.saved is not None}
 
     def skipped(self, generation: int) -> tuple[str, ...]:
         """For each newer commit than `generation` whose part is not readable, what is wrong with it; newest
@@ -46,9 +39,9 @@ class RankParts:
         newer = (each for each in reversed(self.commits) if each.generation > generation)
         return tuple(each.fault for each in newer if each.fault is not None)
 
-    def whole(self) -> set[Identity]:
+    def whole(self) -> set[CommitName]:
         """The commits whose part is whole here, as far as it was looked at."""
-        return {_identity(each) for each in self.commits if each.whole}
+        return {each.saved.manifest.name for each in self.commits if each.saved is not None and each.whole}
 
 
 def list_ranks(
@@ -70,32 +63,22 @@ def absent(ranks: Mapping[int, RankParts]) -> list[int]:
     return [rank for rank in range(size) if rank not in ranks]
 
 
-def newest_whole(ranks: Mapping[int, RankParts]) -> Identity | None:
+def newest_whole(ranks: Mapping[int, RankParts]) -> CommitName | None:
     """The newest commit of which the parts of all these ranks are whole, with their slabs; None if there is
     none.
     """
     return max(set.intersection(*(each.whole() for each in ranks.values())), default=None)
 
 
-def newest_readable(directory: str | os.PathLike[str], ranks: Mapping[int, RankParts]) -> Identity:
+def newest_readable(directory: str | os.PathLike[str], ranks: Mapping[int, RankParts]) -> CommitName:
     """The newest commit of which all these ranks have a manifest and a data file that are whole: the one that
     a restart continues. Raises CorruptState if there is none.
     """
     common = set.intersection(*(each.readable() for each in ranks.values()))
     if not common:
-        told = "; ".join(f"rank {rank} has {_named(each)}" for rank, each in ranks.items())
+        told = "; ".join(f"rank {rank} has {named_commits(each.readable())}" for rank, each in ranks.items())
         raise CorruptState(
             f"There is no commit in {os.fspath(directory)} of which all ranks have whole parts: {told}.",
             "Give the directory of --checkpoint, or of checkpoint=, of one run.",
         )
     return max(common)
-
-
-def _identity(commit: ListedCommit) -> Identity:
-    assert commit.saved is not None
-    return Identity(commit.generation, commit.saved.manifest.created)
-
-
-def _named(parts: RankParts) -> str:
-    found = [f"commit-{each.generation} of {each.created}" for each in sorted(parts.readable())]
-    return " and ".join(found) or "none"

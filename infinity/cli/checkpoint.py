@@ -111,7 +111,7 @@ def run_ls(options: argparse.Namespace) -> int:
                 }
                 for rank, parts in ranks.items()
             ]
-            said["whole_on_all"] = None if newest is None else asdict(newest)
+            said["whole_on_all"] = None if newest is None else newest._asdict()
             said["absent"] = absent(ranks)
         print(json.dumps(said))
     return 0

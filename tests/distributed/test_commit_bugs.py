@@ -64,9 +64,7 @@ def test_a_restart_at_the_newest_part_of_each_rank_is_caught(
         saved = commit_files.newest(directories[share.rank], files)
         if saved is None:
             raise no_commit(given)
-        manifest = saved.manifest
-        name = manifest.generation, manifest.created
-        return Parts(name, tuple(range(share.ranks)), {share.rank: saved})
+        return Parts(saved.manifest.name, tuple(range(share.ranks)), {share.rank: saved})
 
     (made,) = record([(WHOLE, tmp_path / "run", None)])
     monkeypatch.setattr(agreed_commit, "find_parts", careless)
