@@ -45,7 +45,7 @@ class Group:
         with ExitStack() as started:
             for task in tasks:
                 rank = {"RANK": str(task.rank), "LOCAL_RANK": str(task.rank)}
-                node = nodes[task.rank] if nodes else Node((), {})
+                node = nodes[task.rank] if nodes else Node("", {})
                 process = Process(
                     f"{name} rank {task.rank}",
                     task,

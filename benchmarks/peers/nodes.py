@@ -1,6 +1,6 @@
-"""Nodes: network namespaces of this machine with a link of a given rate between them, for ranks to run in.
+"""Nodes: network namespaces of this machine with a link between them, for ranks to run in.
 
-It needs root and iproute2. The rate is kept by a token bucket on each side (tc-tbf(8)). An interface counts
+They need root and iproute2. A rate is kept by a token bucket on each side (tc-tbf(8)). An interface counts
 all bytes that pass it, with headers and acknowledgements.
 """
 
@@ -19,21 +19,26 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True)
 class Node:
-    """One node: how a program is started there, and what a rank has to be told."""
+    """One node: where a program is started, and what a rank has to be told."""
 
-    command: tuple[str, ...]
-    """Words that come before a program and its arguments."""
+    namespace: str
+    """The name of the network namespace; empty where the program runs in that of this process."""
     environment: dict[str, str]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words that come before a program and its arguments."""
+        return ("ip", "netns", "exec", self.namespace) if self.namespace else ()
 
 
 @contextlib.contextmanager
-def two_nodes(rate: str) -> Iterator[list[Node]]:
-    """Make two nodes. rate: of the link between them, as tc writes it, such as "1gbit".
+def two_nodes(rate: str = "") -> Iterator[list[Node]]:
+    """Make two nodes. rate: of the link between them, as tc writes it, such as "1gbit"; empty for no limit.
 
     Raises CalledProcessError where the kernel or the user's rights do not allow it.
     """
-    names = [f"infinity-{os.getpid()}-{each}" for each in "ab"]
-    links = [f"i{os.getpid()}{each}" for each in "ab"]
+    key = f"{os.getpid() % 10**6}{os.urandom(1).hex()}"  # an interface's name has 15 characters at most
+    names, links = [f"infinity-{key}-{each}" for each in "ab"], [f"i{key}{each}" for each in "ab"]
     with contextlib.ExitStack() as stack:
         for name in names:
             _run("ip", "netns", "add", name)
@@ -44,11 +49,12 @@ def two_nodes(rate: str) -> Iterator[list[Node]]:
             _run("ip", "-n", name, "address", "add", f"10.99.0.{number}/24", "dev", link)
             for each in (link, "lo"):
                 _run("ip", "-n", name, "link", "set", each, "up")
-            bucket = ("rate", rate, "burst", "256kb", "latency", "50ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *bucket)
+            if rate:
+                bucket = ("rate", rate, "burst", "256kb", "latency", "50ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *bucket)
         yield [
             Node(
-                ("ip", "netns", "exec", name),
+                name,
                 {
                     "GROUP_RANK": str(number),
                     "LOCAL_RANK": "0",

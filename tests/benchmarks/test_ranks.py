@@ -20,6 +20,8 @@ import two_nodes
 import warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RATE = "100mbit"
+"""Of the link between two nodes."""
 sys.path.insert(0, str(BENCHMARKS))
 
 import ranks  # noqa: E402
@@ -90,9 +92,9 @@ def test_two_ranks_of_each_case_and_a_peer_that_does_not_start(
     assert plans["ours:3:ram"]["homes"]["host"] < plans["ours:2:ram"]["homes"]["host"]
 
 
-@pytest.mark.skipif(bool(two_nodes.missing()), reason=two_nodes.missing())
+@pytest.mark.skipif(bool(two_nodes.missing(RATE)), reason=two_nodes.missing(RATE))
 def test_two_nodes_with_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--quick", "--json", "--directory", str(tmp_path), "--timeout", "60", "--link", "100mbit"]
+    options = ["--quick", "--json", "--directory", str(tmp_path), "--timeout", "60", "--link", RATE]
     assert ranks.main([*options, "--case", "ours:3:ram"]) == 0
     (turn,) = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]["ours:3:ram"]
     assert turn["sent_bytes"] < turn["link_bytes"] < 2 * turn["sent_bytes"]
