@@ -7,8 +7,7 @@ several ranks average their gradients. With N a power of two that changes no bit
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,181 +181,72 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
         yield model, runtime
 
 
+@dataclass(frozen=True)
+class Run:
+    """A runtime that trains a case, with the schedulers of the case."""
+
+    case: Case
+    place: Place
+    model: nn.Module
+    runtime: Runtime
+    schedulers: Sequence[torch.optim.lr_scheduler.StepLR]
+
+    def take_steps(
+        self, steps: range, found: dict[str, Any], *, then: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take the steps with these numbers, each followed by one of the schedulers and a call of `then`. Add
+        their losses, norms and what was generated to `found`.
+        """
+        for step in steps:
+            self._take_step(step, found)
+            for each in self.schedulers:
+                each.step()
+            then()
+
+    def schedules(self) -> list[dict[str, Any]]:
+        """The states of the schedulers."""
+        return [each.state_dict() for each in self.schedulers]
+
+    def load_schedules(self, saved: Sequence[dict[str, Any]]) -> None:
+        """Have the schedulers go on from what `schedules` returned."""
+        for each, state in zip(self.schedulers, saved, strict=True):
+            each.load_state_dict(state)
+
+    def _take_step(self, step: int, found: dict[str, Any]) -> None:
+        found["losses"] += backwards(self.case, self.place, self.model, self.runtime, step)
+        if self.case.clip is not None:
+            found["norms"].append(float(self.runtime.clip_grad_norm_(self.case.clip)))
+        self.runtime.optimizer.step()
+        self.runtime.optimizer.zero_grad()
+        if self.case.generates:
+            found["generated"].append(_generated(self.model, self.place.rank, step))
+
+
+@contextmanager
+def running(case: Case, place: Place, directory: Path, **options: Any) -> Iterator[Run]:
+    """Yield a run of a case that has taken no step. options: those of `opened`."""
+    with opened(case, place, directory, **options) as (model, runtime):
+        schedulers = []
+        if SUBJECTS[case.subject].schedule:
+            schedulers.append(torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7))
+        yield Run(case, place, model, runtime, schedulers)
+
+
+def nothing() -> dict[str, Any]:
+    """What a run has found before its first step."""
+    return {"losses": [], "norms": [], "generated": []}
+
+
 def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = None) -> dict[str, Any]:
     """Train a case. Returns digests of all parameters by name, losses, norms, and what was generated.
 
     mesh: the ranks that train; None: all.
     """
-    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
-    with opened(case, place, directory, mesh=mesh) as (model, runtime):
-        schedulers = schedulers_of(case, runtime)
-        for step in range(case.steps):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-        tell_values(model, found)
+    found = nothing()
+    with running(case, place, directory, mesh=mesh) as run:
+        run.take_steps(range(case.steps), found)
+        tell_values(run.model, found)
     return found
-
-
-def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, Any]:
-    """Train a case as `train` does, but have a second runtime go on from a commit after the second step. The
-    first runtime takes another step, which is lost.
-    """
-    commits, lost = directory / "commits" / case.name, {"losses": [], "norms": [], "generated": []}
-    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
-    with opened(case, place, directory, checkpoint=commits) as (model, runtime):
-        schedulers = schedulers_of(case, runtime)
-        for step in range(3):
-            take_step(case, place, (model, runtime), step, found if step < 2 else lost)
-            for each in schedulers:
-                each.step()
-            if step < 2:
-                runtime.save(
-                    state={"rank": place.rank, "schedulers": [each.state_dict() for each in schedulers]}
-                )
-    with opened(case, place, directory, resume=commits) as (model, runtime):
-        schedulers = schedulers_of(case, runtime)
-        state = runtime.load()
-        assert state["rank"] == place.rank
-        for each, saved in zip(schedulers, state["schedulers"], strict=True):
-            each.load_state_dict(saved)
-        for step in range(2, case.steps):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-            runtime.save()
-        tell_values(model, found)
-    return found
-
-
-def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, Any]:
-    """Train a case as `train` does, but have a second runtime stream a commit into slabs elsewhere and go on
-    from it, and a third one end with what the second one has committed.
-
-    Slabs that lay on paths of their own are then in the directories of the ranks, and commits go on in these.
-    Otherwise the commits go to other directories, too.
-    """
-    commits, elsewhere = directory / "commits" / case.name, directory / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
-    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
-    with opened(case, place, directory, checkpoint=commits) as (model, runtime):
-        schedulers = schedulers_of(case, runtime)
-        for step in range(2):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-        runtime.save(state=[each.state_dict() for each in schedulers]).wait()
-        old = [each.path for each in runtime._components.store.nvme.slabs]
-    further = {"resume": commits}
-    if case.home == "nvme":
-        old = [each.rename(commits / f"rank-{place.rank}" / each.name) for each in old]
-    else:
-        further = {"resume": commits, "checkpoint": directory / "other commits" / case.name}
-    with opened(case, place, elsewhere, **further) as (model, runtime):
-        checkpoint = runtime._components.checkpoint
-        assert checkpoint.streamed_from is not None
-        schedulers = schedulers_of(case, runtime)
-        for each, saved in zip(schedulers, runtime.load(), strict=True):
-            each.load_state_dict(saved)
-        for step in range(2, case.steps):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-            runtime.save().wait()
-            assert checkpoint.streamed_from is None
-        assert all(each.exists() != checkpoint.continues for each in old)
-        tell_values(model, found)
-        states = digests_of_states(runtime)
-    with opened(case, place, elsewhere, resume=further.get("checkpoint", commits)) as (model, runtime):
-        assert runtime._components.checkpoint.streamed_from is None
-        last: dict[str, Any] = {}
-        tell_values(model, last)
-        assert last["digests"] == found["digests"]
-        assert digests_of_states(runtime) == states
-    return found
-
-
-def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str, Any]:
-    """Train a case as `train` does, but have each rank go on from a commit on the node of another rank,
-    and begin there once more in the end. A node is a directory.
-    """
-    found: dict[str, Any] = {"losses": [], "norms": [], "generated": []}
-    with opened(
-        case, place, _node(directory, place.rank), checkpoint=_commits(case, place.rank, directory)
-    ) as (
-        model,
-        runtime,
-    ):
-        schedulers = schedulers_of(case, runtime)
-        for step in range(2):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-        runtime.save(state=[each.state_dict() for each in schedulers]).wait()
-    number = (place.rank + 1) % place.ranks
-    node, commits = _node(directory, number), _commits(case, number, directory)
-    with opened(case, place, node, resume=commits) as (model, runtime):
-        assert runtime._components.checkpoint.moved.away
-        schedulers = schedulers_of(case, runtime)
-        for each, saved in zip(schedulers, runtime.load(), strict=True):
-            each.load_state_dict(saved)
-        for step in range(2, case.steps):
-            take_step(case, place, (model, runtime), step, found)
-            for each in schedulers:
-                each.step()
-            runtime.save().wait()
-        tell_values(model, found)
-        states = digests_of_states(runtime)
-    # What was here of another rank is gone, as all ranks have committed where they are now.
-    assert sorted(each.name for each in commits.rglob("commit-*[0-9]")) == [f"commit-{case.steps - 1}"]
-    assert {each.name.split("-")[1] for each in node.rglob("*.slab")} == {f"rank{place.rank}"}
-    with opened(case, place, node, resume=commits) as (model, runtime):
-        assert not runtime._components.checkpoint.moved.away
-        last: dict[str, Any] = {}
-        tell_values(model, last)
-        assert last["digests"] == found["digests"]
-        assert digests_of_states(runtime) == states
-    return found
-
-
-def _node(directory: Path, number: int) -> Path:
-    """Put this rank on a node, for runtimes that it makes from now on. Returns the node's disk."""
-    os.environ.update(GROUP_RANK=str(number), LOCAL_WORLD_SIZE="1")
-    node = directory / f"node-{number}"
-    node.mkdir(exist_ok=True)
-    return node
-
-
-def _commits(case: Case, number: int, directory: Path) -> Path:
-    """Where the commits of a case go on a node."""
-    return directory / f"node-{number}" / "commits" / case.name
-
-
-def digests_of_states(runtime: Runtime) -> dict[str, str]:
-    """Digests of all entries of the optimizer's state, by number of the parameter and name."""
-    state = runtime.optimizer.state_dict()["state"]
-    return {f"{number} {name}": digest(each) for number, of in state.items() for name, each in of.items()}
-
-
-def schedulers_of(case: Case, runtime: Runtime) -> list[torch.optim.lr_scheduler.StepLR]:
-    """The schedulers with which the case is trained, made now."""
-    if not SUBJECTS[case.subject].schedule:
-        return []
-    return [torch.optim.lr_scheduler.StepLR(runtime.optimizer, 1, gamma=0.7)]
-
-
-def take_step(
-    case: Case, place: Place, opened: tuple[nn.Module, Runtime], step: int, found: dict[str, Any]
-) -> None:
-    """Take the step with this number, and add its losses, norm and what was generated to `found`."""
-    model, runtime = opened
-    found["losses"] += backwards(case, place, model, runtime, step)
-    if case.clip is not None:
-        found["norms"].append(float(runtime.clip_grad_norm_(case.clip)))
-    runtime.optimizer.step()
-    runtime.optimizer.zero_grad()
-    if case.generates:
-        found["generated"].append(_generated(model, place.rank, step))
 
 
 def tell_values(model: nn.Module, found: dict[str, Any]) -> None:

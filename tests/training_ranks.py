@@ -14,17 +14,8 @@ from typing import Any
 import rank_processes
 import torch
 from copied_cases import train_and_copy, train_from_copy
-from ranked_cases import (
-    Case,
-    Place,
-    backwards,
-    differences,
-    opened,
-    train,
-    train_on_other_nodes,
-    train_with_a_break,
-    train_with_a_move,
-)
+from ranked_cases import Case, Place, backwards, differences, opened, train
+from resumed_cases import train_on_other_nodes, train_with_a_break, train_with_a_move
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files

@@ -1,0 +1,122 @@
+"""Cases of tests/ranked_cases.py whose runs go on from commits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ranked_cases import Case, Place, digest, nothing, running, tell_values
+
+from infinity.runtime import Runtime
+
+
+def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have a second runtime go on from a commit after the second step. The
+    first runtime takes another step, which is lost.
+    """
+    commits, found = directory / "commits" / case.name, nothing()
+    with running(case, place, directory, checkpoint=commits) as run:
+        run.take_steps(
+            range(2),
+            found,
+            then=lambda: run.runtime.save(state={"rank": place.rank, "schedulers": run.schedules()}),
+        )
+        run.take_steps(range(2, 3), nothing())
+    with running(case, place, directory, resume=commits) as run:
+        state = run.runtime.load()
+        assert state["rank"] == place.rank
+        run.load_schedules(state["schedulers"])
+        run.take_steps(range(2, case.steps), found, then=run.runtime.save)
+        tell_values(run.model, found)
+    return found
+
+
+def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have a second runtime stream a commit into slabs elsewhere and go on
+    from it, and a third one end with what the second one has committed.
+
+    Slabs that lay on paths of their own are then in the directories of the ranks, and commits go on in these.
+    Otherwise the commits go to other directories, too.
+    """
+    commits, elsewhere = directory / "commits" / case.name, directory / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    found = nothing()
+    with running(case, place, directory, checkpoint=commits) as run:
+        run.take_steps(range(2), found)
+        run.runtime.save(state=run.schedules()).wait()
+        old = [each.path for each in run.runtime._components.store.nvme.slabs]
+    further = {"resume": commits}
+    if case.home == "nvme":
+        old = [each.rename(commits / f"rank-{place.rank}" / each.name) for each in old]
+    else:
+        further = {"resume": commits, "checkpoint": directory / "other commits" / case.name}
+    with running(case, place, elsewhere, **further) as run:
+        runtime, checkpoint = run.runtime, run.runtime._components.checkpoint
+        assert checkpoint.streamed_from is not None
+        run.load_schedules(runtime.load())
+
+        def commit() -> None:
+            runtime.save().wait()
+            assert checkpoint.streamed_from is None
+
+        run.take_steps(range(2, case.steps), found, then=commit)
+        assert all(each.exists() != checkpoint.continues for each in old)
+        tell_values(run.model, found)
+        states = digests_of_states(runtime)
+    with running(case, place, elsewhere, resume=further.get("checkpoint", commits)) as run:
+        assert run.runtime._components.checkpoint.streamed_from is None
+        last: dict[str, Any] = {}
+        tell_values(run.model, last)
+        assert last["digests"] == found["digests"]
+        assert digests_of_states(run.runtime) == states
+    return found
+
+
+def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have each rank go on from a commit on the node of another rank,
+    and begin there once more in the end. A node is a directory.
+    """
+    found = nothing()
+    node, commits = _node(directory, place.rank), _commits(case, place.rank, directory)
+    with running(case, place, node, checkpoint=commits) as run:
+        run.take_steps(range(2), found)
+        run.runtime.save(state=run.schedules()).wait()
+    number = (place.rank + 1) % place.ranks
+    node, commits = _node(directory, number), _commits(case, number, directory)
+    with running(case, place, node, resume=commits) as run:
+        runtime = run.runtime
+        assert runtime._components.checkpoint.moved.away
+        run.load_schedules(runtime.load())
+        run.take_steps(range(2, case.steps), found, then=lambda: runtime.save().wait())
+        tell_values(run.model, found)
+        states = digests_of_states(runtime)
+    # What was here of another rank is gone, as all ranks have committed where they are now.
+    assert sorted(each.name for each in commits.rglob("commit-*[0-9]")) == [f"commit-{case.steps - 1}"]
+    assert {each.name.split("-")[1] for each in node.rglob("*.slab")} == {f"rank{place.rank}"}
+    with running(case, place, node, resume=commits) as run:
+        assert not run.runtime._components.checkpoint.moved.away
+        last: dict[str, Any] = {}
+        tell_values(run.model, last)
+        assert last["digests"] == found["digests"]
+        assert digests_of_states(run.runtime) == states
+    return found
+
+
+def digests_of_states(runtime: Runtime) -> dict[str, str]:
+    """Digests of all entries of the optimizer's state, by number of the parameter and name."""
+    state = runtime.optimizer.state_dict()["state"]
+    return {f"{number} {name}": digest(each) for number, of in state.items() for name, each in of.items()}
+
+
+def _node(directory: Path, number: int) -> Path:
+    """Put this rank on a node, for runtimes that it makes from now on. Returns the node's disk."""
+    os.environ.update(GROUP_RANK=str(number), LOCAL_WORLD_SIZE="1")
+    node = directory / f"node-{number}"
+    node.mkdir(exist_ok=True)
+    return node
+
+
+def _commits(case: Case, number: int, directory: Path) -> Path:
+    """Where the commits of a case go on a node."""
+    return directory / f"node-{number}" / "commits" / case.name
