@@ -59,7 +59,7 @@ def run(
     A rank that was stopped (SIGSTOP) is killed once all others have ended.
     """
     more = {
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         **(environment or {}),
@@ -92,7 +92,8 @@ def serve(functions: Mapping[str, Any]) -> None:
     print(_MARK + json.dumps(outcome), flush=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nothing uses now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

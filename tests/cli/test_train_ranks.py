@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import tiny_job
+from rank_processes import free_port
 from tiny_job import JSON_KEYS, PATIENCE, TinyJob, ended, run_error
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -24,11 +24,11 @@ STEPS = 40
 ENDLESS = 1_000_000
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-    return port
+def torchrun(*options: str) -> list[str]:
+    """The beginning of a command line for python, before the program that all ranks run."""
+    # Its own port, as several tests may run at a time.
+    ranks = ["--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
+    return ["-m", "torch.distributed.run", *ranks, *options, "--"]
 
 
 @contextlib.contextmanager
@@ -68,7 +68,7 @@ def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name, program, accumulate in (
         ("one", [], 4),
-        ("two", ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--"], 2),
+        ("two", torchrun(), 2),
     ):
         files = {option: job.folder / f"{name}-{option}" for option in ("log", "export")}
         arguments = job.arguments("train", "--json", "--steps", 3, "--accumulate", accumulate)
@@ -184,9 +184,8 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
     log = job.folder / "log"
     arguments = job.arguments("train", "--steps", STEPS, "--budget-host", "1MiB", *job.nvme())
     arguments += ["--checkpoint", str(job.folder / "run"), "--every", "1", "--resume", "--log", str(log)]
-    program = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--max-restarts", "1", "--"]
     process = subprocess.Popen(
-        [sys.executable, *program, tiny_job.__file__, *arguments],
+        [sys.executable, *torchrun("--max-restarts", "1"), tiny_job.__file__, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
