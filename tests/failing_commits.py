@@ -93,6 +93,16 @@ def started() -> Iterator[Training]:
         yield Training(model, runtime, faults, files)
 
 
+@contextlib.contextmanager
+def begun() -> Iterator[Training]:
+    """Do as `started`, take a step, commit it, and take another one."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        yield run
+
+
 # --- disks ----------------------------------------------------------------------------------------------
 
 
@@ -143,10 +153,7 @@ def first_commit_fails_once() -> dict[str, Any]:
 
 def pages_not_written() -> dict[str, Any]:
     """The commit's thread cannot write a page that is in RAM."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         if run.failing:
             run.faults.fail("write", 2, errno.EIO)
         run.fails(run.save().wait)
@@ -157,10 +164,7 @@ def pages_not_written() -> dict[str, Any]:
 
 def pages_not_synced() -> None:
     """The sync of a slab fails, after which the rank refuses to go on."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         if run.failing:
             run.faults.fail("sync", 1, errno.EIO)
         run.fails(run.save().wait)
@@ -170,10 +174,7 @@ def pages_not_synced() -> None:
 
 def name_not_synced() -> None:
     """The sync of the directory fails, so that nobody knows whether the commit of the rank is there."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         if run.failing:
             run.files.fail("sync directory", 1, errno.EIO)
         run.fails(run.save().wait)
@@ -183,10 +184,7 @@ def name_not_synced() -> None:
 
 def refused_and_killed() -> None:
     """One rank refuses a commit; the others die when they are about to take their part back."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         if run.failing:
             run.files.fail("create", 1, errno.ENOSPC)
         else:
@@ -281,10 +279,7 @@ INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
 
 def interrupted() -> None:
     """Ctrl-C ends one rank inside of save()."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         if run.failing:
             _interrupt_in(*INTERRUPTS[run.plan.nth][:2], after=INTERRUPTS[run.plan.nth][2])
         run.fails(lambda: run.save().wait())
@@ -344,10 +339,7 @@ def waited_for_early() -> dict[str, Any]:
 
 def updates_not_read() -> dict[str, Any]:
     """One rank cannot read what its updates need, while another one waits for the commit."""
-    with started() as run:
-        run.step()
-        run.save().wait()
-        run.step()
+    with begun() as run:
         commit = run.save()
         if run.failing:
             run.faults.fail("read", 1, errno.EIO, times=None)
