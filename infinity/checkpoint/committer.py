@@ -111,7 +111,7 @@ def landed() -> Commit:
     return commit
 
 
-class OtherRanks(Protocol):
+class CommittingRanks(Protocol):
     """The ranks with which a commit is made; see [Note: commits of ranks]."""
 
     def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
@@ -156,7 +156,7 @@ class Committer:
         lock: AbstractContextManager[Any],
         generation: int,
         superseded: Callable[[], None] | None,
-        others: OtherRanks | None = None,
+        others: CommittingRanks | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number

@@ -37,7 +37,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.prefetch.engine import PrefetchEngine
 
 
-class OtherRanks(Protocol):
+class CopyingRanks(Protocol):
     """The ranks with which copies are saved and loaded; see [Note: copies of ranks]."""
 
     @property
@@ -75,7 +75,7 @@ class Copies:
         committer: Committer | None,
         scale: LossScale,
         health: Health,
-        others: OtherRanks | None,
+        others: CopyingRanks | None,
     ) -> None:
         """source: the model with its pages. updater: None for inference. committer: None if commits are off.
         others: the other ranks; None with one. The rest: parts of the runtime.
@@ -156,7 +156,7 @@ class Copies:
     def _phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
         """Context of a phase, which all ranks end together; see [Note: copies of ranks].
 
-        name, first: as in `OtherRanks.end`. Yields a dict for what must be equal on all ranks.
+        name, first: as in `CopyingRanks.end`. Yields a dict for what must be equal on all ranks.
         """
         same: dict[str, object] = {}
         try:

@@ -11,7 +11,7 @@ from infinity.errors import InfinityError
 
 
 class CopyPhases:
-    """Implements infinity.checkpoint.copies.OtherRanks. Used by the thread that trains alone."""
+    """Implements infinity.checkpoint.copies.CopyingRanks. Used by the thread that trains alone."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.writes = communicator.ranks.rank == 0
