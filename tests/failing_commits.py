@@ -16,7 +16,8 @@ from typing import Any
 
 import rank_processes
 import torch
-from committing_ranks import everything, offloaded, plan_of_this_rank, take_step
+from committing_ranks import everything, offloaded, plan_of_this_rank, say, take_step
+from interrupted_lines import Lines, Place, places
 from recorded_run import Recording
 
 from infinity.aio import Faults
@@ -194,23 +195,27 @@ def refused_and_killed() -> None:
 
 
 def slow_disk() -> dict[str, Any]:
-    """The disk of one rank syncs more slowly than ranks wait for each other."""
+    """The disk of one rank syncs nothing for longer than ranks wait for each other. Training goes on."""
     with started() as run:
         run.step()
         run.save().wait()
         bell = run.runtime._components.peers.communicator.bell
-        for number in range(2):
+        for waits in (True, False):
             run.step()
             if run.failing:
-                run.faults.delay("sync", 1, 2.0)
+                run.faults.hold("sync", 1, times=None)
             commit = run.save()
+            run.step(2)
+            assert not commit.done
+            if run.failing:
+                threading.Timer(1.5, run.faults.release).start()
             patience, bell.timeout = bell.timeout, 0.5
-            if number:
+            if waits:
                 commit.wait()
             else:
                 run.runtime._components.committer.land()  # as the next save() does first
             bell.timeout = patience
-            assert commit.failure is None
+            assert commit.done and commit.failure is None
         return run.told()
 
 
@@ -266,6 +271,16 @@ def _interrupt_in(owner: Any, name: str, *, after: bool = False) -> None:
     setattr(owner, name, interrupted)
 
 
+SAVING = ("checkpoint/committer.py:save",)
+SAVING_FILES = (
+    "checkpoint/committer.py",
+    "distributed/ballots.py",
+    "distributed/commit_votes.py",
+    "distributed/wire.py",
+    "pages/ledger.py",
+)
+"""The files whose lines are interrupted. Not that of the lock: where it counts, no signal is looked for."""
+
 INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
     (Committer, "land", False),
     (Ballots, "agree", False),
@@ -298,6 +313,30 @@ def interrupted_and_caught() -> dict[str, Any]:
                     raise AssertionError
             if not run.failing or (name, after) in (("land", False), ("agree", False)):
                 run.fails(run.save().wait)  # nobody has heard of a call that ended so early
+            run.step()
+            run.save().wait()
+        return run.told()
+
+
+def interrupted_at_every_line() -> dict[str, Any]:
+    """Ctrl-C comes before one line after the other of save() on one rank, which goes on."""
+    with started() as run:
+        communicator = run.runtime._components.peers.communicator
+        lines = Lines(below=SAVING)
+        with lines:
+            run.save().wait()
+        mine = [list(each) for each in places(lines) if run.failing and each.file in SAVING_FILES]
+        heard = communicator.agree("places", places=mine)
+        for number, place in enumerate(heard[run.plan.rank]["places"]):
+            run.step()
+            if run.failing:
+                before = communicator.ballots.number
+                interrupt = Lines(Place(*place), below=SAVING)
+                with contextlib.suppress(KeyboardInterrupt), interrupt:
+                    run.save(state=number)
+                say("interrupted", *place, interrupt.raised)
+            if not run.failing or communicator.ballots.number == before:
+                run.fails(run.save(state=number).wait)
             run.step()
             run.save().wait()
         return run.told()

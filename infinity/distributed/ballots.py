@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,12 +60,10 @@ class Ballots:
             self._check_wire()
         else:
             self.check()
-        self.number += 1
-        number = self.number
+        number = self.number + 1
         ballots = self._cast.setdefault(number, {})
         ballots[self._ranks.rank] = call, facts
-        for peer in self._ranks.peers:
-            self._wire.post(peer, Kind.BALLOT, number, call, facts)
+        self._post(number, call, facts)
         with self._released():
             while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
                 pass
@@ -101,6 +100,20 @@ class Ballots:
     def _ended(self, error: InfinityError) -> InfinityError:
         self.end(error)
         return error
+
+    def _post(self, number: int, call: str, facts: Any) -> None:
+        """Cast a ballot: to all other ranks, or to none if Ctrl-C comes before its number is set."""
+        left = deque(self._ranks.peers)
+        try:
+            self.number = number
+            while left:
+                self._wire.post(left[0], Kind.BALLOT, number, call, facts)
+                left.popleft()
+        except BaseException:
+            if self.number == number:
+                for peer in left:  # the first may get it twice, which changes nothing
+                    self._wire.post(peer, Kind.BALLOT, number, call, facts)
+            raise
 
     def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}

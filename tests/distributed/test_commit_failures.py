@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -164,3 +165,18 @@ def test_an_update_that_cannot_be_read_while_another_rank_waits(tmp_path: Path) 
     for each in check(plan, "updates_not_read"):
         assert [(error[0], error[2]) for error in each] == [("StorageError", errno.EIO)]
     check_resumed(plan, 3)
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_every_line_of_save(tmp_path: Path) -> None:
+    """The rank goes on. Either all ranks make the commit, or the others hear that it was interrupted."""
+    plan = Plan(str(tmp_path), rank=1, timeout=60.0)
+    zero, one = (each["errors"] for each in results(launch(plan, "interrupted_at_every_line", SCRIPT, 500.0)))
+    assert {tuple(each) for each in one} == {("", "", None)}
+    text = re.compile(r"Rank 1 could not make its part of commit \d+: KeyboardInterrupt\. Call save\(\)")
+    refused = [each for each in zero if each[0]]
+    assert all(each[0] == "ConfigError" and text.match(each[1]) for each in refused), refused
+    assert 50 < len(refused) < len(zero)
+    last = 2 * len(zero)
+    found = launch(replace(plan, resume=True, last=last, rank=-1), "train")
+    assert all(f"begins {last}" in each.written for each in found), told(found)
