@@ -245,7 +245,8 @@ class Wire:
         if name == RankDivergence.__name__:
             delivery.end(RankDivergence(cause, cure))
         else:
-            delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {name}: {cause} {cure}"))
+            text = f"{name}: {cause} {cure}".rstrip(".")
+            delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {text}"))
 
     def _end_of(self, peer: int, error: InfinityError) -> None:
         """Nothing more comes from a peer."""

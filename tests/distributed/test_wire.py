@@ -35,7 +35,7 @@ def test_deliveries_that_do_not_come_say_why() -> None:
     refused, diverged, sizes, left, late = results("refusals")[0]
     assert refused == [
         "RankFailure",
-        "Rank 1 could not deliver parameters: InfinityError: It is gone. Look..",
+        "Rank 1 could not deliver parameters: InfinityError: It is gone. Look.",
     ]
     assert diverged == ["RankDivergence", "It is older."]
     assert sizes == ["RankDivergence", "Rank 1 sent pieces of [3] bytes instead of [8]."]
