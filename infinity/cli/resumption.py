@@ -54,7 +54,8 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
     if 0 < len(lacking) < share.ranks:
         raise IncompatibleCheckpoint(
             f"There are commits of some ranks in {directory}, and none of {', '.join(map(str, lacking))}.",
-            "Start each rank on the node where its commits are.",
+            "Start each rank on the node where its commits are. If the run ended in its first commit, which "
+            "did not count yet, delete the directory.",
         )
     return checkpoint_of(communicator, directory, directory if found else None)
 
