@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rank_processes
-import torch
 from committing_ranks import everything, offloaded, plan_of_this_rank, say, take_step
 from interrupted_lines import Lines, Place, places
 from recorded_run import Recording
@@ -173,6 +172,19 @@ def pages_not_synced() -> None:
         run.step(3)
 
 
+def pages_lost() -> None:
+    """Results of updates cannot be written to NVMe, where their only copy was to be."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        if run.failing:
+            run.faults.fail("write", 1, errno.EIO, times=None)
+        run.step()
+        run.fails(lambda: run.save().wait())
+        assert run.errors[0][0] == "StorageError", run.errors
+        run.step(3)
+
+
 def name_not_synced() -> None:
     """The sync of the directory fails, so that nobody knows whether the commit of the rank is there."""
     with begun() as run:
@@ -219,6 +231,21 @@ def slow_disk() -> dict[str, Any]:
         return run.told()
 
 
+def slow_disk_without_places() -> dict[str, Any]:
+    """The disk of one rank syncs so late that its next updates need places which commits hold."""
+    with started() as run:
+        run.step()
+        run.save().wait()
+        run.step()
+        if run.failing:
+            run.faults.hold("sync", 1, times=None)
+            threading.Timer(1.0, run.faults.release).start()
+        commit = run.save()
+        run.step(3)
+        commit.wait()
+        return run.told()
+
+
 # --- calls ----------------------------------------------------------------------------------------------
 
 
@@ -245,6 +272,7 @@ def state_of_one_rank() -> dict[str, Any]:
 def saved_by_one_rank() -> None:
     with started() as run:
         run.step()
+        run.runtime._components.peers.communicator.bell.timeout = 1.0
         if run.failing:
             run.save()
         run.step()
@@ -253,8 +281,9 @@ def saved_by_one_rank() -> None:
 def saved_by_one_rank_while_others_sleep() -> None:
     with started() as run:
         run.step()
+        run.runtime._components.peers.communicator.bell.timeout = 1.0
         if not run.failing:
-            time.sleep(2 * run.plan.timeout)
+            time.sleep(2.0)
         run.save()
 
 
@@ -377,15 +406,24 @@ def waited_for_early() -> dict[str, Any]:
 
 
 def updates_not_read() -> dict[str, Any]:
-    """One rank cannot read what its updates need, while another one waits for the commit."""
+    """One rank cannot read what its updates need, while another one waits for the commit.
+
+    Nobody asks that rank for pages meanwhile, which would end the ranks.
+    """
     with begun() as run:
+        parts = run.runtime._components
         commit = run.save()
+        with parts.pager.lock:
+            parts.prefetch_engine.land_all()
+        parts.peers.communicator.agree("nobody reads")
         if run.failing:
             run.faults.fail("read", 1, errno.EIO, times=None)
+        parts.peers.communicator.agree("nobody can read")
+        if run.failing:
             await_end(commit)
-            run.faults.clear()
         run.fails(commit.wait)
-        torch.distributed.barrier()  # the other ranks need pages of this one in their next step
+        run.faults.clear()
+        parts.peers.communicator.agree("all can read")
         run.step()
         run.save().wait()
         return run.told()
