@@ -15,7 +15,7 @@ from torch import nn
 from infinity.build import carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
-from infinity.config import Budget, Precision
+from infinity.config import Budget, Precision, node_cache_limit
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.division import Division
@@ -334,6 +334,7 @@ def plan_for(
         slab_directory=slab_directory,
         prefer=prefer,
         share=share,
+        node_cache=node_cache_limit(),
     )
     if example_inputs is None:
         return draft()

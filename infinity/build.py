@@ -119,6 +119,7 @@ class _Builder:
 
     def __init__(self, model: nn.Module, plan: Plan, store: Store, communicator: Communicator | None) -> None:
         self.communicator = communicator
+        self.remote = None if communicator is None else communicator.remote_parts(store.node_cache)
         self.early: list[tuple[int, Any]] = []
         """What other ranks have said to the runtime while it was being made."""
         self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
@@ -143,7 +144,7 @@ class _Builder:
                 self._state_pages(),
                 store,
                 plan.rule,
-                remote=None if communicator is None else communicator.remote,
+                remote=self.remote,
             )
         )
 
@@ -330,9 +331,10 @@ class _Builder:
         if self.communicator is not None:
             from infinity.distributed.peers import Peers
 
-            assert versions is not None
+            assert versions is not None and self.remote is not None
             peers = Peers(
                 self.communicator,
+                self.remote,
                 pages=pages,
                 edits=edits,
                 versions=versions,
@@ -382,7 +384,7 @@ class _Builder:
         *,
         resumed: bool,
     ) -> PrefetchEngine:
-        if self.communicator is None:
+        if self.remote is None:
             return PrefetchEngine(pages, self.store, Trace(), meter=meter, updates=updates, edits=edits)
         from infinity.prefetch.ranked_engine import RankedEngine
 
@@ -393,7 +395,7 @@ class _Builder:
             meter=meter,
             updates=updates,
             edits=edits,
-            remote=self.communicator.remote,
+            remote=self.remote,
             own_parts=resumed,
         )
 

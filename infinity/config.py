@@ -19,6 +19,7 @@ _UNITS = {unit: 1 << 10 * power for power, unit in enumerate(("B", "KiB", "MiB",
 _FACTORS = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _MOST_DIGITS = 30
 _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NODE_CACHE_VARIABLE = "INFINITY_NODE_CACHE"
 _STATE_FORMATS = ("fp32", "bf16", "int8")
 _ACCUMULATION = ("fp32", "compute")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
@@ -58,6 +59,15 @@ def format_size(nbytes: int) -> str:
             value = nbytes / factor
             return f"{value:.0f} {unit}" if value >= 100 or value.is_integer() else f"{value:.3g} {unit}"
     return f"{nbytes} B"
+
+
+def node_cache_limit() -> int | None:
+    """The most bytes of RAM in which one of several ranks keeps parameters of other nodes: what the
+    environment variable INFINITY_NODE_CACHE says, such as "2GiB" or "0"; None: what is useful. Raises
+    ConfigError.
+    """
+    text = os.environ.get(NODE_CACHE_VARIABLE, "")
+    return parse_size(text, what=NODE_CACHE_VARIABLE) if text else None
 
 
 @dataclass(frozen=True, kw_only=True)

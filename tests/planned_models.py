@@ -49,6 +49,7 @@ def planned(
     slab_directory=None,
     prefer=None,
     share=ALONE,
+    node_cache=None,
     **budget,
 ) -> Plan:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -69,6 +70,7 @@ def planned(
         slab_directory=slab_directory,
         prefer=prefer,
         share=share,
+        node_cache=node_cache,
     )
 
 

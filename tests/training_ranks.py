@@ -157,6 +157,7 @@ def homes_and_pools(case: Case, place: Place, directory: Path) -> dict[str, Any]
 def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     """Bytes that this rank sent and received in all steps of a case, by what they were.
 
+    "received from": (rank, what it was, bytes).
     "fetches": bytes of each unit that this rank asked others for. "pages": bytes of each unit's parameter
     page, in the order of units. "owned", "trained": elements of gradients that this rank sums up, and that
     the model has; "pieces", "all pieces": the numbers of pieces in which they are.
@@ -165,13 +166,14 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
         communicator = runtime._components.peers.communicator
         layouts = runtime.plan.layout.units
         fetches = [0] * len(layouts)
-        fetch = communicator.remote.fetch
+        remote = runtime._components.peers.remote
+        fetch = remote.fetch
 
         def counted(owner: int, page: Any, start: int, into: torch.Tensor) -> Any:
             fetches[page.index] += into.nbytes
             return fetch(owner, page, start, into)
 
-        communicator.remote.fetch = counted
+        remote.fetch = counted
         _steps(case, place, model, runtime)
         with runtime._components.pager.lock:
             runtime._components.prefetch_engine.land_all()  # the page with which a further step would begin
@@ -185,6 +187,7 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     return {
         "received": dict(counters.received),
         "sent": dict(counters.sent),
+        "received from": [[*sent, nbytes] for sent, nbytes in counters.received_from.items()],
         "fetches": fetches,
         "pages": [unit.nbytes for unit in layouts],
         "owned": sum(count for mine, count in pieces if mine),

@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
     job = show_job(options, console, share=share, on_node=share.ranks // options.nodes)
     found = None
     if share.ranks > 1:
-        found = network(job.plan, options.nodes, link, options.accumulate)
+        found = network(job.plan, link, options.accumulate)
         console.print(f"{found.text}{_others(job)}", highlight=False, soft_wrap=True)
         title = f"\nbytes of one of {share.ranks} ranks by stage, beside those of ZeRO's formulas"
         console.print(f"{title}\n{text_by_stage(bytes_by_stage(job.plan))}", highlight=False, soft_wrap=True)
@@ -98,7 +98,8 @@ def _share(options: argparse.Namespace) -> Share:
         )
     if options.link is not None and options.nodes == 1:
         raise ConfigError("--link was given for one node.", "Add --nodes M, with at least 2 nodes.")
-    return Share(0, options.ranks, _STAGE if options.stage is None else options.stage)
+    on_node = options.ranks // options.nodes if options.nodes > 1 else 0
+    return Share(0, options.ranks, _STAGE if options.stage is None else options.stage, on_node)
 
 
 def _summary(job: Job, travels: Network | None) -> dict[str, Any]:

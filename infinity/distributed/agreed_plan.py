@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,8 +88,11 @@ def agreed_plan(
     """
     plan = _divided_alike(communicator, plan_with)
     told = claims.told(claims.claims_of(plan, budget, adopts=adopts(plan)))
-    heard = communicator.agree("offload()", node=communicator.place.node, claims=told)
+    cache, node = plan.node_cache_bytes, communicator.place.node
+    heard = communicator.agree("offload()", node=node, claims=told, cache=cache)
     claims.check({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
+    if cache and not all(said["cache"] for said in heard.values() if said["node"] == node):
+        return replace(plan, node_cache_bytes=0)  # each rank of a node asks all others there
     return plan
 
 

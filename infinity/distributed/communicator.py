@@ -6,6 +6,7 @@ import atexit
 import sys
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +19,7 @@ from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Kind
+from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
@@ -26,6 +28,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.system import launcher, machine
 from infinity.system.closing import Closing
 from infinity.system.launcher import Place
+from infinity.tiers import Pool
 
 _T = TypeVar("_T")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -48,7 +51,6 @@ class Communicator(Closing):
         self.wire = Wire(self.ranks, self.bell)
         self.liveness = Liveness(self.ranks, self.bell)
         self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
-        self.remote = RemoteParts(self.wire, self.lock)
         self._closed = False
         self._alone = False
         """Whether this rank has left without having waited for the others."""
@@ -99,6 +101,13 @@ class Communicator(Closing):
         """What keeps edits of these pages from other ranks until these have made them, too."""
         return EditVersions(self.wire, self.ballots, pages, self.lock)
 
+    def remote_parts(self, room: Pool | None) -> RemoteParts:
+        """What brings the parts of pages that other ranks own. room: in which parts from other nodes are kept
+        for the ranks of this one; None: none are.
+        """
+        cache = None if room is None else NodeCache(self.wire, room)
+        return RemoteParts(self.wire, self.lock, self.share, cache)
+
     def commit_votes(self) -> CommitVotes:
         """What makes commits together with the other ranks."""
         return CommitVotes(self.ranks, self.wire, self.ballots)
@@ -113,18 +122,22 @@ class Communicator(Closing):
         )
 
     def find_place(self) -> None:
-        """Set `place`, from the environment, or else from what all ranks tell of their machines. All ranks
-        call this.
+        """Set `place`, and the number of ranks of a node in `share`, from the environment, or else from what
+        all ranks tell of their machines. All ranks call this.
         """
-        heard = self.agree("offload()", machine=machine.identity())
-        machines = [heard[rank]["machine"] for rank in range(self.ranks.size)]
-        mine = machines[self.ranks.rank]
-        found = Place(
-            list(dict.fromkeys(machines)).index(mine),
-            machines[: self.ranks.rank].count(mine),
-            machines.count(mine),
+        given = launcher.place()
+        heard = self.agree(
+            "offload()", machine=machine.identity(), node=None if given is None else given.node
         )
-        self.place = launcher.place() or found
+        told = [heard[rank] for rank in range(self.ranks.size)]
+        key = "machine" if any(each["node"] is None for each in told) else "node"
+        nodes = [each[key] for each in told]
+        mine = nodes[self.ranks.rank]
+        found = Place(
+            list(dict.fromkeys(nodes)).index(mine), nodes[: self.ranks.rank].count(mine), nodes.count(mine)
+        )
+        self.place = given or found
+        self.share = replace(self.share, on_node=_on_each(nodes))
 
     def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
         """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
@@ -145,3 +158,12 @@ class Communicator(Closing):
             self.ranks.hang_up()
             self.wire.close()
         self.ranks.close(orderly=orderly and self.bell.failure is None)
+
+
+def _on_each(nodes: Sequence[object]) -> int:
+    """The number of ranks on each node, or 0; see `Share.on_node`. nodes: the name of each rank's node."""
+    count = nodes.count(nodes[0])
+    several = len(nodes) > count and len(nodes) % count == 0
+    starts = range(0, len(nodes), count)
+    alike = several and all(len(set(nodes[at : at + count])) == 1 for at in starts)
+    return count if alike and len({nodes[at] for at in starts}) == len(starts) else 0

@@ -15,6 +15,7 @@ from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.wire import Wire
@@ -39,11 +40,13 @@ class Conductor:
         step: RankedStep | None,
         drive: Callable[[int], None],
         liveness: Liveness,
+        cache: NodeCache | None,
         lock: TrainerLock,
         early: Sequence[tuple[int, Message]],
     ) -> None:
-        """drive: completes what the commit with this number lacks, under the lock. early: messages that have
-        come already.
+        """drive: completes what the commit with this number lacks, under the lock. cache: gives parameters
+        of other nodes to the ranks of this one; None if each rank asks for its own. early: messages that
+        have come already.
         """
         self._wire = wire
         self._early = early
@@ -51,6 +54,7 @@ class Conductor:
         self._versions = versions
         self._contributions = contributions
         self._liveness = liveness
+        self._cache = cache
         self._watching = False
         """Whether another rank waits for edits of this rank, which make no noise."""
         self._step = step
@@ -102,7 +106,9 @@ class Conductor:
         """Act on messages. Returns False if the last message of this runtime is among them."""
         others = []
         for source, message in waiting:
-            if message.kind is Kind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
+            if message.kind is Kind.REQUEST and message.fields[1] == What.RELAYED:
+                self._relay(source, *message.fields)
+            elif message.kind is Kind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
                 self._service.requested(source, *message.fields)
             elif message.kind is Kind.BYE and source < 0:
                 return False
@@ -129,6 +135,11 @@ class Conductor:
                         self._about_gradients(self._contributions, source, message)
                 self._watching = self._versions.answer()
         return True
+
+    def _relay(self, source: int, number: int, _: int, owner: int, *wanted: int) -> None:
+        assert self._cache is not None, "all ranks of a node have agreed on their caches"
+        with contextlib.suppress(ConfigError):  # the wire is closed, which the asking rank has heard
+            self._cache.requested(source, number, owner, *wanted)
 
     def _about_gradients(self, contributions: Contributions, source: int, message: Message) -> None:
         if message.kind is Kind.REQUEST:

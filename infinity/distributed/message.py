@@ -77,6 +77,8 @@ class Kind(enum.IntEnum):
 
     DRIVE = 19
     """Fields: the number of a commit. The sender waits for it, so the receiver completes what it lacks."""
+    REDIRECT = 20
+    """Fields: the delivery's number. The sender has no room to relay it, so the owner is to be asked."""
 
 
 class What(enum.IntEnum):
@@ -94,6 +96,8 @@ class What(enum.IntEnum):
     """The asked rank's own gradient of a piece, not summed over ranks."""
     INITIAL = 5
     """Values of rank 0's model or optimizer states, while runtimes are made."""
+    RELAYED = 7
+    """Bytes of a parameter page that a rank on another node owns; the asked rank brings them for its node."""
 
     @property
     def label(self) -> str:
@@ -108,6 +112,7 @@ _LABELS = {
     What.SUM: "gradients",
     What.LOCAL: "gradients",
     What.INITIAL: "initial values",
+    What.RELAYED: "parameters",
 }
 
 

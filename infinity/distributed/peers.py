@@ -12,6 +12,7 @@ from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.message import Message
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
+from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.gradients.host import Gradients
 from infinity.optim.updater import Updater
@@ -30,6 +31,7 @@ class Peers:
     def __init__(
         self,
         communicator: Communicator,
+        remote: RemoteParts,
         *,
         pages: Sequence[ParameterPage],
         edits: EditTracker,
@@ -43,17 +45,18 @@ class Peers:
         drive: Callable[[int], None],
         early: Sequence[tuple[int, Message]],
     ) -> None:
-        """drive: completes what a commit lacks. early: what other ranks have said to this runtime before it
-        was made.
+        """remote: brings parts of pages that other ranks own. drive: completes what a commit lacks. early:
+        what other ranks have said to this runtime before it was made.
         """
         assert isinstance(engine, RankedEngine) and store.exchange is not None
         self.communicator = communicator
+        self.remote = remote
         self.copies = CopyPhases(communicator)
         """Saves and loads copies of the run with the other ranks."""
         wire, lock, share = communicator.wire, communicator.lock, communicator.share
         service = PageService(
             wire,
-            communicator.remote,
+            remote,
             pages=pages,
             edits=edits,
             versions=versions,
@@ -71,7 +74,7 @@ class Peers:
         if gradients is not None and updater is not None:
             whole = None
             if share.whole_gradients:
-                whole = WholeGradients(share, gradients, updater, communicator.remote)
+                whole = WholeGradients(share, gradients, updater, remote)
             else:
                 contributions = Contributions(
                     wire,
@@ -89,7 +92,7 @@ class Peers:
                 contributions=contributions,
                 whole=whole,
                 service=service,
-                remote=communicator.remote,
+                remote=remote,
                 engine=engine,
                 gradients=gradients,
                 lock=lock,
@@ -102,6 +105,7 @@ class Peers:
             step=self.step,
             drive=drive,
             liveness=communicator.liveness,
+            cache=remote.cache,
             lock=lock,
             early=early,
         )

@@ -1,17 +1,21 @@
-"""Remote parts: asks other ranks for bytes of pages, and waits for them without the runtime's lock."""
+"""Remote parts: asks other ranks for bytes of pages, and waits for them without the runtime's lock.
+
+What ranks on other nodes own is asked of the rank of this node that keeps it (node_cache.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, What
+from infinity.distributed.node_cache import NodeCache, Wanted, asked
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.wire import Wire
 from infinity.layout.chunks import Piece
-from infinity.layout.shards import HomeRange
+from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers.link import Timing, Transfer
 
@@ -39,11 +43,35 @@ class RemoteTransfer:
         return None
 
 
+class _RelayedTransfer(RemoteTransfer):
+    """Bytes on their way from another rank by a rank of this node, which may have no room for them."""
+
+    def __init__(self, delivery: Delivery, lock: TrainerLock, ask: Callable[[], Delivery]) -> None:
+        """ask: asks the owner of the bytes itself."""
+        super().__init__(delivery, lock)
+        self._ask = ask
+
+    def done(self) -> bool:
+        if self._delivery.redirected:
+            self._delivery = self._ask()
+        return super().done()
+
+    def wait(self) -> object:
+        super().wait()
+        if self._delivery.redirected:
+            self._delivery = self._ask()
+            super().wait()
+        return None
+
+
 class RemoteParts:
     """Implements infinity.pages.remote.RemotePages."""
 
-    def __init__(self, wire: Wire, lock: TrainerLock) -> None:
+    def __init__(self, wire: Wire, lock: TrainerLock, share: Share, cache: NodeCache | None = None) -> None:
+        """share: this rank's. cache: keeps what ranks of other nodes own; None: each rank asks the owners."""
         self.step = 0
+        self._loads = 0
+        """Number of copies of runs that were loaded."""
         self._unserved: dict[int, int] = {}
         """Unit -> bytes of this rank's part that other ranks have not fetched since the last step."""
         self._served: set[tuple[int, int, int]] = set()
@@ -54,9 +82,29 @@ class RemoteParts:
         """Unit -> what is sent to other ranks straight from memory where user code may change the page."""
         self._wire = wire
         self._lock = lock
+        self._share = share
+        self.cache = cache
 
     def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
-        return self._ask(owner, What.PARAMETERS, page.index, start, into, page.version)
+        wanted = Wanted(self.step, self._loads, page.index, start, into.nbytes, page.version)
+        relay = owner if self.cache is None else self._share.relay(owner)
+        if relay != owner and relay == self._share.rank:
+            assert self.cache is not None
+            landing = self.cache.fetch(owner, wanted, into)
+            if landing is not None:
+                return RemoteTransfer(landing, self._lock)
+        elif relay != owner:
+            delivery = self._expect(relay, What.RELAYED, into, owner, *wanted)
+            return _RelayedTransfer(delivery, self._lock, lambda: self._expect_from(owner, wanted, into))
+        return RemoteTransfer(self._expect_from(owner, wanted, into), self._lock)
+
+    def _expect_from(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery:
+        """Ask the owner of bytes of a page for them."""
+        return self._expect(owner, What.PARAMETERS, into, *asked(wanted))
+
+    def replaced(self) -> None:
+        self._loads += 1
+        self.published(())  # what was kept for other ranks is of the run before
 
     def published(self, pages: Sequence[ParameterPage]) -> None:
         """Note that a step updates these pages, so that other ranks will fetch this rank's parts of them."""
@@ -102,7 +150,8 @@ class RemoteParts:
 
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._ask(owner, What.STATES, unit, offset, into).wait()
+        delivery = self._expect(owner, What.STATES, into, self.step, unit, offset, nbytes)
+        RemoteTransfer(delivery, self._lock).wait()
         return into
 
     def local_gradient(
@@ -119,7 +168,7 @@ class RemoteParts:
         RemoteTransfer(delivery, self._lock).wait()
         return bool(there.item())
 
-    def _ask(self, owner: int, what: What, unit: int, at: int, into: torch.Tensor, *others: int) -> Transfer:
-        delivery = self._wire.expect(owner, [into], label=what.label)
-        self._wire.post(owner, Kind.REQUEST, delivery.number, what, self.step, unit, at, into.nbytes, *others)
-        return RemoteTransfer(delivery, self._lock)
+    def _expect(self, rank: int, what: What, into: torch.Tensor, *fields: int) -> Delivery:
+        delivery = self._wire.expect(rank, [into], label=what.label)
+        self._wire.post(rank, Kind.REQUEST, delivery.number, what, *fields)
+        return delivery

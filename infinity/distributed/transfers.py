@@ -68,6 +68,11 @@ class _Transfer:
         """Whether it has ended with an error, which `wait` raises."""
         return self._failure is not None
 
+    @property
+    def failure(self) -> InfinityError | None:
+        """A copy of the error with which it has ended, or None."""
+        return None if self._failure is None else self._failure.again()
+
 
 class Delivery(_Transfer):
     """Bytes that are expected from a peer. `number` goes with the request, and comes back with the bytes."""
@@ -87,6 +92,8 @@ class Delivery(_Transfer):
         super().__init__(bell, peer, number, label, told)
         self.into = into
         """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
+        self.redirected = False
+        """Whether it has ended without bytes, because another rank is to be asked for them."""
 
     def end(self, failure: InfinityError | None = None) -> None:
         self.into = ()

@@ -34,6 +34,8 @@ class Traffic:
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
+    received_from: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """(rank that sent them, label) -> bytes."""
     messages_sent: int = 0
     messages_received: int = 0
 
@@ -45,8 +47,8 @@ class Wire:
         """bell: rung whenever something has come; its failure ends all waits."""
         self.bell = Bell() if bell is None else bell
         self.inbox: Inbox = queue.SimpleQueue()
-        """(source, message): all messages but DATA, REFUSAL, BALLOT, VOTE and LEAVING, in each source's
-        order. A peer's last one is BYE, or FAILED if it is lost.
+        """(source, message): all messages but DATA, REFUSAL, REDIRECT, BALLOT, VOTE and LEAVING, in each
+        source's order. A peer's last one is BYE, or FAILED if it is lost.
         """
         self.ballots: Inbox = queue.SimpleQueue()
         """(source, message): the messages of the kind BALLOT, in each source's order."""
@@ -101,23 +103,30 @@ class Wire:
         """A copy of the counters. Bytes sent count once the peer has taken them."""
         with self._lock:
             mine = self._traffic
-            return Traffic(
-                Counter(mine.sent), Counter(mine.received), mine.messages_sent, mine.messages_received
-            )
+            counters = Counter(mine.sent), Counter(mine.received), Counter(mine.received_from)
+            return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
     def post(self, peer: int, kind: Kind, *fields: Any) -> None:
         """Queue a message. Never blocks. What is posted to a peer that has left is dropped."""
         self._queue(peer, Parcel(Message(kind, list(fields))))
 
     def expect(
-        self, peer: int, into: Sequence[torch.Tensor], label: str = "parameters", *, tell: bool = False
+        self,
+        peer: int,
+        into: Sequence[torch.Tensor],
+        label: str = "parameters",
+        *,
+        tell: bool = False,
+        told: Callable[[Delivery], None] | None = None,
     ) -> Delivery:
         """Name the memory for bytes that the peer will be asked for; ask it with the delivery's number.
 
         into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. tell:
-        whether a message ARRIVED comes into the inbox when the delivery has ended.
+        whether a message ARRIVED comes into the inbox when the delivery has ended. told: called with the
+        delivery then, by the thread that receives from the peer, or by this one if the peer has left.
         """
-        told = functools.partial(self._tell, Kind.ARRIVED) if tell else None
+        if tell:
+            told = functools.partial(self._tell, Kind.ARRIVED)
         delivery = Delivery(self.bell, peer, next(self._numbers), label, into=tuple(into), told=told)
         with self._lock:
             error = self._ended.get(peer)
@@ -205,6 +214,7 @@ class Wire:
         with self._lock:
             self._traffic.messages_received += 1
             self._traffic.received[label] += sum(sizes)
+            self._traffic.received_from[peer, label] += sum(sizes)
             delivery = self._expected.pop((peer, number), None)
         if delivery is not None:
             wanted = [each.nbytes for each in delivery.into]
@@ -215,6 +225,8 @@ class Wire:
             self._traffic.messages_received += 1
         if message.kind is Kind.REFUSAL:
             self._refused(peer, *message.fields)
+        elif message.kind is Kind.REDIRECT:
+            self._redirected(peer, *message.fields)
         elif message.kind is Kind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
@@ -247,6 +259,13 @@ class Wire:
         else:
             text = f"{name}: {cause} {cure}".rstrip(".")
             delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {text}"))
+
+    def _redirected(self, peer: int, number: int) -> None:
+        with self._lock:
+            delivery = self._expected.pop((peer, number), None)
+        if delivery is not None:
+            delivery.redirected = True
+            delivery.end()
 
     def _end_of(self, peer: int, error: InfinityError) -> None:
         """Nothing more comes from a peer."""

@@ -26,10 +26,15 @@ class Share:
     """Number of ranks. A single rank keeps everything, at every stage."""
     stage: int = 0
     """The stage of ZeRO, from 0 to 3. At stage 0 every rank keeps everything."""
+    on_node: int = 0
+    """Number of ranks on each node, where nodes have equally many and ranks are numbered node by node; 0
+    where that is not so or all ranks run on one node.
+    """
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.ranks, (self.rank, self.ranks)
         assert 0 <= self.stage <= 3, self.stage
+        assert not self.on_node or self.ranks % self.on_node == 0, (self.ranks, self.on_node)
 
     @property
     def whole_parameters(self) -> bool:
@@ -45,6 +50,21 @@ class Share:
     def whole_states(self) -> bool:
         """Whether this rank's homes hold the optimizer states of all chunks, so that it updates all."""
         return self.ranks == 1 or self.stage < 1
+
+    @property
+    def caches_for_node(self) -> int:
+        """Number of ranks on other nodes whose parameters this rank is to bring for all ranks of its node."""
+        return self.ranks // self.on_node - 1 if self.on_node else 0
+
+    def relay(self, owner: int) -> int:
+        """The rank that brings the parameters of another rank to this one's node: `owner` itself if it runs
+        on this node, or if ranks are not told apart by node.
+
+        Each rank of the node does so for the ranks of other nodes that have the same place there.
+        """
+        if not self.on_node or owner // self.on_node == self.rank // self.on_node:
+            return owner
+        return self.rank // self.on_node * self.on_node + owner % self.on_node
 
     def kept(self, number: int, *, whole: bool) -> int:
         """How many of `number` things that all ranks together have, and own equally many of, this rank keeps:

@@ -107,6 +107,10 @@ class OpenTiers:
                 buffers = plan.exchange_bytes - plan.waiting_bytes
                 half = buffers // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
                 self.exchange = self.host.pool("outgoing", half), self.host.pool("incoming", buffers - half)
+            self.node_cache: Pool | None = None
+            """Room for parameters of other nodes that this rank keeps for its node; None if it keeps none."""
+            if plan.node_cache_bytes:
+                self.node_cache = self.host.pool("node cache", plan.node_cache_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
             the device computes. Both are None if the plan has no such updates.

@@ -37,6 +37,10 @@ class RemotePages(Protocol):
         """
         ...
 
+    def replaced(self) -> None:
+        """Note that all homes have got values of another run, on all ranks."""
+        ...
+
     def published(self, pages: Sequence[ParameterPage]) -> None:
         """Note that a step updates pages whose homes all ranks have whole."""
         ...

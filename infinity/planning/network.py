@@ -1,7 +1,8 @@
 """Network: bytes that ranks receive from each other in a step, and the seconds of a link between nodes. Pure.
 
 With N ranks each has 1/N of everything that is divided, so it receives (N-1)/N of it. Of the N-1 others N-K
-run on other nodes, if each node has K ranks.
+run on other nodes, if each node has K ranks. What these have of parameters comes once for the whole node, if
+the node keeps it (`Plan.node_cache_bytes`), and else for each of its ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from infinity.config import format_size
 from infinity.errors import ConfigError
+from infinity.planning.node_cache import wanted_bytes
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.stage_table import bytes_without_padding
@@ -49,9 +51,9 @@ class Network:
         return line
 
 
-def network(plan: Plan, nodes: int, link: float | None, micro_batches: int) -> Network:
-    """The traffic of a step. plan: of one of several ranks. nodes: number of nodes, which divides that of
-    ranks. link: bytes per second between two nodes. micro_batches: of a rank in a step.
+def network(plan: Plan, link: float | None, micro_batches: int) -> Network:
+    """The traffic of a step. plan: of one of several ranks, on the nodes of `plan.share`. link: bytes per
+    second between two nodes. micro_batches: of a rank in a step.
 
     Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
     gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
@@ -72,11 +74,23 @@ def network(plan: Plan, nodes: int, link: float | None, micro_batches: int) -> N
         1: (trained, summed),
         0: (0, 2 * summed),
     }[share.stage]
-    others = share.ranks - 1
-    received = [nbytes * others // share.ranks for nbytes in (parameters, gradients)]
-    here = share.ranks // nodes
-    between = sum(received) * here * (share.ranks - here) // others if others else 0
-    return Network(received[0], received[1], between, link)
+    received = [nbytes * (share.ranks - 1) // share.ranks for nbytes in (parameters, gradients)]
+    here = share.on_node or share.ranks
+    crossing = here * parameters
+    if plan.node_cache_bytes:
+        crossing = round(_crossings(plan, micro_batches) * (values if share.stage == 3 else trained))
+    crossing += here * gradients
+    return Network(received[0], received[1], crossing * (share.ranks - here) // share.ranks, link)
+
+
+def _crossings(plan: Plan, micro_batches: int) -> float:
+    """How often parameters come to a node in a step. What the node has no room to keep comes for each forward
+    and each backward, though once for all of its ranks.
+    """
+    if plan.share.stage < 3:
+        return 1.0
+    kept = min(1.0, plan.node_cache_bytes / wanted_bytes(plan))
+    return 1 + (2 * micro_batches - 1) * (1 - kept)
 
 
 def link_rate(text: str) -> float:

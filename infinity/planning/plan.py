@@ -132,6 +132,10 @@ class Plan:
     """Bytes of host RAM in which chunks wait that are sent to other ranks or were received from them: the
     exchange buffers and `waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
     """
+    node_cache_bytes: int = 0
+    """Bytes of host RAM in which this rank keeps parameters of other nodes for the ranks of its node; 0 if
+    each rank of the node asks for its own.
+    """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
         """Bytes of the home of a unit's page of one kind on this rank; a multiple of 4096.
@@ -223,7 +227,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of the host tier, in sum: pages at home in RAM, staging, transit buffers, the buffer that
-        receives gradients, the exchange with other ranks and, if `unified`, the pool of resident pages.
+        receives gradients, the exchange with other ranks, the node cache and, if `unified`, the pool of
+        resident pages.
         """
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
@@ -235,7 +240,14 @@ class Plan:
 
     @property
     def _working_in_ram(self) -> int:
-        return self.staging_bytes + self.transit_bytes + self.ring_bytes + self.exchange_bytes
+        buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes
+        return buffers + self.exchange_bytes + self.node_cache_bytes
+
+    @functools.cached_property
+    def relayed_bytes(self) -> int:
+        """Bytes of all parameters that this rank is to bring for its node from others; 0 with one node."""
+        parts = sum(part_bytes(unit, self.share.ranks) for unit in self.layout.units)
+        return self.share.caches_for_node * parts
 
     @property
     def ram_bytes(self) -> int:
@@ -403,6 +415,7 @@ class Plan:
             sum(sizes[unit] for sizes in self.page_sizes.values()) for unit in range(len(self.homes))
         )
         pages = sum(self.home_bytes.values()) + 2 * largest + self.transit_bytes + self.reserved + nbytes
+        pages += self.relayed_bytes
         # An eighth is more than the exchange takes, and a quarter is left to unknown activations.
         return max(budget, round_up(pages * 8 // (7 if self.activations is not None else 5), PAGE_ALIGNMENT))
 

@@ -76,7 +76,10 @@ def _ranks(plan: Plan) -> list[str]:
     if share.ranks == 1:
         return []
     line = f"rank {share.rank} of {share.ranks} · stage {share.stage}: {_DIVIDED[share.stage]} divided"
-    return [f"{line} · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"]
+    line += f" · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"
+    if plan.node_cache_bytes:
+        line += f", {format_size(plan.node_cache_bytes)} a cache of other nodes' parameters"
+    return [line]
 
 
 def _share(plan: Plan) -> list[str]:

@@ -24,6 +24,7 @@ from infinity.planning import mirror, twin_flow
 from infinity.planning.budget_errors import format_count, nvme_budget_for, shortage, usable_nvme
 from infinity.planning.cost_model import MachineRates, UpdateTime
 from infinity.planning.headroom import NO_HEADROOM, Headroom
+from infinity.planning.node_cache import least_bytes, shares_of_budget, wanted_bytes
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Kind, Placement, Room, line_of
 from infinity.planning.plan import Plan
@@ -80,6 +81,7 @@ def make_plan(
     slab_directory: str | None = None,
     prefer: Division | None = None,
     share: Share = ALONE,
+    node_cache: int | None = None,
 ) -> Plan:
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
@@ -97,6 +99,7 @@ def make_plan(
 
     share: the rank for which the plan is made; the budgets are this rank's. With several ranks the device
     runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
+    node_cache: the most bytes of RAM for parameters of other nodes; None: what is useful.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
@@ -125,7 +128,8 @@ def make_plan(
     )
     paths = len(budget.nvme_bytes)
     header = SLAB_HEADER_BYTES if commits else 0
-    draft = _Draft(surveyed, search, budgets, usable_nvme(budget.nvme_bytes, header), unified, share)
+    nvme = usable_nvme(budget.nvme_bytes, header)
+    draft = _Draft(surveyed, search, budgets, nvme, unified, share, node_cache)
     placement = search.place(draft.room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
@@ -172,6 +176,8 @@ class _Draft:
     """Bytes of pages that the NVMe tier can hold."""
     unified: bool
     share: Share
+    node_cache: int | None
+    """The most bytes of RAM for parameters of other nodes; None: what is useful."""
 
     @property
     def computes_in(self) -> Tier:
@@ -210,23 +216,59 @@ class _Draft:
             )
         if alone and not self.unified:
             found = self._with_mirrors(found)
+        if self.share.caches_for_node:
+            found = self._with_node_cache(found, placement, reserve, planned)
         if not self.share.whole_parameters:
-            found = self._with_all_room_for_pages(found, counted=reserve.kept_out_of is not None)
+            found = self._with_all_room_for_pages(found, reserve)
         return replace(found, prediction=found.predict())
 
-    def _with_all_room_for_pages(self, plan: Plan, *, counted: bool) -> Plan:
+    def _with_all_room_for_pages(self, plan: Plan, reserve: Reserve) -> Plan:
         """Return the plan with what is left of the tier that computes in the pool of resident pages.
 
-        Every page comes from other ranks, and pages that stay from forward to backward come once. If
-        activations are unknown, a quarter of the budget is left to them. There is never more room than for
-        all pages. counted: whether `plan.reserved` has that quarter already.
+        Every page comes from other ranks, and pages that stay from forward to backward come once. There is
+        never more room than for all pages.
         """
-        budget = self.budgets[self.computes_in]
-        used = plan.host_bytes if self.unified else plan.device_bytes
-        kept = budget // _UNKNOWN_SHARE if plan.activations is None and not counted else 0
-        left = max(0, budget - plan.reserved - used - kept) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        left = self._left(plan, self.computes_in, reserve)
         whole = sum(unit.nbytes for unit in plan.layout.units)
         return replace(plan, resident_bytes=max(plan.resident_bytes, min(whole, plan.resident_bytes + left)))
+
+    def _left(self, plan: Plan, tier: Tier, reserve: Reserve) -> int:
+        """Bytes that a plan leaves of a tier, a multiple of 4096: host or device.
+
+        If activations are unknown, a quarter of the budget of the tier that computes is left to them.
+        """
+        budget = self.budgets[tier]
+        used = plan.host_bytes if tier is Tier.HOST else plan.device_bytes
+        if tier is self.computes_in:
+            unknown = plan.activations is None and reserve.kept_out_of is None  # else it is reserved already
+            used += plan.reserved + (budget // _UNKNOWN_SHARE if unknown else 0)
+        return max(0, budget - used) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+
+    def _with_node_cache(
+        self, plan: Plan, placement: Placement, reserve: Reserve, planned: Callable[..., Plan]
+    ) -> Plan:
+        """Return the plan with room for parameters of other nodes: what is left, or if pages are on NVMe
+        anyway, RAM that they would have. The model is divided, and pages are present, as without it.
+        """
+        wanted = wanted_bytes(plan)
+        if self.node_cache is not None:
+            wanted = min(wanted, self.node_cache // PAGE_ALIGNMENT * PAGE_ALIGNMENT)
+        if self.share.on_node == 1:
+            roomy = self._with_all_room_for_pages(plan, reserve)
+            if roomy.resident_bytes >= sum(unit.nbytes for unit in plan.layout.units):
+                return plan  # each page comes once
+        left, least = min(wanted, self._left(plan, Tier.HOST, reserve)), least_bytes(plan)
+        if not wanted or wanted < least:
+            return plan
+        if plan.home_bytes[Tier.NVME]:
+            room = self.room(reserve)
+            for nbytes in shares_of_budget(wanted, self.budgets[Tier.HOST]):
+                if nbytes < least or nbytes <= left:
+                    break
+                other = self.search.place_alike(placement, replace(room, host=max(0, room.host - nbytes)))
+                if other is not None and other.resident_bytes >= placement.resident_bytes:
+                    return planned(other, node_cache_bytes=nbytes)
+        return replace(plan, node_cache_bytes=left if left >= least else 0)
 
     def _with_mirrors(self, plan: Plan) -> Plan:
         host_free = self.budgets[Tier.HOST] - plan.host_bytes

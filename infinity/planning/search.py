@@ -100,6 +100,12 @@ class Search:
         placements = (candidate.place(room, level) for level, candidate in tries)
         return next((placement for placement in placements if placement is not None), None)
 
+    def place_alike(self, placement: Placement, room: Room) -> Placement | None:
+        """Find the first placement that fits `room` and divides the model as `placement` does."""
+        candidate = self._measure(placement.grouping, placement.chunk_elements)
+        placements = (candidate.place(room, level) for level in WORKING_ROOMS)
+        return next((each for each in placements if each is not None), None)
+
     def prefers(self, placement: Placement) -> bool:
         """Whether a placement has the preferred division."""
         return any(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.formats.optimizer_rules import state_format
-from infinity.layout.shards import Share
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.table import render
@@ -36,7 +35,7 @@ def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
     elements = bytes_without_padding(plan)
     found = []
     for stage in range(4):
-        share = Share(plan.share.rank, plan.share.ranks, stage)
+        share = replace(plan.share, stage=stage)
         sizes = replace(plan, share=share).page_sizes
         whole = {
             Kind.PARAMETER: share.whole_parameters,

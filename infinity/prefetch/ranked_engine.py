@@ -87,7 +87,7 @@ class RankedEngine(PrefetchEngine):
 
     def homes_replaced(self) -> None:
         self._behind.clear()  # homes with whole pages have got all of them
-        self._others.published(())  # what was kept for other ranks is of the run before
+        self._others.replaced()
         if not self._whole:
             for unit in list(self._resident):
                 self._evict(unit)

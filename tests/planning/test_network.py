@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from planned_models import MiB, planned, stack
 from torch import nn
@@ -22,7 +24,7 @@ PSI = sum(each.numel() for each in model().parameters())
 def test_a_step_has_the_papers_volume(stage: int, parameters: int, gradients: int) -> None:
     """Bytes an element: 2 for values and contributions in bf16, 4 for sums."""
     made = planned(model(), host=64 * MiB, share=Share(0, 4, stage))
-    found = network(made, 1, None, 1)
+    found = network(made, None, 1)
     assert (found.parameters, found.gradients) == (PSI * parameters * 3 // 4, PSI * gradients * 3 // 4)
     assert found.between_nodes == 0 and found.seconds is None
 
@@ -30,17 +32,35 @@ def test_a_step_has_the_papers_volume(stage: int, parameters: int, gradients: in
 @pytest.mark.parametrize(("stage", "times"), [(3, 3), (2, 3), (1, 1), (0, 1)])
 def test_micro_batches_bring_gradients_and_at_stage_3_parameters_again(stage: int, times: int) -> None:
     made = planned(model(), host=64 * MiB, share=Share(0, 2, stage))
-    one, three = (network(made, 1, None, count) for count in (1, 3))
+    one, three = (network(made, None, count) for count in (1, 3))
     assert three.gradients == times * one.gradients
     assert three.parameters == (3 if stage == 3 else 1) * one.parameters
 
 
 def test_between_nodes_is_what_all_ranks_of_a_node_get_from_others() -> None:
-    made = planned(model(), host=64 * MiB, share=Share(0, 4, 3))
-    found = network(made, 2, 1000.0, 1)
+    made = planned(model(), host=64 * MiB, share=Share(0, 4, 3, on_node=2), node_cache=0)
+    found = network(made, 1000.0, 1)
     assert found.between_nodes == (found.parameters + found.gradients) * 2 * 2 // 3
     assert found.seconds == found.between_nodes / 1000
     assert "from other nodes" in found.text and found.text.endswith("s on the link")
+
+
+@pytest.mark.parametrize(("stage", "gradients"), [(3, 4), (2, 4), (1, 8)])
+def test_a_node_that_keeps_parameters_receives_them_once_a_step(stage: int, gradients: int) -> None:
+    """Bytes an element, of which half comes from the other node: 2 for values, 2 or 4 of each rank for
+    gradients.
+    """
+    made = planned(model(), host=64 * MiB, share=Share(0, 4, stage, on_node=2))
+    found = network(made, None, 3)
+    times = 3 if stage > 1 else 1
+    assert found.between_nodes == PSI * (2 + times * gradients) // 2
+
+
+def test_what_a_node_has_no_room_to_keep_comes_again() -> None:
+    made = planned(model(), host=64 * MiB, share=Share(0, 4, 3, on_node=2))
+    half = replace(made, node_cache_bytes=made.node_cache_bytes // 2)
+    whole, less = (network(each, None, 2).between_nodes for each in (made, half))
+    assert less - whole == pytest.approx(PSI * 2 * 3 / 2 / 2, rel=1e-4)
 
 
 @pytest.mark.parametrize(("text", "rate"), [("8Gbit", 1e9), ("100 Mbit/s", 12.5e6), ("0.8kbps", 100.0)])

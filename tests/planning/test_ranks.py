@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from infinity.tiers import Tier
 ROOMY = {"host": 64 * MiB}
 DIVIDED_FROM = {Kind.OPTIMIZER: 1, Kind.GRADIENT: 2, Kind.PARAMETER: 3}
 """The stage from which each kind is divided."""
-shares = st.tuples(st.integers(2, 5), st.integers(0, 4), st.integers(0, 3)).map(
-    lambda each: Share(each[1] % each[0], each[0], each[2])
+shares = st.tuples(st.integers(2, 6), st.integers(0, 5), st.integers(0, 3), st.integers(0, 3)).map(
+    lambda each: Share(each[1] % each[0], each[0], each[2], 0 if each[3] and each[0] % each[3] else each[3])
 )
 sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
 
@@ -139,6 +141,49 @@ def test_a_budget_for_pages_is_enough_for_them(nvme) -> None:
     assert made.resident_bytes < whole
     enough = made.budget_for_pages(whole)
     assert planned(model(), host=enough, **budget, share=Share(0, 2, 3)).resident_bytes == whole
+
+
+ON_NODES = [Share(0, 4, 3, on_node=2), Share(1, 4, 1, on_node=2), Share(1, 2, 3, on_node=1)]
+
+
+@pytest.mark.parametrize("share", ON_NODES)
+def test_what_other_nodes_have_is_kept_where_there_is_room(share: Share) -> None:
+    """A device that has room for all pages needs no cache if its rank is the only one of the node."""
+    alone = share.on_node == 1
+    budget: dict[str, Any] = {"host": 64 * MiB}
+    if alone:
+        least = planned(model(), **budget, device=64 * MiB, share=share).smallest[Tier.DEVICE]
+        assert planned(model(), **budget, device=64 * MiB, share=share).node_cache_bytes == 0
+        budget["device"] = least
+    made = planned(model(), **budget, share=share)
+    owned = sum(unit.nbytes for unit in made.layout.units) // share.ranks
+    assert made.node_cache_bytes == owned * (share.ranks // share.on_node - 1)
+    assert made.host_bytes == planned(model(), **budget, share=share, node_cache=0).host_bytes + (
+        made.node_cache_bytes
+    )
+    check(made, Budget(**budget))
+
+
+def test_a_cache_takes_a_share_of_the_ram_that_makes_pages_go_to_nvme() -> None:
+    share, nvme = Share(0, 4, 3, on_node=2), {"/nowhere": 64 * MiB}
+    wide = stack([512] * 6)
+    tight = planned(wide, host=64 * MiB, share=share, node_cache=0).home_bytes[Tier.HOST] // 2
+    made = planned(wide, host=tight, nvme=nvme, share=share)
+    without = planned(wide, host=tight, nvme=nvme, share=share, node_cache=0)
+    assert made.layout == without.layout
+    assert 0 < made.node_cache_bytes <= tight // 4
+    assert made.home_bytes[Tier.NVME] > without.home_bytes[Tier.NVME] > 0
+    check(made, Budget(host=tight, nvme=nvme))
+
+
+def test_no_cache_without_need_or_room() -> None:
+    share = Share(0, 4, 3, on_node=2)
+    small = planned(model(), host=64 * MiB, share=share, node_cache=4096)
+    assert small.node_cache_bytes == 0
+    assert planned(model(), **ROOMY, share=replace(share, stage=0)).node_cache_bytes == 0
+    assert planned(model(), **ROOMY, share=Share(0, 2, 2, on_node=1)).node_cache_bytes == 0
+    least = planned(model(), host=64 * MiB, share=share).smallest[Tier.HOST]
+    assert planned(model(), host=least, share=share).node_cache_bytes == 0
 
 
 def test_the_exchange_takes_little_where_memory_is_at_its_least() -> None:

@@ -1,0 +1,163 @@
+"""Node cache: parameters that ranks on other nodes own, brought once for all ranks of this node.
+
+The link between nodes is the slowest one. Where the ranks of a node each asked the owners, the same bytes
+would cross it for every rank, and in forward and backward. Instead each rank of the node brings the
+parts of some owners (`Share.relay`), keeps them in RAM, and gives them to the others, and to itself.
+
+[Note: a relay holds nobody up]
+A key names a step and an edit version, so that whatever is kept under it never changes. The first rank that
+asks has the bytes brought, for its own place in the program, and later ones find them there or on their way.
+If there is no room, the asking rank is sent to the owner itself. So a rank waits for an owner alone, as if
+there was no cache, and [Note: edits over ranks] in infinity/distributed/edit_versions.py holds: nobody waits
+for room that is taken by those who wait for him.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from infinity.distributed.message import Kind, What
+from infinity.distributed.transfers import Delivery, Dispatch
+from infinity.distributed.wire import Wire
+from infinity.tiers import Pool
+
+
+class Wanted(NamedTuple):
+    """Bytes of a parameter page, at one moment of the training."""
+
+    step: int
+    """Number of the step after which they are wanted."""
+    loads: int
+    """Number of copies of runs that had been loaded by then."""
+    unit: int
+    start: int
+    """Bytes from the start of the page."""
+    nbytes: int
+    version: int
+    """Edit version of the page."""
+
+
+def asked(wanted: Wanted) -> tuple[int, ...]:
+    """The fields of the request for the bytes to the rank that owns them."""
+    return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Bytes that are kept, or on their way."""
+
+    memory: torch.Tensor
+    here: bool = False
+    waiting: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, number of its delivery) of those who get the bytes when these have come."""
+    landings: list[tuple[Delivery, torch.Tensor]] = field(default_factory=list)
+    """(what this rank waits for, memory for a copy of the bytes) for when these have come."""
+    sending: list[Dispatch] = field(default_factory=list)
+
+    def idle(self) -> bool:
+        """Whether nobody uses the memory."""
+        self.sending = [each for each in self.sending if not each.done()]
+        return self.here and not self.sending
+
+
+class NodeCache:
+    """What this rank keeps for its node. Methods may be called by any thread, and never block."""
+
+    def __init__(self, wire: Wire, room: Pool) -> None:
+        """room: the pool for the bytes, in RAM. Nobody else leases from it."""
+        self._wire = wire
+        self._room = room
+        self._entries: OrderedDict[Wanted, _Entry] = OrderedDict()
+        """By key, those used last at the end."""
+        self._lock = threading.Lock()
+        """Guards the attributes above, and all entries."""
+
+    def fetch(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery | None:
+        """Begin to bring bytes to this rank: `into`, uint8 (wanted.nbytes,) in RAM. None: there is no room
+        for them.
+        """
+        landing = Delivery(self._wire.bell, owner, 0, What.PARAMETERS.label, into=(into,))
+        with self._lock:
+            entry, new = self._entry(wanted)
+            if entry is None:
+                return None
+            if not entry.here:
+                entry.landings.append((landing, into))
+            memory = entry.memory if entry.here else None
+        if memory is not None:
+            into.copy_(memory)
+            landing.end()
+        elif new:
+            self._bring(owner, wanted, entry)
+        return landing
+
+    def requested(self, source: int, number: int, owner: int, *fields: int) -> None:
+        """Give bytes to another rank of this node. fields: those of `Wanted`."""
+        wanted = Wanted(*fields)
+        with self._lock:
+            entry, new = self._entry(wanted)
+            if entry is not None:
+                if entry.here:
+                    self._send(entry, source, number)
+                else:
+                    entry.waiting.append((source, number))
+        if entry is None:
+            self._wire.post(source, Kind.REDIRECT, number)
+        elif new:
+            self._bring(owner, wanted, entry)
+
+    def _entry(self, wanted: Wanted) -> tuple[_Entry | None, bool]:
+        """The entry of a key, and whether it is new; (None, False) if there is no room for a new one."""
+        entry = self._entries.get(wanted)
+        if entry is not None:
+            self._entries.move_to_end(wanted)
+            return entry, False
+        if not self._make_room(wanted.nbytes):
+            return None, False
+        with self._room.lease(wanted.nbytes) as lease:
+            entry = self._entries[wanted] = _Entry(lease.residency())
+        return entry, True
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Forget what was used longest ago until there is room. Returns whether there is."""
+        left = (key for key in [*self._entries] if self._entries[key].idle())
+        while self._room.largest_free < nbytes:
+            key = next(left, None)
+            if key is None:
+                return False
+            del self._entries[key]
+        return True
+
+    def _bring(self, owner: int, wanted: Wanted, entry: _Entry) -> None:
+        delivery = self._wire.expect(
+            owner, [entry.memory], told=functools.partial(self._arrived, wanted, entry)
+        )
+        self._wire.post(owner, Kind.REQUEST, delivery.number, What.PARAMETERS, *asked(wanted))
+
+    def _arrived(self, wanted: Wanted, entry: _Entry, delivery: Delivery) -> None:
+        """Give bytes that have come to all who wait for them. Called by the thread that received them."""
+        failure = delivery.failure
+        with self._lock:
+            entry.here = True
+            waiting, entry.waiting = entry.waiting, []
+            landings, entry.landings = entry.landings, []
+            if failure is not None:
+                del self._entries[wanted]
+            for source, number in waiting:
+                if failure is None:
+                    self._send(entry, source, number)
+                else:
+                    self._wire.refuse(source, number, failure)
+        for landing, into in landings:
+            if failure is None:
+                into.copy_(entry.memory)
+            landing.end(failure)
+
+    def _send(self, entry: _Entry, source: int, number: int) -> None:
+        entry.sending.append(self._wire.deliver(source, number, [entry.memory]))
