@@ -25,9 +25,10 @@ equal only among the cases of one library. Gradients of ranks are summed in fp32
 which sends them so, too; DeepSpeed sums them in bf16. Gloo's reduce_scatter, which FSDP2 calls, sends as much
 as an all-reduce.
 
-With `--link 1gbit` each of two ranks runs on a node of its own: a network namespace, with a link of that rate
-to the other one, which needs root. Then the bytes that the node's interface has sent are printed, too, with
-headers and acknowledgements, and the seconds that they take at the link's rate.
+With `--link 1gbit` the ranks run on two nodes, half of them on each: network namespaces, with a link of that
+rate between them, which needs root. Then the bytes that a node's interface has sent are printed, too, with
+headers and acknowledgements, and the seconds that they take at the link's rate. In the cases ours:3:ram:flat
+and ours:3:nvme:flat each rank asks the owners of parameters itself, whatever node they run on.
 
     python benchmarks/ranks.py --directory /mnt/nvme0 --peer-python VENV/bin/python [--model 309m] [--json]
 
@@ -42,6 +43,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +51,7 @@ from typing import Any
 
 from machine_facts import machine_facts
 from peers.group import Group
-from peers.nodes import bytes_per_second, two_nodes
+from peers.nodes import Node, bytes_per_second, two_nodes
 from peers.process import ContenderFailed
 from saving_tasks import add_task_options, decoder_of, task_of
 from training_report import ratios
@@ -68,6 +70,8 @@ CASES = {
         for stage in (2, 1, 0)
         for place in ("ram", "nvme")
     },
+    "ours:3:ram:flat": ("ours_ranked", "3:ram:flat"),
+    "ours:3:nvme:flat": ("ours_ranked", "3:nvme:flat"),
     "deepspeed:cpu": ("deepspeed", "cpu"),
 }
 """Name -> file in peers/ without its suffix, and mode of that contender."""
@@ -119,7 +123,9 @@ def one_turn(options: argparse.Namespace, top: Path, name: str) -> list[dict[str
     python = sys.executable if ours(name) else options.peer_python
     threads = max(1, machine.cpu().allowed // options.ranks)
     with ExitStack() as stack:
-        there = stack.enter_context(two_nodes(options.link)) if options.link else ()
+        there: Sequence[Node] = ()
+        if options.link:
+            there = stack.enter_context(two_nodes(options.link, on_each=options.ranks // 2))
         group = stack.enter_context(Group(name, tasks, python, options.timeout, threads, nodes=there))
         group.ready()
         replies = group.ask("ranked", lead=options.lead, steps=options.steps)
@@ -131,8 +137,9 @@ def turn_of(replies: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a turn, from the replies of its ranks.
 
     "seconds": of each timed step, those of its slowest rank; "step_s": their median. "losses": of all steps,
-    means over ranks. "sent_bytes", "link_bytes": mean over ranks. "rss_steps", "rss_built": of the rank with
-    the most. "facts": those of rank 0.
+    means over ranks. "sent_bytes", "link_bytes": mean over ranks. "crossed_bytes": payload that a node
+    received from the other one, mean over nodes, as infinity has counted it; 0 for peers. "rss_steps",
+    "rss_built": of the rank with the most. "facts": those of rank 0.
     """
     seconds = [max(each) for each in zip(*(reply["seconds"] for reply in replies), strict=True)]
     return {
@@ -141,6 +148,7 @@ def turn_of(replies: list[dict[str, Any]]) -> dict[str, Any]:
         "losses": [statistics.mean(each) for each in zip(*(one["losses"] for one in replies), strict=True)],
         "sent_bytes": round(statistics.mean(reply["sent_bytes"] for reply in replies)),
         "link_bytes": round(statistics.mean(reply["link_bytes"] for reply in replies)),
+        "crossed_bytes": sum(reply["facts"].get("crossed", 0) for reply in replies) // 2,
         "rss_steps": max(reply["rss_steps"] for reply in replies),
         "rss_built": max(reply["rss_built"] for reply in replies),
         "facts": replies[0]["facts"],
@@ -151,7 +159,8 @@ def medians(turns: list[dict[str, Any]]) -> dict[str, float]:
     """The medians of all figures, those of seconds over all timed steps, and the last loss ("loss"). Of a
     case of infinity's also "plan_ratio", the RSS in steps divided by the RAM of the plan.
     """
-    found = {name: statistics.median(turn[name] for turn in turns) for name in (*FIGURES, "link_bytes")}
+    names = (*FIGURES, "link_bytes", "crossed_bytes")
+    found = {name: statistics.median(turn[name] for turn in turns) for name in names}
     found["step_s"] = statistics.median(each for turn in turns for each in turn["seconds"])
     found["loss"] = turns[-1]["losses"][-1]
     if "plan" in turns[0]["facts"]:
@@ -192,10 +201,12 @@ def show(
     for name, each in results.items():
         if link:
             alone = each["link_bytes"] / bytes_per_second(link)
+            counted = ""
+            if each.get("crossed_bytes"):
+                counted = f"{each['link_bytes'] / each['crossed_bytes']:.3f} x what infinity has counted, "
             print(
-                f"{name}: a node sends {each['link_bytes'] / 1e9:.3f} GB a step, "
-                f"{each['link_bytes'] / each['sent_bytes']:.3f} x the payload, which take {alone:.2f} s at "
-                f"{link}; the step is {each['step_s'] / alone:.2f} x that"
+                f"{name}: a node sends {each['link_bytes'] / 1e9:.3f} GB a step, {counted}which take "
+                f"{alone:.2f} s at {link}; the step is {each['step_s'] / alone:.2f} x that"
             )
         if "plan_ratio" in each:
             print(f"{name}: RSS in steps is {each['plan_ratio']:.3f} x the plan's RAM")
@@ -211,7 +222,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(USUAL))
     parser.add_argument("--ranks", type=int, default=2, help="processes of a case")
     parser.add_argument("--host", help="host budget of each of infinity's ranks, in place of the cases' own")
-    parser.add_argument("--link", help="rate of a link between two nodes with a rank each, such as 1gbit")
+    parser.add_argument("--link", help="rate of a link between two nodes, such as 1gbit")
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each case")
     parser.add_argument("--lead", type=int, default=2, help="untimed steps before the timed ones")
@@ -224,8 +235,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             bytes_per_second(options.link)
         except ValueError as error:
             parser.error(f"--link: {error}")
-        if options.ranks != 2:
-            parser.error("--link is for two ranks")
+        if options.ranks % 2:
+            parser.error("--link is for an even number of ranks")
     if options.quick:
         options.seq, options.rounds, options.lead, options.steps = 32, 1, 1, 2
     options.directory = options.directory.resolve()

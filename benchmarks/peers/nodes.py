@@ -32,10 +32,11 @@ class Node:
 
 
 @contextlib.contextmanager
-def two_nodes(rate: str = "") -> Iterator[list[Node]]:
+def two_nodes(rate: str = "", *, on_each: int = 1) -> Iterator[list[Node]]:
     """Make two nodes. rate: of the link between them, as tc writes it, such as "1gbit"; empty for no limit.
 
-    Raises CalledProcessError where the kernel or the user's rights do not allow it.
+    on_each: number of ranks on each node. Yields the node of each rank, with the rank's environment. Raises
+    CalledProcessError where the kernel or the user's rights do not allow it.
     """
     key = f"{os.getpid() % 10**6}{os.urandom(1).hex()}"  # an interface's name has 15 characters at most
     names, links = [f"infinity-{key}-{each}" for each in "ab"], [f"i{key}{each}" for each in "ab"]
@@ -57,13 +58,14 @@ def two_nodes(rate: str = "") -> Iterator[list[Node]]:
                 name,
                 {
                     "GROUP_RANK": str(number),
-                    "LOCAL_RANK": "0",
-                    "LOCAL_WORLD_SIZE": "1",
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(on_each),
                     "MASTER_ADDR": "10.99.0.1",
                     INTERFACE: link,
                 },
             )
             for number, (name, link) in enumerate(zip(names, links, strict=True))
+            for rank in range(on_each)
         ]
 
 

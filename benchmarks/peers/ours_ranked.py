@@ -3,7 +3,8 @@
 The mode is the stage of ZeRO and a place for the pages of this rank, such as "3:ram" or "3:nvme". Modes with
 "ram" have no NVMe tier, and a host budget with room for what this rank keeps and for the pages that come and
 go. Modes with "nvme" have a host budget with ample room to compute and update pages; pages that do not fit
-there, too, rest on NVMe. Activations come on top. A host budget of the task replaces both.
+there, too, rest on NVMe. Modes that end with ":flat" keep nothing of other nodes. Activations come on top. A
+host budget of the task replaces both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import distributed
 
 import infinity
 from infinity.api import plan_for
+from infinity.config import NODE_CACHE_VARIABLE
 from infinity.layout.shards import Share
 from peers import world
 from peers.budgets import host_budget
@@ -34,7 +36,9 @@ class OursRanked:
 
     def __init__(self, task: Task) -> None:
         os.environ["XDG_CACHE_HOME"] = task.directory
-        stage, _, place = task.mode.partition(":")
+        stage, place, *flat = task.mode.split(":")
+        if flat:
+            os.environ[NODE_CACHE_VARIABLE] = "0"
         world.set_environment(task)
         distributed.init_process_group("gloo")
         self.rss_base = world.joined()
@@ -99,10 +103,18 @@ class OursRanked:
         return float(loss.detach())
 
     def facts(self) -> dict[str, Any]:
-        """The plan, and the bytes that the runtime has counted as sent to other ranks so far, by purpose."""
+        """The plan, and what the runtime has counted so far: the bytes sent to other ranks, by purpose
+        ("sent"), and those received from ranks on other nodes ("crossed").
+        """
         peers = self._runtime._components.peers
         assert peers is not None
-        return {"plan": self._plan, "sent": dict(peers.communicator.wire.traffic().sent)}
+        traffic, share = peers.communicator.wire.traffic(), self._runtime.plan.share
+        crossed = sum(
+            nbytes
+            for (source, _), nbytes in traffic.received_from.items()
+            if share.on_node and source // share.on_node != share.rank // share.on_node
+        )
+        return {"plan": self._plan, "sent": dict(traffic.sent), "crossed": crossed}
 
     def close(self) -> None:
         self._runtime.close()

@@ -27,13 +27,13 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
     to other ranks in a timed step, on average. "link_bytes": bytes that its node has sent in a timed step, on
     average, 0 without nodes. "rss_built", "rss_steps": the peak RSS until the first timed
     step, and from there on, each above the RSS with which the process joined the others. "facts": what the
-    contender tells about itself, after the timed steps; the entry "sent", if there is one, has the bytes that
-    it has counted as sent so far, by their purpose, and becomes their number in a timed step.
+    contender tells about itself, after the timed steps; the entries "sent" and "crossed", if there are any,
+    have bytes that it has counted so far, "sent" by their purpose, and become their number in a timed step.
     """
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     built = rss.read("VmHWM") - contender.rss_base
     rss.restart_peak()
-    counted, sockets, link = contender.facts().get("sent"), tcp.sent(), nodes.sent()
+    before, sockets, link = contender.facts(), tcp.sent(), nodes.sent()
     seconds: list[float] = []
     last = time.perf_counter()
     for _ in range(steps):
@@ -43,8 +43,10 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
         last = now
     sent_bytes, link_bytes = tcp.since(sockets) // steps, (nodes.sent() - link) // steps
     facts = contender.facts()
-    if counted is not None:
+    if "sent" in facts:
+        counted = before["sent"]
         facts["sent"] = {name: (n - counted.get(name, 0)) // steps for name, n in facts["sent"].items()}
+        facts["crossed"] = (facts["crossed"] - before["crossed"]) // steps
     return {
         "losses": losses,
         "seconds": seconds,

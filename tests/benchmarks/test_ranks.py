@@ -95,9 +95,14 @@ def test_two_ranks_of_each_case_and_a_peer_that_does_not_start(
 @pytest.mark.skipif(bool(two_nodes.missing(RATE)), reason=two_nodes.missing(RATE))
 def test_two_nodes_with_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--json", "--directory", str(tmp_path), "--timeout", "60", "--link", RATE]
-    assert ranks.main([*options, "--case", "ours:3:ram"]) == 0
-    (turn,) = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]["ours:3:ram"]
-    assert turn["sent_bytes"] < turn["link_bytes"] < 2 * turn["sent_bytes"]
+    cases = ["ours:3:nvme", "ours:3:nvme:flat"]
+    assert ranks.main([*options, "--ranks", "4", "--case", *cases]) == 0
+    turns = json.loads(capsys.readouterr().out.splitlines()[-1])["turns"]
+    kept, flat = (turns[name][0] for name in cases)
+    assert kept["losses"] == flat["losses"]
+    for turn in (kept, flat):
+        assert 0 < turn["crossed_bytes"] < turn["link_bytes"] < 2 * turn["crossed_bytes"]
+    assert kept["crossed_bytes"] < flat["crossed_bytes"]
 
 
 def test_ranks_of_a_peer_have_their_own_batches_and_the_same_model(tmp_path: Path) -> None:
@@ -161,15 +166,17 @@ def test_figures_of_a_turn_are_those_of_its_ranks() -> None:
         "rss_steps": 4,
         "rss_built": 8,
     }
-    assert ranks.turn_of([one | {"facts": {"of": 0}}, two | {"facts": {"of": 1}}]) == {
+    facts = {"of": 0, "crossed": 4}
+    assert ranks.turn_of([one | {"facts": facts}, two | {"facts": {"of": 1, "crossed": 8}}]) == {
         "seconds": [2.0, 5.0, 2.0],
         "step_s": 2.0,
         "losses": [5.0, 1.5],
         "sent_bytes": 15,
         "link_bytes": 3,
+        "crossed_bytes": 6,
         "rss_steps": 4,
         "rss_built": 9,
-        "facts": {"of": 0},
+        "facts": facts,
     }
 
 
@@ -178,6 +185,7 @@ def test_medians_and_ratios_of_rounds() -> None:
         figures = {
             "sent_bytes": number,
             "link_bytes": 0,
+            "crossed_bytes": number,
             "rss_steps": 7,
             "rss_built": 8,
             "losses": [3.0, 2.0 - number],
@@ -194,6 +202,7 @@ def test_medians_and_ratios_of_rounds() -> None:
         "step_s": 4.0,
         "sent_bytes": 1,
         "link_bytes": 0,
+        "crossed_bytes": 1,
         "rss_steps": 7,
         "rss_built": 8,
         "loss": 0.0,
@@ -208,7 +217,14 @@ def test_medians_and_ratios_of_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--steps", "0"], ["--ranks", "1"], ["--case", "ours:4:ram"], ["--link", "fast"]]
+    "wrong",
+    [
+        ["--steps", "0"],
+        ["--ranks", "1"],
+        ["--case", "ours:4:ram"],
+        ["--link", "fast"],
+        ["--link", "1gbit", "--ranks", "3"],
+    ],
 )
 def test_options_that_make_no_sense(wrong: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
