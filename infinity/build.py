@@ -1,9 +1,8 @@
-"""Builder: makes a runtime from a plan. It opens the tiers, fills the pages and connects the components."""
+"""Builder: makes a runtime from a plan. It opens the tiers, has pages filled, and connects the components."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -12,36 +11,29 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
-from infinity.checkpoint.array_source import ArraySource
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.filling import Filling
+from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
-from infinity.checkpoint.restore import restore
-from infinity.checkpoint.resume import adopt as adopt_commit
 from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
-from infinity.layout.shards import PageShard
 from infinity.model.materialize import registered
 from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
-from infinity.optim.paged_optimizer import PagedOptimizer, adopt, retire
+from infinity.optim.paged_optimizer import PagedOptimizer, retire
 from infinity.optim.updater import Updater
 from infinity.pages.edits import EditTracker
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.health import Health
-from infinity.pages.home import Home
-from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
-from infinity.pages.twins import parameter_twins, state_twins
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import NoUpdates, PrefetchEngine, Updates
@@ -98,181 +90,39 @@ def carry_out(
         if checkpoint is not None:
             assert store.nvme is not None
             checkpoint.note_slabs(store.nvme)
-        builder = _Builder(model, plan, store, communicator)
+        pages = InitialPages(model, plan, store, communicator)
         if checkpoint is not None and checkpoint.saved is not None:
             assert optimizer is not None
-            builder.resume(checkpoint, optimizer, budget, streamed=adopted is None)
+            pages.resume(checkpoint, optimizer, budget, streamed=adopted is None)
         else:
-            builder.fill(weights, filling)
+            pages.fill(weights, filling)
             if optimizer is not None:
-                builder.adopt_states(optimizer)
+                pages.adopt_states(optimizer)
         threads = cleanup.enter_context(_threads(plan, communicator))
-        runtime = builder.wire(meter, threads, heap, checkpoint)
+        runtime = _Wiring(pages, checkpoint).runtime(meter, threads, heap)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
     return runtime
 
 
-class _Builder:
-    """Builds a runtime in steps, and holds what is needed only between these steps."""
+class _Wiring:
+    """Makes the components of a runtime, whose pages have their values, and connects them."""
 
-    def __init__(self, model: nn.Module, plan: Plan, store: Store, communicator: Communicator | None) -> None:
-        self.communicator = communicator
-        self.remote = None if communicator is None else communicator.remote_parts(store.node_cache)
-        self.early: list[tuple[int, Any]] = []
-        """What other ranks have said to the runtime while it was being made."""
-        self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
-        self.model = model
-        self.plan = plan
-        self.store = store
-        named = dict(model.named_parameters(remove_duplicate=False))
-        self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
-        self.places = {
-            id(parameter): (unit, index)
-            for unit, parameters in enumerate(self.parameters)
-            for index, parameter in enumerate(parameters)
-        }
-        self.homes: list[Home] = [self._home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
-        if plan.slab_layout is not None:
-            for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
-                home.twins = parameter_twins(shard, images, home)
-        self.states = (
-            None
-            if plan.rule is None
-            else States(
-                self._state_pages(),
-                store,
-                plan.rule,
-                remote=self.remote,
-            )
-        )
+    def __init__(self, initial: InitialPages, checkpoint: Checkpoint | None) -> None:
+        """initial: the pages. checkpoint: where commits go; None if they are off."""
+        self.initial = initial
+        self.checkpoint = checkpoint
+        self.model, self.plan, self.store = initial.model, initial.plan, initial.store
+        self.communicator, self.remote = initial.communicator, initial.remote
 
-    def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters home. weights, heap: as for Filling.fill."""
-        filling = Filling(
-            self.model,
-            self.plan,
-            self.store,
-            homes=self.homes,
-            shards=self.shards,
-            states=self.states,
-            parameters=self.parameters,
-        )
-        if self.communicator is None:
-            filling.fill(weights, heap)
-            return
-        from infinity.distributed.initial_values import InitialValues
-
-        values = InitialValues(self.communicator, self.model)
-        with values.generator():
-            filling.fill(weights, heap, None if values.serves else values.take)
-        self.early = values.done()
-
-    def resume(
-        self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
-    ) -> None:
-        """Take over the parameters and states of the commit that a run continues.
-
-        streamed: whether they are copied to new slabs; if not, the store has adopted the commit's. Raises
-        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError. Warns of
-        parameters whose states are not the commit's.
-        """
-        saved, layout = checkpoint.saved, self.plan.layout
-        assert saved is not None and self.states is not None and self.store.nvme is not None
-        run_state(saved).check_groups(
-            [
-                [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
-                for group in optimizer.param_groups
-            ]
-        )
-        run_state(saved).check_buffers(self.model)
-        moved = checkpoint.moved
-        if moved is not None:
-            self.early += moved.values(saved, budget, self._restore)
-        if moved is not None and moved.away:
-            return
-        if streamed:
-            self._restore(checkpoint.open_source(budget, self.store.nvme.locks))
-        else:
-            adopt_commit(saved, self.shards, self.homes, self.states, self.store)
-
-    def _restore(self, source: ArraySource) -> None:
-        """Copy this rank's part of a commit into the pages. Chunks of other ranks are not in it, and are
-        fetched from these later.
-        """
-        several = self.communicator is not None
-        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
-        restored.tell(stacklevel=5)
-
-    def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
-        return [self.places[id(parameter)] for parameter in group["params"]]
-
-    def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's
-        optimizer.
-
-        Called after `fill`, and before `wire` converts parameters to paged parameters. Raises ConfigError if
-        a state does not fit its parameter.
-        """
-        assert self.states is not None
-        if self.communicator is None:
-            adopt(optimizer, self._write_state, self._dtype_in_page)
-            return
-        from infinity.distributed.initial_states import Given, InitialStates
-
-        states = InitialStates(self.communicator, self.states, self._present)
-        given: list[Given] = []
-        if states.serves:
-            adopt(
-                optimizer,
-                lambda parameter, state: given.append((*self.places[id(parameter)], state)),
-                self._dtype_in_page,
-            )
-        self.early += states.write(given)
-
-    def _write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a parameter's optimizer state to its optimizer page.
-
-        state: tensors by name, as in OptimizerCore.write_state.
-        """
-        assert self.states is not None
-        unit, index = self.places[id(parameter)]
-        self.states.write(unit, index, state)
-        if "master" in state:
-            values = self._present(unit, index, 0, parameter.numel())
-            self.states.restore(unit, index, values, state["master"])
-
-    def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
-        """Return elements [first, first + count) of a parameter's values in its page: (count,), as in memory,
-        and in the dtype of the page. The home must have them, in one range.
-        """
-        layout = self.plan.layout.units[unit]
-        dtype = layout.parameters[index].dtype
-        if not count:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        start = layout.start(index) + first * dtype.itemsize
-        (held,) = self.shards[unit].pieces(start, count * dtype.itemsize)
-        return self.store.fetch(self.homes[unit], held.home_start, held.nbytes).view(dtype)
-
-    def _dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter will have in its page."""
-        unit, index = self.places[id(parameter)]
-        return self.plan.layout.units[unit].parameters[index].dtype
-
-    def wire(
-        self,
-        meter: Meter,
-        threads: cpu_adam.ThreadPool,
-        heap: HeapGuard,
-        checkpoint: Checkpoint | None,
-    ) -> Runtime:
-        """Convert the parameters to paged parameters, and make and connect all components of the runtime.
+    def runtime(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
+        """Convert the parameters to paged parameters, and make and connect all components.
 
         meter: counts bytes moved and waits. threads: the pool that computes updates. heap: the heap guard.
-        checkpoint: where commits go; None if they are off.
         """
-        plan, store, states = self.plan, self.store, self.states
+        checkpoint = self.checkpoint
+        plan, store, states = self.plan, self.store, self.initial.states
         dynamic = plan.rule is not None and plan.precision.compute_dtype == torch.float16
         scale = LossScale(dynamic=dynamic, ranks=plan.share.ranks)
         if checkpoint is not None and checkpoint.saved is not None:
@@ -345,7 +195,7 @@ class _Builder:
                 store=store,
                 health=health,
                 drive=(lambda _: None) if committer is None else committer.driven,
-                early=self.early,
+                early=self.initial.early,
             )
             pager.over_ranks = peers.step
         parts = Components(
@@ -411,12 +261,12 @@ class _Builder:
             ParameterPage(
                 unit,
                 layout,
-                self.homes[unit],
-                parameters=self.parameters[unit],
+                self.initial.homes[unit],
+                parameters=self.initial.parameters[unit],
                 placeholders=[
                     placeholders.of(each.shape, each.stride, each.dtype) for each in layout.parameters
                 ],
-                shard=self.shards[unit],
+                shard=self.initial.shards[unit],
                 addresses=addresses,
                 permanent=self._stays(unit),
             )
@@ -436,36 +286,13 @@ class _Builder:
         near = Tier.HOST if self.plan.unified else Tier.DEVICE
         if not self.plan.share.whole_parameters:
             return False
-        return self.homes[unit].tier is near or unit in self.plan.mirrored
-
-    def _state_pages(self) -> dict[int, StatePage]:
-        pages = {
-            unit: StatePage(unit, layout, self._home(unit, Kind.OPTIMIZER), self.plan)
-            for unit, layout in enumerate(self.plan.layout.units)
-        }
-        places = self.plan.slab_layout
-        if places is not None:
-            for unit, page in pages.items():
-                images = places.states[unit]
-                page.home.twins = state_twins(
-                    page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
-                )
-        return pages
+        return self.initial.homes[unit].tier is near or unit in self.plan.mirrored
 
     def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:
         return {
-            unit: GradientPage(unit, layout, self._home(unit, Kind.GRADIENT), self.plan, ring)
+            unit: GradientPage(unit, layout, self.initial.home(unit, Kind.GRADIENT), self.plan, ring)
             for unit, layout in enumerate(self.plan.layout.units)
         }
-
-    def _home(self, unit: int, kind: Kind) -> Home:
-        tier = self.plan.homes[unit][kind]
-        if tier is None:
-            return Home.of_nothing()
-        durable = self.plan.commits and kind is not Kind.GRADIENT
-        home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
-        home.computed = unit in self.plan.updated_on_device
-        return home
 
     def _move_buffers(self) -> None:
         places = registered(self.model)

@@ -17,10 +17,10 @@ import pytest
 from committed_runs import Job
 from recorded_commits import Record, killed, streamed, whole
 
-from infinity import build
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, directory, run_state
 from infinity.checkpoint.committer import Commit, Committer
+from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.checkpoint.values import encode
@@ -251,13 +251,13 @@ def resumed_name_not_synced(patch: Patch, faults: Faults) -> None:
 
 
 def old_slabs_removed_before_the_first_commit(patch: Patch, faults: Faults) -> None:
-    resume = build._Builder.resume
+    resume = InitialPages.resume
 
     def careless(self: Any, checkpoint: Any, *arguments: Any, **options: Any) -> None:
         resume(self, checkpoint, *arguments, **options)
         checkpoint.superseded()
 
-    patch.setattr(build._Builder, "resume", careless)
+    patch.setattr(InitialPages, "resume", careless)
 
 
 NVME, RAM = whole(Job()), whole(Job(home="ram"))

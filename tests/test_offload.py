@@ -246,7 +246,7 @@ def test_a_buffer_of_two_places_is_moved_to_the_device_once() -> None:
         module.register_buffer("count", shared)
     meta = torch.device("meta")  # stands for a device that this machine may lack
     builder: Any = SimpleNamespace(model=model, plan=SimpleNamespace(device=meta))
-    build._Builder._move_buffers(builder)
+    build._Wiring._move_buffers(builder)
     first, last = (module.count for module in model)
     assert first is last
     assert first.is_meta

@@ -58,19 +58,19 @@ def test_before_the_parameters_are_converted(
     of = entry("tied")
     for name in ("swap", "other"):
         (tmp_path / name).mkdir()
-    wire = build._Builder.wire
+    wire = build._Wiring.runtime
 
-    def filled(builder: Any, *arguments: Any) -> Any:
-        layout = builder.plan.layout
-        restore(CopySource(tmp_path / "copy"), layout, builder.homes, builder.states, builder.store)
-        return wire(builder, *arguments)
+    def filled(wiring: Any, *arguments: Any) -> Any:
+        layout, pages = wiring.plan.layout, wiring.initial
+        restore(CopySource(tmp_path / "copy"), layout, pages.homes, pages.states, pages.store)
+        return wire(wiring, *arguments)
 
     model, again = of.make(), changed(of.make())
     with offloaded(model, tmp_path / "swap", states="int8") as runtime:
         train(model, runtime, of, range(2))
         copy_to(tmp_path / "copy", runtime)
         saved = raw(runtime, model)
-        monkeypatch.setattr(build._Builder, "wire", filled)
+        monkeypatch.setattr(build._Wiring, "runtime", filled)
         with offloaded(again, tmp_path / "other", home=home, states="int8") as resumed:
             assert differences(raw(resumed, again), saved) == []
             losses = train(model, runtime, of, range(2, 4))

@@ -1,0 +1,207 @@
+"""Initial pages: the homes of a model's pages, and the values with which they begin.
+
+These are the model's own values and the optimizer's states, those of files, those of a commit, or those of
+rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from infinity.activations.heap import HeapGuard
+from infinity.checkpoint.array_source import ArraySource
+from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.filling import Filling
+from infinity.checkpoint.restore import restore
+from infinity.checkpoint.resume import adopt as adopt_commit
+from infinity.checkpoint.resume import run_state
+from infinity.config import Budget
+from infinity.layout.shards import PageShard
+from infinity.optim.paged_optimizer import adopt
+from infinity.pages.home import Home
+from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.store import Store
+from infinity.pages.twins import parameter_twins, state_twins
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+
+if TYPE_CHECKING:  # a runtime of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
+
+
+class InitialPages:
+    """The homes of a model's pages, while a runtime is made."""
+
+    def __init__(self, model: nn.Module, plan: Plan, store: Store, communicator: Communicator | None) -> None:
+        """Lease all homes but those of gradients. communicator: connects with the other ranks; None with one
+        rank.
+        """
+        self.communicator = communicator
+        self.remote = None if communicator is None else communicator.remote_parts(store.node_cache)
+        self.early: list[tuple[int, Any]] = []
+        """What other ranks have said to the runtime while it was being made."""
+        self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
+        self.model = model
+        self.plan = plan
+        self.store = store
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
+        self.places = {
+            id(parameter): (unit, index)
+            for unit, parameters in enumerate(self.parameters)
+            for index, parameter in enumerate(parameters)
+        }
+        self.homes: list[Home] = [self.home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
+        if plan.slab_layout is not None:
+            for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
+                home.twins = parameter_twins(shard, images, home)
+        self.states = (
+            None
+            if plan.rule is None
+            else States(
+                self._state_pages(),
+                store,
+                plan.rule,
+                remote=self.remote,
+            )
+        )
+
+    def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
+        """Write the initial values of all parameters home. weights, heap: as for Filling.fill."""
+        filling = Filling(
+            self.model,
+            self.plan,
+            self.store,
+            homes=self.homes,
+            shards=self.shards,
+            states=self.states,
+            parameters=self.parameters,
+        )
+        if self.communicator is None:
+            filling.fill(weights, heap)
+            return
+        from infinity.distributed.initial_values import InitialValues
+
+        values = InitialValues(self.communicator, self.model)
+        with values.generator():
+            filling.fill(weights, heap, None if values.serves else values.take)
+        self.early = values.done()
+
+    def resume(
+        self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
+    ) -> None:
+        """Take over the parameters and states of the commit that a run continues.
+
+        streamed: whether they are copied to new slabs; if not, the store has adopted the commit's. Raises
+        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError. Warns of
+        parameters whose states are not the commit's.
+        """
+        saved, layout = checkpoint.saved, self.plan.layout
+        assert saved is not None and self.states is not None and self.store.nvme is not None
+        run_state(saved).check_groups(
+            [
+                [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
+                for group in optimizer.param_groups
+            ]
+        )
+        run_state(saved).check_buffers(self.model)
+        moved = checkpoint.moved
+        if moved is not None:
+            self.early += moved.values(saved, budget, self._restore)
+        if moved is not None and moved.away:
+            return
+        if streamed:
+            self._restore(checkpoint.open_source(budget, self.store.nvme.locks))
+        else:
+            adopt_commit(saved, self.shards, self.homes, self.states, self.store)
+
+    def _restore(self, source: ArraySource) -> None:
+        """Copy this rank's part of a commit into the pages. Chunks of other ranks are not in it, and are
+        fetched from these later.
+        """
+        several = self.communicator is not None
+        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
+        restored.tell(stacklevel=5)
+
+    def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
+        return [self.places[id(parameter)] for parameter in group["params"]]
+
+    def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's
+        optimizer.
+
+        Called after `fill`, and before parameters are converted to paged parameters. Raises ConfigError if
+        a state does not fit its parameter.
+        """
+        assert self.states is not None
+        if self.communicator is None:
+            adopt(optimizer, self._write_state, self._dtype_in_page)
+            return
+        from infinity.distributed.initial_states import Given, InitialStates
+
+        states = InitialStates(self.communicator, self.states, self._present)
+        given: list[Given] = []
+        if states.serves:
+            adopt(
+                optimizer,
+                lambda parameter, state: given.append((*self.places[id(parameter)], state)),
+                self._dtype_in_page,
+            )
+        self.early += states.write(given)
+
+    def _write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+        """Write a parameter's optimizer state to its optimizer page.
+
+        state: tensors by name, as in OptimizerCore.write_state.
+        """
+        assert self.states is not None
+        unit, index = self.places[id(parameter)]
+        self.states.write(unit, index, state)
+        if "master" in state:
+            values = self._present(unit, index, 0, parameter.numel())
+            self.states.restore(unit, index, values, state["master"])
+
+    def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
+        """Return elements [first, first + count) of a parameter's values in its page: (count,), as in memory,
+        and in the dtype of the page. The home must have them, in one range.
+        """
+        layout = self.plan.layout.units[unit]
+        dtype = layout.parameters[index].dtype
+        if not count:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        start = layout.start(index) + first * dtype.itemsize
+        (held,) = self.shards[unit].pieces(start, count * dtype.itemsize)
+        return self.store.fetch(self.homes[unit], held.home_start, held.nbytes).view(dtype)
+
+    def _dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter will have in its page."""
+        unit, index = self.places[id(parameter)]
+        return self.plan.layout.units[unit].parameters[index].dtype
+
+    def _state_pages(self) -> dict[int, StatePage]:
+        pages = {
+            unit: StatePage(unit, layout, self.home(unit, Kind.OPTIMIZER), self.plan)
+            for unit, layout in enumerate(self.plan.layout.units)
+        }
+        places = self.plan.slab_layout
+        if places is not None:
+            for unit, page in pages.items():
+                images = places.states[unit]
+                page.home.twins = state_twins(
+                    page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
+                )
+        return pages
+
+    def home(self, unit: int, kind: Kind) -> Home:
+        tier = self.plan.homes[unit][kind]
+        if tier is None:
+            return Home.of_nothing()
+        durable = self.plan.commits and kind is not Kind.GRADIENT
+        home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
+        home.computed = unit in self.plan.updated_on_device
+        return home
