@@ -75,7 +75,7 @@ def carry_out(
     with ExitStack() as cleanup:
         if checkpoint is not None:
             cleanup.callback(checkpoint.close)
-        meter = Meter()
+        meter = Meter() if communicator is None else communicator.meter
         adopted = None if checkpoint is None else checkpoint.adopted(plan, budget)
         store = Store(
             plan,

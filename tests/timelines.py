@@ -76,6 +76,20 @@ def edge_rows(events: Sequence[Event], edge: Edge) -> list[Event]:
     return [each for name, spans in rows.items() if name.split(" ")[0] == edge.value for each in spans]
 
 
+def crossings(events: Sequence[Event], way: str, peer: int) -> list[Event]:
+    """Return the spans of all payloads that came "from" another rank or went "to" it, by their ends.
+
+    They are the spans of all rows whose names begin so.
+    """
+    spans = [
+        each
+        for name, found in rows_of(events).items()
+        if name.split(" ")[:3] == [way, "rank", str(peer)]
+        for each in found
+    ]
+    return sorted(spans, key=lambda each: each["end"])
+
+
 def check_rows(events: Sequence[Event]) -> None:
     """Assert that no two spans of the same row overlap, and that no span ends before it begins."""
     for name, spans in rows_of(events).items():

@@ -128,6 +128,10 @@ def bytes_over_the_wire() -> list[Any]:
     return _each_case(traffic)
 
 
+def bytes_in_timelines() -> list[Any]:
+    return _each_case(timeline)
+
+
 def homes_and_pools(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     """Bytes of all homes by kind, of the plan, and of pools and their peaks, after the steps of a case."""
     with opened(case, place, directory) as (model, runtime):
@@ -165,18 +169,9 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     with opened(case, place, directory) as (model, runtime):
         communicator = runtime._components.peers.communicator
         layouts = runtime.plan.layout.units
-        fetches = [0] * len(layouts)
-        remote = runtime._components.peers.remote
-        fetch = remote.fetch
-
-        def counted(owner: int, page: Any, start: int, into: torch.Tensor) -> Any:
-            fetches[page.index] += into.nbytes
-            return fetch(owner, page, start, into)
-
-        remote.fetch = counted
+        fetches = _counted_fetches(runtime)
         _steps(case, place, model, runtime)
-        with runtime._components.pager.lock:
-            runtime._components.prefetch_engine.land_all()  # the page with which a further step would begin
+        _land_all(runtime)
         pieces = [
             (runtime.plan.share.owns(at), piece.count)
             for unit in layouts
@@ -195,6 +190,60 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
         "trained": sum(count for _, count in pieces),
         "all pieces": len(pieces),
     }
+
+
+def timeline(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Bytes that this rank sent and received while a timeline was recorded, by what they were.
+
+    "path": the timeline's file. "fetches": as in `traffic`, meanwhile. There are two ranks.
+    """
+    path = directory / f"{case.name}-{place.rank}.json"
+    with opened(case, place, directory) as (model, runtime):
+        before = _settled_traffic(runtime)
+        fetches = _counted_fetches(runtime)
+        with runtime.timeline(path):
+            _steps(case, place, model, runtime)
+            after = _settled_traffic(runtime)
+        return {
+            "path": str(path),
+            "from": dict(after.received - before.received),
+            "to": dict(after.sent - before.sent),
+            "fetches": fetches,
+        }
+
+
+def _settled_traffic(runtime: Any) -> Any:
+    """The wire's counters while nothing is under way between two ranks, which both call this."""
+    communicator = runtime._components.peers.communicator
+    wire = communicator.wire
+    _land_all(runtime)
+    communicator.agree("nothing is asked for")
+    mine = sum(wire.traffic().received.values())
+    other = communicator.agree("all has come", received=mine)[wire.peers[0]]["received"]
+    communicator.bell.wait_for(lambda: sum(wire.traffic().sent.values()) == other)
+    found = wire.traffic()
+    communicator.agree("all is counted")
+    return found
+
+
+def _land_all(runtime: Any) -> None:
+    """Wait for what is on its way, such as the page with which a further step would begin."""
+    with runtime._components.pager.lock:
+        runtime._components.prefetch_engine.land_all()
+
+
+def _counted_fetches(runtime: Any) -> list[int]:
+    """A list that counts, from now on, the bytes of each unit that this rank asks others for."""
+    remote = runtime._components.peers.remote
+    fetches = [0] * len(runtime.plan.layout.units)
+    fetch = remote.fetch
+
+    def counted(owner: int, page: Any, start: int, into: torch.Tensor) -> Any:
+        fetches[page.index] += into.nbytes
+        return fetch(owner, page, start, into)
+
+    remote.fetch = counted
+    return fetches
 
 
 def _steps(case: Case, place: Place, model: Any, runtime: Any) -> None:

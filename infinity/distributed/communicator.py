@@ -28,6 +28,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.system import launcher, machine
 from infinity.system.closing import Closing
 from infinity.system.launcher import Place
+from infinity.telemetry.meter import Meter
 from infinity.tiers import Pool
 
 _T = TypeVar("_T")
@@ -48,7 +49,9 @@ class Communicator(Closing):
         self.share = Share(self.ranks.rank, self.ranks.size, stage)
         self.bell = Bell()
         self.lock = TrainerLock()
-        self.wire = Wire(self.ranks, self.bell)
+        self.meter = Meter()
+        """The runtime's: bytes cross between ranks before that is made."""
+        self.wire = Wire(self.ranks, self.bell, self.meter)
         self.liveness = Liveness(self.ranks, self.bell)
         self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
         self._closed = False

@@ -137,9 +137,9 @@ class Contributions:
         """Numbers of agreements that this rank has begun, and ended, with `pause` and `close_step`."""
         self._asked: dict[int, _Asked] = {}
         """Number of a delivery -> the contribution that it brings."""
-        self._outgoing: dict[int, tuple[torch.Tensor, int]] = {}
-        """Token -> this rank's gradient of a piece that another rank owns, until it is sent, and the bytes of
-        room that it takes.
+        self._outgoing: dict[int, tuple[int, torch.Tensor, int]] = {}
+        """Token -> (unit, gradient, room): this rank's gradient of a piece that another rank owns, until it
+        is sent, and the bytes of room that it takes.
         """
         self._sending: dict[Dispatch, int] = {}
         """Gradients that are being sent -> the bytes of room that they take."""
@@ -197,7 +197,7 @@ class Contributions:
                 self._take(self._turns.offered(key, micro_batch, owner, offer))
             else:
                 self.offered[owner] += 1
-                self._outgoing[self._token] = part, room
+                self._outgoing[self._token] = unit, part, room
                 dtype = str(part.dtype).removeprefix("torch.")
                 self._wire.post(owner, Kind.CONTRIBUTION, self._epoch, micro_batch, self._token, dtype, *key)
         self._go_on()
@@ -309,7 +309,7 @@ class Contributions:
             return self._sum(key, after)
         found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients")
+        delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
         fields = [self._epoch, self.ended, after, *key]
         self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, *fields)
         with self._lock.released():
@@ -350,8 +350,9 @@ class Contributions:
         if token not in self._outgoing:
             self._wire.refuse(source, number, _cleared())
             return
-        part, room = self._outgoing.pop(token)
-        dispatch = self._wire.deliver(source, number, [part.view(torch.uint8)], "gradients", tell=True)
+        unit, part, room = self._outgoing.pop(token)
+        pieces = [part.view(torch.uint8)]
+        dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=unit, tell=True)
         self._sending[dispatch] = room
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, after: int, *key: int) -> None:
@@ -414,7 +415,8 @@ class Contributions:
             unit, chunk_index, _ = key
             dtype = self._pages[unit].dtype(chunk_index)
             found = torch.zeros(self._piece(key).count, dtype=dtype, device="cpu")
-        self._wire.deliver(asked.source, asked.number, [there, found.view(torch.uint8)], "gradients")
+        pieces = [there, found.view(torch.uint8)]
+        self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=key[0])
 
     def _sum(self, key: Key, after: int) -> torch.Tensor | None:
         """A copy of the sum of a piece that this rank owns; None if it has none, but of gradients that the
@@ -436,7 +438,7 @@ class Contributions:
             return False  # an arrival will make room
         else:  # what keeps the room is no contribution, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(offer.source, [memory], "gradients", tell=True)
+        delivery = self._wire.expect(offer.source, [memory], "gradients", unit=key[0], tell=True)
         self._asked[delivery.number] = _Asked(key, self._epoch, offer, memory)
         self._wire.post(offer.source, Kind.REQUEST, delivery.number, What.GRADIENT, offer.token)
         return True

@@ -104,7 +104,7 @@ class NodeCache:
             entry, new = self._entry(wanted)
             if entry is not None:
                 if entry.here:
-                    self._send(entry, source, number)
+                    self._send(wanted, entry, source, number)
                 else:
                     entry.waiting.append((source, number))
         if entry is None:
@@ -135,9 +135,8 @@ class NodeCache:
         return True
 
     def _bring(self, owner: int, wanted: Wanted, entry: _Entry) -> None:
-        delivery = self._wire.expect(
-            owner, [entry.memory], told=functools.partial(self._arrived, wanted, entry)
-        )
+        told = functools.partial(self._arrived, wanted, entry)
+        delivery = self._wire.expect(owner, [entry.memory], unit=wanted.unit, told=told)
         self._wire.post(owner, Kind.REQUEST, delivery.number, What.PARAMETERS, *asked(wanted))
 
     def _arrived(self, wanted: Wanted, entry: _Entry, delivery: Delivery) -> None:
@@ -151,7 +150,7 @@ class NodeCache:
                 del self._entries[wanted]
             for source, number in waiting:
                 if failure is None:
-                    self._send(entry, source, number)
+                    self._send(wanted, entry, source, number)
                 else:
                     self._wire.refuse(source, number, failure)
         for landing, into in landings:
@@ -159,5 +158,5 @@ class NodeCache:
                 into.copy_(entry.memory)
             landing.end(failure)
 
-    def _send(self, entry: _Entry, source: int, number: int) -> None:
-        entry.sending.append(self._wire.deliver(source, number, [entry.memory]))
+    def _send(self, wanted: Wanted, entry: _Entry, source: int, number: int) -> None:
+        entry.sending.append(self._wire.deliver(source, number, [entry.memory], unit=wanted.unit))

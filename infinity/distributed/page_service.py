@@ -167,8 +167,9 @@ class PageService:
         reading.wait()
         self._sent.append((self._deliver(request, block), block))
 
-    def _deliver(self, request: _Request, memory: torch.Tensor) -> Dispatch:
-        return self._wire.deliver(request.source, request.number, [memory], label=request.what.label)
+    def _deliver(self, request: _Request, *pieces: torch.Tensor) -> Dispatch:
+        label, unit = request.what.label, request.unit
+        return self._wire.deliver(request.source, request.number, pieces, label, unit=unit)
 
     def _send_gradient(self, request: _Request) -> None:
         """Send this rank's own gradient of a piece, behind a byte that says whether there is one."""
@@ -181,8 +182,7 @@ class PageService:
         else:
             memory = torch.zeros(piece.count, dtype=page.dtype(chunk_index), device="cpu")
         flag = torch.tensor([there], dtype=torch.uint8, device="cpu")
-        pieces = [flag, memory.view(torch.uint8)]
-        self._wire.deliver(request.source, request.number, pieces, request.what.label)
+        self._deliver(request, flag, memory.view(torch.uint8))
 
     def _kept(self, request: _Request) -> torch.Tensor | None:
         """What was kept for other ranks of the asked bytes, before user code could change the home."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class _Sending:
     dispatch: Dispatch | None
     nbytes: int
     """Bytes of the payload."""
+    began: int
+    """When it was given to gloo, in nanoseconds of time.perf_counter_ns()."""
     works: list[Any] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)
     failure: InfinityError | None = None
@@ -60,14 +63,19 @@ class _Arriving:
     """A payload that is being received; BYE has none."""
 
     message: Message
+    began: int = 0
+    """When its memory was given to gloo, in nanoseconds of time.perf_counter_ns()."""
     memory: list[torch.Tensor] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
 
 
 class Ends(Protocol):
-    """What a line tells its wire, each in one of the line's threads."""
+    """What a line tells its wire, each in one of the line's threads.
 
-    def sent(self, dispatch: Dispatch | None, nbytes: int, failure: InfinityError | None) -> None:
+    began: when a payload began to cross, in nanoseconds of time.perf_counter_ns(). It ended just now.
+    """
+
+    def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
         """A parcel with a payload of `nbytes` bytes has been taken, or could not be sent. Nothing in the line
         refers to its memory any more.
         """
@@ -75,7 +83,7 @@ class Ends(Protocol):
     def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
         """The memory for a payload of pieces of these sizes; None if it is to be dropped."""
 
-    def arrived(self, peer: int, number: int, label: str, sizes: list[int]) -> None:
+    def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
         """A payload has arrived. Nothing in the line refers to its memory any more."""
 
     def heard(self, peer: int, message: Message) -> None:
@@ -157,7 +165,8 @@ class PeerLine:
         if behind is not None:
             parts.append((_bytes(behind), BEHIND))
         parts += [(each, PAYLOAD) for each in parcel.pieces if each.nbytes]
-        sending = _Sending(parcel.dispatch, sum(each.nbytes for each in parcel.pieces))
+        nbytes = sum(each.nbytes for each in parcel.pieces)
+        sending = _Sending(parcel.dispatch, nbytes, time.perf_counter_ns())
         sending.memory = [each for each, _ in parts]
         try:
             with self._posting:
@@ -178,7 +187,7 @@ class PeerLine:
         work = None
         sending.works.clear()
         sending.memory.clear()
-        self._ends.sent(sending.dispatch, sending.nbytes, sending.failure)
+        self._ends.sent(sending.dispatch, sending.nbytes, sending.began, sending.failure)
 
     def _refused(self, error: RuntimeError) -> InfinityError:
         # Whether the peer has left or is lost is known to the thread that receives from it.
@@ -223,8 +232,9 @@ class PeerLine:
         into = self._ends.room_for(self._peer, number, sizes)
         if into is None:
             into = tuple(torch.empty(size, dtype=torch.uint8) for size in sizes)
+        began = time.perf_counter_ns()
         works = [self._ranks.receive(each, self._peer, PAYLOAD) for each in into if each.nbytes]
-        return _Arriving(message, list(into), works)
+        return _Arriving(message, began, list(into), works)
 
     def _receive_payloads(self) -> None:
         try:
@@ -246,7 +256,8 @@ class PeerLine:
         if message.kind is Kind.BYE:
             self._ends.heard(self._peer, message)
             return False
-        self._ends.arrived(self._peer, *message.fields)
+        number, label, sizes = message.fields
+        self._ends.arrived(self._peer, number, label, sizes, arriving.began)
         return True
 
     def _lose(self, error: Exception) -> None:

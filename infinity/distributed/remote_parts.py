@@ -94,13 +94,13 @@ class RemoteParts:
             if landing is not None:
                 return RemoteTransfer(landing, self._lock)
         elif relay != owner:
-            delivery = self._expect(relay, What.RELAYED, into, owner, *wanted)
+            delivery = self._expect(relay, What.RELAYED, page.index, into, owner, *wanted)
             return _RelayedTransfer(delivery, self._lock, lambda: self._expect_from(owner, wanted, into))
         return RemoteTransfer(self._expect_from(owner, wanted, into), self._lock)
 
     def _expect_from(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery:
         """Ask the owner of bytes of a page for them."""
-        return self._expect(owner, What.PARAMETERS, into, *asked(wanted))
+        return self._expect(owner, What.PARAMETERS, wanted.unit, into, *asked(wanted))
 
     def replaced(self) -> None:
         self._loads += 1
@@ -150,7 +150,7 @@ class RemoteParts:
 
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        delivery = self._expect(owner, What.STATES, into, self.step, unit, offset, nbytes)
+        delivery = self._expect(owner, What.STATES, unit, into, self.step, unit, offset, nbytes)
         RemoteTransfer(delivery, self._lock).wait()
         return into
 
@@ -162,13 +162,13 @@ class RemoteParts:
         into: (piece.count,), in the dtype in which gradients are stored.
         """
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients")
+        delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)
         fields = [unit, chunk_index, piece.parameter, piece.start, piece.offset, piece.count]
         self._wire.post(rank, Kind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
         RemoteTransfer(delivery, self._lock).wait()
         return bool(there.item())
 
-    def _expect(self, rank: int, what: What, into: torch.Tensor, *fields: int) -> Delivery:
-        delivery = self._wire.expect(rank, [into], label=what.label)
+    def _expect(self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: int) -> Delivery:
+        delivery = self._wire.expect(rank, [into], what.label, unit=unit)
         self._wire.post(rank, Kind.REQUEST, delivery.number, what, *fields)
         return delivery

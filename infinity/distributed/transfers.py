@@ -15,13 +15,22 @@ class _Transfer:
     """A payload under way. It satisfies the protocol of infinity/tiers/link.py."""
 
     def __init__(
-        self, bell: Bell, peer: int, number: int, label: str, told: Callable[[Any], None] | None = None
+        self,
+        bell: Bell,
+        peer: int,
+        number: int,
+        label: str,
+        *,
+        unit: int | None = None,
+        told: Callable[[Any], None] | None = None,
     ) -> None:
         self._told = told
         """Called with this object when it has ended; None: nobody is."""
         self.peer = peer
         self.number = number
         self.label = label
+        self.unit = unit
+        """Index of the unit to which the bytes belong; None if there is none."""
         self._bell = bell
         self._ended = False
         self._failure: InfinityError | None = None
@@ -51,7 +60,7 @@ class _Transfer:
 
     @property
     def timing(self) -> None:
-        """None: transfers between ranks are not timed."""
+        """None: the wire tells the meter when a payload has crossed, whether or not this rank awaits it."""
         return None
 
     def end(self, failure: InfinityError | None = None) -> None:
@@ -87,9 +96,10 @@ class Delivery(_Transfer):
         label: str,
         *,
         into: tuple[torch.Tensor, ...],
+        unit: int | None = None,
         told: Callable[[Any], None] | None = None,
     ) -> None:
-        super().__init__(bell, peer, number, label, told)
+        super().__init__(bell, peer, number, label, unit=unit, told=told)
         self.into = into
         """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
         self.redirected = False

@@ -24,6 +24,8 @@ from infinity.distributed.message import Kind, Message
 from infinity.distributed.peer_line import Parcel, PeerLine
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
+from infinity.telemetry.crossing import Crossing, Way
+from infinity.telemetry.meter import Meter
 
 Inbox = queue.SimpleQueue[tuple[int, Message]]
 
@@ -43,9 +45,10 @@ class Traffic:
 class Wire:
     """All that this rank says to other ranks, and hears from them. Methods may be called by any thread."""
 
-    def __init__(self, ranks: Ranks, bell: Bell | None = None) -> None:
-        """bell: rung whenever something has come; its failure ends all waits."""
+    def __init__(self, ranks: Ranks, bell: Bell | None = None, meter: Meter | None = None) -> None:
+        """bell: rung whenever something has come; its failure ends all waits. meter: is told what crosses."""
         self.bell = Bell() if bell is None else bell
+        self.meter = Meter() if meter is None else meter
         self.inbox: Inbox = queue.SimpleQueue()
         """(source, message): all messages but DATA, REFUSAL, REDIRECT, BALLOT, VOTE and LEAVING, in each
         source's order. A peer's last one is BYE, or FAILED if it is lost.
@@ -116,18 +119,21 @@ class Wire:
         into: Sequence[torch.Tensor],
         label: str = "parameters",
         *,
+        unit: int | None = None,
         tell: bool = False,
         told: Callable[[Delivery], None] | None = None,
     ) -> Delivery:
         """Name the memory for bytes that the peer will be asked for; ask it with the delivery's number.
 
-        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. tell:
-        whether a message ARRIVED comes into the inbox when the delivery has ended. told: called with the
-        delivery then, by the thread that receives from the peer, or by this one if the peer has left.
+        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. unit: the
+        one to which they belong, for timelines. tell: whether a message ARRIVED comes into the inbox when the
+        delivery has ended. told: called with the delivery then, by the thread that receives from the peer, or
+        by this one if the peer has left.
         """
         if tell:
             told = functools.partial(self._tell, Kind.ARRIVED)
-        delivery = Delivery(self.bell, peer, next(self._numbers), label, into=tuple(into), told=told)
+        number = next(self._numbers)
+        delivery = Delivery(self.bell, peer, number, label, into=tuple(into), unit=unit, told=told)
         with self._lock:
             error = self._ended.get(peer)
             if error is None:
@@ -143,15 +149,16 @@ class Wire:
         pieces: Sequence[torch.Tensor],
         label: str = "parameters",
         *,
+        unit: int | None = None,
         tell: bool = False,
     ) -> Dispatch:
         """Send the bytes that the peer expects under `number`.
 
         pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the
-        dispatch is done. tell: whether a message SENT comes into the inbox then.
+        dispatch is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
         """
         told = functools.partial(self._tell, Kind.SENT) if tell else None
-        dispatch = Dispatch(self.bell, peer, number, label, told)
+        dispatch = Dispatch(self.bell, peer, number, label, unit=unit, told=told)
         message = Message(Kind.DATA, [number, label, [each.nbytes for each in pieces]])
         self._queue(peer, Parcel(message, tuple(pieces), dispatch))
         return dispatch
@@ -194,8 +201,12 @@ class Wire:
             self._lines[peer].put(parcel)
 
     # --- told by the lines --------------------------------------------------------------------------------
+    # The meter is told first: whoever finds a payload counted or ended finds it in the timeline, too.
 
-    def sent(self, dispatch: Dispatch | None, nbytes: int, failure: InfinityError | None) -> None:
+    def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
+        if failure is None and dispatch is not None:
+            to, label, unit = dispatch.peer, dispatch.label, dispatch.unit
+            self.meter.crossed(Crossing(Way.TO, to, label, unit, nbytes, began, time.perf_counter_ns()))
         if failure is None:
             with self._lock:
                 self._traffic.messages_sent += 1
@@ -210,12 +221,16 @@ class Wire:
             into = () if delivery is None else delivery.into
         return into if [each.nbytes for each in into] == sizes else None
 
-    def arrived(self, peer: int, number: int, label: str, sizes: list[int]) -> None:
+    def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
+        with self._lock:
+            delivery = self._expected.pop((peer, number), None)
+        unit = None if delivery is None else delivery.unit
+        nbytes = sum(sizes)
+        self.meter.crossed(Crossing(Way.FROM, peer, label, unit, nbytes, began, time.perf_counter_ns()))
         with self._lock:
             self._traffic.messages_received += 1
-            self._traffic.received[label] += sum(sizes)
-            self._traffic.received_from[peer, label] += sum(sizes)
-            delivery = self._expected.pop((peer, number), None)
+            self._traffic.received[label] += nbytes
+            self._traffic.received_from[peer, label] += nbytes
         if delivery is not None:
             wanted = [each.nbytes for each in delivery.into]
             delivery.end(None if wanted == sizes else _other_sizes(peer, sizes, wanted))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from infinity.errors import ConfigError
+from infinity.telemetry.crossing import Crossing
 from infinity.telemetry.stats import Edge, EdgeStats, Phase, Stats, Wait
 from infinity.telemetry.wear import Written
 from infinity.tiers.link import Timing, Transfer
@@ -105,6 +106,9 @@ class Recorder(Protocol):
         transfer; None if the transfer has already ended.
         """
 
+    def crossed(self, crossing: Crossing) -> None:
+        """Record that a payload has crossed to or from another rank."""
+
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
         """Record that the training thread did not compute from `start` to `end`.
 
@@ -180,6 +184,11 @@ class Meter:
             tally.transfers += 1
         if (recorder := self._recorder) is not None:
             recorder.moved(edge, nbytes, transfer)
+
+    def crossed(self, crossing: Crossing) -> None:
+        """Report to the recorder that a payload has crossed to or from another rank. The wire counts it."""
+        if (recorder := self._recorder) is not None:
+            recorder.crossed(crossing)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
         """Count a transfer as `moved` does, and count the call that requested it as a stall of the training

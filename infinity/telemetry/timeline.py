@@ -8,9 +8,14 @@ The timeline has these rows, from the top:
 - update: a span for each chunk's update, from begin to end, with the number of parameter elements
 - one for each edge, that is, each direction between two tiers such as NVMe to host: a span for each transfer,
   from the request to the arrival of the last byte, with the bytes moved
+- two for each other rank, from it and to it: a span for each payload while it crosses, named by what it is,
+  with its bytes and its unit's index
 
 The rows compute and waits show time of the host. On CUDA, compute is the time in which kernels are queued,
 not the time in which they run.
+
+What crosses between ranks is shown once it has crossed. So the bytes in these rows are those that the wire
+counts, and a payload that is under way when the timeline ends is in neither.
 
 [Note: lanes]
 Transfers of one edge overlap in time, but spans of one row in the viewer must not overlap unless they nest.
@@ -28,12 +33,13 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from infinity.errors import StorageError
 from infinity.system.closing import Closing
+from infinity.telemetry.crossing import Crossing, Way
 from infinity.telemetry.stats import Edge, Phase, Stats, Wait
 from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 from infinity.tiers.link import Timing, Transfer
@@ -42,11 +48,13 @@ _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
 """Names of the rows of work that runs beside the training thread: updates, and the transfers of each edge."""
 _ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
 _MOST_LANES = 1000
-"""The most lanes ([Note: lanes]) of each name in `_ROWS`; spans beyond that are drawn in the last lane.
+"""The most lanes ([Note: lanes]) of each name of a row; spans beyond that are drawn in the last lane.
 
 Each lane is a row of the viewer, and each name has this many row numbers, one for each lane.
 """
 _FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
+_WAYS = tuple(Way)
+"""For each other rank there is a row for each of these, in the order of ranks below all of `_ROWS`."""
 _BUFFERED = 4096
 """Number of unwritten events at which all events are written to the file, even in the middle of a step."""
 
@@ -105,7 +113,9 @@ class Timeline(Closing):
 
         Because the conversion of spans to text takes long, it is put off until they are written.
         """
-        self._lanes = {row: Lanes() for row in _ROWS}
+        self._first = dict(_FIRST)
+        """Name of a row -> number of the row of its first lane."""
+        self._lanes: defaultdict[str, Lanes] = defaultdict(Lanes)
         self._rows: set[int] = set()
         """Numbers of the rows whose names have been written to the file."""
         self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
@@ -150,6 +160,20 @@ class Timeline(Closing):
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
         self._asked(edge.value, "moves", {"bytes": nbytes}, None if transfer is None else transfer.timing)
+
+    def crossed(self, crossing: Crossing) -> None:
+        with self._lock:
+            if self._phase is None:
+                return
+            row = f"{crossing.way.value} rank {crossing.peer}"
+            place = len(_ROWS) + crossing.peer * len(_WAYS) + _WAYS.index(crossing.way)
+            self._first.setdefault(row, 1 + place * _MOST_LANES)
+            args: dict[str, Value] = {"bytes": crossing.nbytes}
+            if crossing.unit is not None:
+                args["unit"] = crossing.unit
+            start = max(crossing.began, self._origin or 0)  # it may have begun before the recording
+            self._span(row, crossing.label, start, max(start, crossing.ended), args)
+            self._note()
 
     def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
         with self._lock:
@@ -248,7 +272,7 @@ class Timeline(Closing):
         origin = self._origin or 0
         for row, name, start, end, args in spans:
             lane = self._lanes[row].place(start, end)
-            number = _FIRST[row] + min(lane, _MOST_LANES - 1)
+            number = self._first[row] + min(lane, _MOST_LANES - 1)
             if number not in self._rows:
                 self._rows.add(number)
                 yield from row_name(number, f"{row} {lane}" if lane else row)

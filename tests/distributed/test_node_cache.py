@@ -135,7 +135,9 @@ class _Wire:
         self.delivered: list[tuple[int, int, torch.Tensor, Dispatch]] = []
         self.refused: list[tuple[int, int]] = []
 
-    def expect(self, peer: int, into: list[torch.Tensor], *, label: str = "", told: Any = None) -> Delivery:
+    def expect(
+        self, peer: int, into: list[torch.Tensor], label: str = "", *, unit: int, told: Any = None
+    ) -> Delivery:
         delivery = Delivery(self.bell, peer, 7, "parameters", into=tuple(into), told=told)
         self.expected.put((delivery, into[0]))
         return delivery
@@ -143,7 +145,7 @@ class _Wire:
     def post(self, peer: int, kind: Kind, *fields: Any) -> None:
         self.posted.append((peer, kind, *fields))
 
-    def deliver(self, peer: int, number: int, pieces: list[torch.Tensor]) -> Dispatch:
+    def deliver(self, peer: int, number: int, pieces: list[torch.Tensor], *, unit: int) -> Dispatch:
         dispatch = Dispatch(self.bell, peer, number, "parameters")
         self.delivered.append((peer, number, pieces[0].clone(), dispatch))
         return dispatch

@@ -18,6 +18,7 @@ from timelines import Event, edge_rows, full_after, lines_of, load, rows_of
 
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.telemetry import timeline
+from infinity.telemetry.crossing import Crossing, Way
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Phase, Wait
 from infinity.telemetry.timeline import Timeline
@@ -170,6 +171,40 @@ def test_updates_of_chunks_lie_where_their_threads_worked(clock: Clock, tmp_path
     ]
     assert rows["update 1"] == [("chunk", 60, 75, {"parameters": 102})], "beside the end of the one before"
     assert rows["update 2"] == [("chunk", 30, 90, {"parameters": 103, "unfinished": True})]
+
+
+def test_payloads_have_rows_for_each_rank_and_way(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    meter = Meter()
+    clock.now = 100
+
+    def cross(way: Way, peer: int, began: int, ended: int, unit: int | None = None) -> None:
+        meter.crossed(Crossing(way, peer, "gradients", unit, began + ended, 1000 * began, 1000 * ended))
+
+    cross(Way.TO, 1, 90, 99)
+    with Timeline(path) as lines, meter.recording(lines):
+        cross(Way.FROM, 2, 90, 110)  # has begun before the recording
+        cross(Way.TO, 0, 101, 103, unit=5)
+        cross(Way.FROM, 0, 102, 104)
+        cross(Way.FROM, 0, 103, 105)
+        clock.now = 120
+    cross(Way.TO, 1, 121, 122)
+    rows = simple(rows_of(load(path)))
+    assert rows.pop("compute") == [("between", 0, 20, {})]
+    assert rows == {
+        "from rank 2": [("gradients", 0, 10, {"bytes": 200})],
+        "to rank 0": [("gradients", 1, 3, {"bytes": 204, "unit": 5})],
+        "from rank 0": [("gradients", 2, 4, {"bytes": 206})],
+        "from rank 0 1": [("gradients", 3, 5, {"bytes": 208})],
+    }
+    numbers = {each["args"]["name"]: each["tid"] for each in load(path) if each["name"] == "thread_name"}
+    assert sorted(numbers, key=numbers.__getitem__) == [
+        "compute",
+        "from rank 0",
+        "from rank 0 1",
+        "to rank 0",
+        "from rank 2",
+    ]
 
 
 def test_a_long_step_is_written_as_it_goes(tmp_path: Path) -> None:

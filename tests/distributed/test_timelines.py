@@ -1,0 +1,69 @@
+"""Tests of timelines of several ranks: they show what crosses between ranks as it is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import training_ranks
+from ranked_cases import Case
+from timelines import Event, check_rows, crossings, load
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
+    """What both ranks returned for each case, and the "events" of their timelines."""
+    cases = [
+        Case("frozen", 3, home="host", accumulate=2),
+        Case("mlp", 2, clip=0.05),
+        Case("mlp", 1),
+        Case("mlp", 0),
+    ]
+    directory = tmp_path_factory.mktemp("timelines")
+    ranks = training_ranks.launch("bytes_in_timelines", cases, 2, directory, timeout=120.0)
+    for each in ranks:
+        for one in each:
+            assert isinstance(one, dict), one
+            one["events"] = load(Path(one["path"]))
+    return dict(zip(cases, ranks, strict=True))
+
+
+def summed(spans: list[Event], key: str) -> Counter[Any]:
+    """Bytes of spans by their name or by an argument."""
+    sums: Counter[Any] = Counter()
+    for each in spans:
+        sums[each["name"] if key == "name" else each["args"][key]] += each["args"]["bytes"]
+    return sums
+
+
+def test_the_bytes_in_timelines_are_those_of_the_counters(found: dict[Case, list[dict[str, Any]]]) -> None:
+    for case, ranks in found.items():
+        for rank, each in enumerate(ranks):
+            check_rows(each["events"])
+            for way in ("from", "to"):
+                spans = crossings(each["events"], way, 1 - rank)
+                assert summed(spans, "name") == each[way], (case, rank, way)
+                assert not crossings(each["events"], way, rank)
+            labels = set(each["from"]) | set(each["to"])
+            assert labels == ({"gradients"} if case.stage == 0 else {"parameters", "gradients"}), case
+
+
+def test_each_payload_has_its_unit(found: dict[Case, list[dict[str, Any]]]) -> None:
+    for case, ranks in found.items():
+        for rank, each in enumerate(ranks):
+            came = crossings(each["events"], "from", 1 - rank)
+            parameters = summed([one for one in came if one["name"] == "parameters"], "unit")
+            assert parameters == Counter({unit: size for unit, size in enumerate(each["fetches"]) if size})
+            assert all("unit" in one["args"] for one in came), case
+
+
+def test_what_one_rank_gets_the_other_has_sent(found: dict[Case, list[dict[str, Any]]]) -> None:
+    def told(spans: list[Event]) -> list[tuple[str, int, int]]:
+        return [(each["name"], each["args"]["unit"], each["args"]["bytes"]) for each in spans]
+
+    for case, ranks in found.items():
+        for rank, each in enumerate(ranks):
+            sent = crossings(ranks[1 - rank]["events"], "to", rank)
+            assert told(crossings(each["events"], "from", 1 - rank)) == told(sent), case
