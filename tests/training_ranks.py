@@ -195,20 +195,24 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
 def timeline(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     """Bytes that this rank sent and received while a timeline was recorded, by what they were.
 
-    "path": the timeline's file. "fetches": as in `traffic`, meanwhile. There are two ranks.
+    "path": the timeline's file. "fetches": as in `traffic`, meanwhile. "seconds": that this rank waited for
+    the other one meanwhile, by its statistics. There are two ranks.
     """
     path = directory / f"{case.name}-{place.rank}.json"
     with opened(case, place, directory) as (model, runtime):
         before = _settled_traffic(runtime)
         fetches = _counted_fetches(runtime)
+        waited = runtime.stats.rank_seconds
         with runtime.timeline(path):
             _steps(case, place, model, runtime)
             after = _settled_traffic(runtime)
+        waited = runtime.stats.rank_seconds - waited
         return {
             "path": str(path),
             "from": dict(after.received - before.received),
             "to": dict(after.sent - before.sent),
             "fetches": fetches,
+            "seconds": waited,
         }
 
 

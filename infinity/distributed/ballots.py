@@ -64,7 +64,7 @@ class Ballots:
         ballots = self._cast.setdefault(number, {})
         ballots[self._ranks.rank] = call, facts
         self._post(number, call, facts)
-        with self._released():
+        with self._wire.meter.awaiting(call), self._released():
             while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
                 pass
         if any(each != call for each, _ in tuple(ballots.values())):

@@ -168,7 +168,8 @@ class Contributions:
         Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self._wire.wait_for_step(
-            lambda: self._waiting_bytes + nbytes <= self._most_waiting or not self._waiting_bytes
+            lambda: self._waiting_bytes + nbytes <= self._most_waiting or not self._waiting_bytes,
+            "room for gradients",
         ):
             raise self._late("takes the gradients of this rank")
 
@@ -248,7 +249,8 @@ class Contributions:
         """
         with self._lock.released():
             come = self._wire.wait_for_step(
-                lambda: all(self._heard[each] == count for each, count in offered.items())
+                lambda: all(self._heard[each] == count for each, count in offered.items()),
+                "gradients",
             )
         if not come:
             raise self._late("offers gradients to this rank")
@@ -262,7 +264,7 @@ class Contributions:
         sent that it has to send. `close_step` has been called.
         """
         with self._lock.released():
-            come = self._wire.wait_for_step(self._idle)
+            come = self._wire.wait_for_step(self._idle, "gradients")
         if not come:
             raise self._late("brings gradients to this rank or takes them")
         self._turns.go_on(self.ended)
@@ -302,7 +304,7 @@ class Contributions:
         key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
         owner = self._share.owner(chunk_index)
         if owner == self._share.rank:
-            with self._lock.released():
+            with self._wire.meter.awaiting("gradients"), self._lock.released():
                 come = self._bell.wait_for(lambda: self._turns.complete(key, self.ended))
             if not come:
                 raise self._late("brings gradients to this rank")
@@ -312,7 +314,7 @@ class Contributions:
         delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
         fields = [self._epoch, self.ended, after, *key]
         self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, *fields)
-        with self._lock.released():
+        with self._wire.meter.awaiting("gradients"), self._lock.released():
             delivery.wait()
         return found if there.item() else None
 

@@ -63,7 +63,7 @@ class EditVersions:
         version = page.version
         if self.reached(page, version):
             return
-        with self._lock.released():
+        with self._wire.meter.awaiting("edits"), self._lock.released():
             come = self._wire.bell.wait_for(
                 lambda: all(self._known.get((each, page.index), -1) >= version for each in self._wire.peers)
             )

@@ -442,7 +442,7 @@ class RankedStep:
     def _await_forgotten(self) -> None:
         """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""
         rank = self._share.rank
-        if not self._wire.wait_for_step(lambda: self._forgotten == self._cleared[rank]):
+        if not self._wire.wait_for_step(lambda: self._forgotten == self._cleared[rank], "zero_grad()"):
             raise RankDivergence(
                 f"Rank {self._cleared.index(min(self._cleared))} has not called zero_grad() for "
                 f"{self._wire.bell.timeout:g} s after other ranks have.",

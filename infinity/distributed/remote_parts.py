@@ -17,22 +17,24 @@ from infinity.distributed.wire import Wire
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
+from infinity.telemetry.meter import Meter
 from infinity.tiers.link import Timing, Transfer
 
 
 class RemoteTransfer:
     """Bytes on their way from another rank: a Transfer whose `wait` gives the runtime's lock up."""
 
-    def __init__(self, delivery: Delivery, lock: TrainerLock) -> None:
+    def __init__(self, delivery: Delivery, lock: TrainerLock, meter: Meter) -> None:
         self._delivery = delivery
         self._lock = lock
+        self._meter = meter
 
     def done(self) -> bool:
         return self._delivery.done()
 
     def wait(self) -> object:
         if not self._delivery.done():
-            with self._lock.released():
+            with self._meter.awaiting(self._delivery.label), self._lock.released():
                 self._delivery.wait()
         else:
             self._delivery.wait()
@@ -46,9 +48,11 @@ class RemoteTransfer:
 class _RelayedTransfer(RemoteTransfer):
     """Bytes on their way from another rank by a rank of this node, which may have no room for them."""
 
-    def __init__(self, delivery: Delivery, lock: TrainerLock, ask: Callable[[], Delivery]) -> None:
+    def __init__(
+        self, delivery: Delivery, lock: TrainerLock, meter: Meter, ask: Callable[[], Delivery]
+    ) -> None:
         """ask: asks the owner of the bytes itself."""
-        super().__init__(delivery, lock)
+        super().__init__(delivery, lock, meter)
         self._ask = ask
 
     def done(self) -> bool:
@@ -92,11 +96,13 @@ class RemoteParts:
             assert self.cache is not None
             landing = self.cache.fetch(owner, wanted, into)
             if landing is not None:
-                return RemoteTransfer(landing, self._lock)
+                return RemoteTransfer(landing, self._lock, self._wire.meter)
         elif relay != owner:
             delivery = self._expect(relay, What.RELAYED, page.index, into, owner, *wanted)
-            return _RelayedTransfer(delivery, self._lock, lambda: self._expect_from(owner, wanted, into))
-        return RemoteTransfer(self._expect_from(owner, wanted, into), self._lock)
+            return _RelayedTransfer(
+                delivery, self._lock, self._wire.meter, lambda: self._expect_from(owner, wanted, into)
+            )
+        return RemoteTransfer(self._expect_from(owner, wanted, into), self._lock, self._wire.meter)
 
     def _expect_from(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery:
         """Ask the owner of bytes of a page for them."""
@@ -121,7 +127,7 @@ class RemoteParts:
 
         sending = self._sending.pop(page.index, ())
         if sending:
-            with self._lock.released():
+            with self._wire.meter.awaiting("parameters"), self._lock.released():
                 for each in sending:
                     each.wait()
 
@@ -151,7 +157,7 @@ class RemoteParts:
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         delivery = self._expect(owner, What.STATES, unit, into, self.step, unit, offset, nbytes)
-        RemoteTransfer(delivery, self._lock).wait()
+        RemoteTransfer(delivery, self._lock, self._wire.meter).wait()
         return into
 
     def local_gradient(
@@ -165,7 +171,7 @@ class RemoteParts:
         delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)
         fields = [unit, chunk_index, piece.parameter, piece.start, piece.offset, piece.count]
         self._wire.post(rank, Kind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
-        RemoteTransfer(delivery, self._lock).wait()
+        RemoteTransfer(delivery, self._lock, self._wire.meter).wait()
         return bool(there.item())
 
     def _expect(self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: int) -> Delivery:

@@ -86,13 +86,17 @@ class Wire:
         """Whether a peer closes its runtime."""
         return bool(self._leaving)
 
-    def wait_for_step(self, come: Callable[[], bool]) -> bool:
+    def wait_for_step(self, come: Callable[[], bool], what: str) -> bool:
         """Do what `Bell.wait_for` does, for what belongs to a step that all ranks have still to take.
 
-        Raises RankFailure if a peer closes its runtime, for then the step never comes.
+        what: as for `Meter.awaiting`. Called by the thread that trains. Raises RankFailure if a peer closes
+        its runtime, for then the step never comes.
         """
-        if not self.bell.wait_for(lambda: come() or self.leaving):
-            return False
+        if come():
+            return True
+        with self.meter.awaiting(what):
+            if not self.bell.wait_for(lambda: come() or self.leaving):
+                return False
         if not come():
             raise rank_failure(min(self._leaving), "closes its runtime, and this rank goes on training")
         return True

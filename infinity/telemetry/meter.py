@@ -11,7 +11,7 @@ from typing import Protocol
 
 from infinity.errors import ConfigError
 from infinity.telemetry.crossing import Crossing
-from infinity.telemetry.stats import Edge, EdgeStats, Phase, Stats, Wait
+from infinity.telemetry.stats import RANKS, Edge, EdgeStats, Phase, Stats, Wait
 from infinity.telemetry.wear import Written
 from infinity.tiers.link import Timing, Transfer
 
@@ -41,21 +41,22 @@ class _Tally:
     skipped_steps: int = 0
     seconds: float = 0.0
     update_seconds: float = 0.0
+    rank_seconds: float = 0.0
     compute_seconds: float = 0.0
     peaks: dict[str, int] = field(default_factory=dict)
 
     def finish(self, seconds: float) -> None:
         """Complete the sums of one step at its end: count the step, its wall time and its seconds of compute.
 
-        seconds: the wall time of the step. The seconds of compute are this time less the seconds of stalls
-        and of updates, and at least 0.
+        seconds: the wall time of the step. The seconds of compute are this time less the seconds of stalls,
+        of updates and of waits for other ranks, and at least 0.
         """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
         # A stall between two steps, or before the first step, counts for the next step. The sum of stalls may
         # therefore exceed the step's time.
-        self.compute_seconds = max(0.0, seconds - stalled - self.update_seconds)
+        self.compute_seconds = max(0.0, seconds - stalled - self.update_seconds - self.rank_seconds)
 
     def add(self, other: _Tally) -> None:
         for edge, theirs in other.edges.items():
@@ -66,6 +67,7 @@ class _Tally:
         self.skipped_steps += other.skipped_steps
         self.seconds += other.seconds
         self.update_seconds += other.update_seconds
+        self.rank_seconds += other.rank_seconds
         self.compute_seconds += other.compute_seconds
         for name, peak in other.peaks.items():
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
@@ -109,11 +111,11 @@ class Recorder(Protocol):
     def crossed(self, crossing: Crossing) -> None:
         """Record that a payload has crossed to or from another rank."""
 
-    def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
+    def waited(self, name: str, reason: str | None, start: int, end: int) -> None:
         """Record that the training thread did not compute from `start` to `end`.
 
-        name: the value of the `Edge` for which the thread waited, or "update". wait: the reason of the wait
-        for the edge; None if the thread worked on updates or waited for updates.
+        name: the value of the `Edge` for which the thread waited, RANKS, or "update". reason: of the wait for
+        the edge, or what the thread wanted of other ranks; None if it worked on updates or waited for them.
         """
 
     def entered(self, phase: Phase) -> None:
@@ -138,6 +140,13 @@ class Recorder(Protocol):
 
 class _ThreadState(threading.local):
     waits = False
+    """Whether the thread is within `stalling` or `awaiting`."""
+    awaits = False
+    """Whether it is within `awaiting`."""
+    stall: tuple[Edge, Wait] | None = None
+    """The arguments of the outermost `stalling`."""
+    began = 0.0
+    """The time up to which that has been counted, by time.perf_counter()."""
     faults = False
 
 
@@ -210,7 +219,7 @@ class Meter:
         if (recorder := self._recorder) is not None:
             if not state.waits:
                 wait = Wait.FAULT if state.faults else Wait.COPY
-                recorder.waited(edge.value, wait, *_until_now(seconds))
+                recorder.waited(edge.value, wait.value, *_until_now(seconds))
             recorder.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
@@ -225,27 +234,57 @@ class Meter:
             if wait is Wait.FAULT:
                 tally.fault_seconds += seconds
         if (recorder := self._recorder) is not None:
-            recorder.waited(edge.value, wait, *_until_now(seconds))
+            recorder.waited(edge.value, wait.value, *_until_now(seconds))
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
         """A context manager whose duration counts as a wait of the training thread for transfers on `edge`.
 
         wait: the reason of the wait; within `faulting`, the reason is Wait.FAULT instead. The duration
-        counts even if the body raises. Within another `stalling` of the same thread nothing is counted,
-        since the outer context counts the time.
+        counts even if the body raises. Within another `stalling` or `awaiting` of the same thread nothing is
+        counted, since the outer context counts the time.
         """
         state = self._thread
         if state.waits:
             yield
             return
-        state.waits = True
+        state.waits, state.stall = True, (edge, wait)
+        state.began = time.perf_counter()
+        try:
+            yield
+        finally:
+            state.waits, state.stall = False, None
+            self._stalled_since(state.began, edge, wait)
+
+    def _stalled_since(self, began: float, edge: Edge, wait: Wait) -> None:
+        self.stalled(edge, time.perf_counter() - began, Wait.FAULT if self._thread.faults else wait)
+
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """A context manager whose duration counts as a wait of the training thread for other ranks.
+
+        what: what the thread wants of them, such as the call that all ranks have to make. The duration counts
+        even if the body raises. It is cut out of a `stalling` around it, and within another `awaiting` of the
+        same thread nothing is counted.
+        """
+        state = self._thread
+        if state.awaits:
+            yield
+            return
+        if state.stall is not None:
+            self._stalled_since(state.began, *state.stall)
+        state.waits = state.awaits = True
         start = time.perf_counter()
         try:
             yield
         finally:
-            state.waits = False
-            self.stalled(edge, time.perf_counter() - start, Wait.FAULT if state.faults else wait)
+            state.awaits, state.waits = False, state.stall is not None
+            state.began = time.perf_counter()
+            seconds = state.began - start
+            with self._lock:
+                self._now.rank_seconds += seconds
+            if (recorder := self._recorder) is not None:
+                recorder.waited(RANKS, what, *_until_now(seconds))
 
     @contextmanager
     def faulting(self) -> Iterator[None]:
@@ -269,7 +308,8 @@ class Meter:
         """Count time in which the training thread worked on updates or waited for updates.
 
         seconds: the length of this time, which ended now. The caller leaves out stalls that were counted in
-        that time. Within `stalling` of the same thread nothing is counted, since the stall counts the time.
+        that time. Within `stalling` or `awaiting` of the same thread nothing is counted, since these count
+        that time.
         """
         if self._thread.waits:
             return

@@ -2,7 +2,8 @@
 
 All times are times of the training thread. In `stall_seconds` the thread waited for transfers. The part
 `fault_seconds` of the stalls was spent on page faults: waits for units that were demanded and not resident.
-In `update_seconds` the thread worked on updates or waited for updates. The rest is `compute_seconds`.
+In `update_seconds` the thread worked on updates or waited for updates, and in `rank_seconds` it waited for
+other ranks. The rest is `compute_seconds`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from enum import Enum
 
 from infinity.config import format_size
 from infinity.telemetry.wear import Written, days_until_worn
+
+RANKS = "ranks"
+"""What `Stats.limited_by` and timelines call the waits for other ranks."""
 
 
 class Edge(Enum):
@@ -115,7 +119,7 @@ class Stats:
     """Seconds in which the training thread worked on updates or waited for updates, without stalls."""
 
     compute_seconds: float
-    """Wall time of the finished steps in seconds, without stalls and updates.
+    """Wall time of the finished steps in seconds, without stalls, updates and waits for other ranks.
 
     The forward pass, the backward pass and the training loop's own code take this time.
     """
@@ -125,6 +129,11 @@ class Stats:
 
     loss_scale: float | None
     """The latest loss scale; None unless the model computes in fp16."""
+
+    rank_seconds: float = 0.0
+    """Seconds in which the training thread waited for other ranks: for their parts of pages, for their
+    gradients, or until they made the same call. Always 0 with one rank.
+    """
 
     peaks: dict[str, int]
     """For each pool's name, the largest number of bytes that were in use at one time."""
@@ -160,12 +169,13 @@ class Stats:
     def limited_by(self) -> str | None:
         """What took the largest part of the last finished step's time; None if no step has finished.
 
-        "compute", "update", or the value of an `Edge` (such as "nvme->host") for stalls on this edge.
+        "compute", "update", RANKS, or the value of an `Edge` (such as "nvme->host") for stalls on this edge.
         """
         step = self.last_step or self
         if not step.steps:
             return None
         shares = {"compute": step.compute_seconds, "update": step.update_seconds}
+        shares[RANKS] = step.rank_seconds
         shares |= {edge.value: stats.stall_seconds for edge, stats in step.edges.items()}
         return max(shares, key=shares.__getitem__)
 
@@ -215,9 +225,10 @@ class Stats:
         return "\n".join(lines)
 
     def _step_line(self) -> str:
+        ranks = f"other ranks {self.rank_seconds:.3f} s, " if self.rank_seconds else ""
         return (
             f"last step {self.seconds:.3f} s: compute {self.compute_seconds:.3f} s, "
-            f"update {self.update_seconds:.3f} s, stalls {self.stall_seconds:.3f} s "
+            f"update {self.update_seconds:.3f} s, {ranks}stalls {self.stall_seconds:.3f} s "
             f"({self.fault_seconds:.3f} s for page faults) · "
             f"limited by {self.limited_by}"
         )

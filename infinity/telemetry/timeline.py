@@ -4,7 +4,8 @@ The timeline has these rows, from the top:
 
 - step: a span for each step, with the step's measurements, and an instant event at the step's end
 - compute: the training thread while it neither waits nor works on an update, named by its phase
-- waits: the training thread while it waits for a transfer (with the reason) or for an update, or works on one
+- waits: the training thread while it waits for a transfer (with the reason), for other ranks (with what it
+  wants of them, such as their call of step()) or for an update, or works on one
 - update: a span for each chunk's update, from begin to end, with the number of parameter elements
 - one for each edge, that is, each direction between two tiers such as NVMe to host: a span for each transfer,
   from the request to the arrival of the last byte, with the bytes moved
@@ -40,7 +41,7 @@ from typing import NamedTuple
 from infinity.errors import StorageError
 from infinity.system.closing import Closing
 from infinity.telemetry.crossing import Crossing, Way
-from infinity.telemetry.stats import Edge, Phase, Stats, Wait
+from infinity.telemetry.stats import Edge, Phase, Stats
 from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
 from infinity.tiers.link import Timing, Transfer
 
@@ -175,14 +176,14 @@ class Timeline(Closing):
             self._span(row, crossing.label, start, max(start, crossing.ended), args)
             self._note()
 
-    def waited(self, name: str, wait: Wait | None, start: int, end: int) -> None:
+    def waited(self, name: str, reason: str | None, start: int, end: int) -> None:
         with self._lock:
             if self._phase is None:
                 return
             start = max(start, self._mark)  # the wait may have begun before the recording
             end = max(start, end)
             self._compute_until(start)
-            self._span("waits", name, start, end, {} if wait is None else {"for": wait.value})
+            self._span("waits", name, start, end, {} if reason is None else {"for": reason})
             self._mark = end
             self._note()
 
@@ -301,6 +302,7 @@ def _figures(step: Stats) -> dict[str, Value]:
         "seconds": step.seconds,
         "compute": step.compute_seconds,
         "update": step.update_seconds,
+        **({"other ranks": step.rank_seconds} if step.rank_seconds else {}),
         "page faults": step.fault_seconds,
         **{f"stalled {edge.value}": each.stall_seconds for edge, each in step.edges.items()},
         **{f"bytes {edge.value}": each.bytes for edge, each in step.edges.items()},

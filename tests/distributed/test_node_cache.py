@@ -23,6 +23,7 @@ from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import rank_failure
 from infinity.layout.shards import Share
+from infinity.telemetry.meter import Meter
 from infinity.tiers import HostArena
 
 BITS = (
@@ -130,6 +131,7 @@ class _Wire:
 
     def __init__(self) -> None:
         self.bell = Bell(1.0)
+        self.meter = Meter()
         self.posted: list[tuple[Any, ...]] = []
         self.expected: queue.SimpleQueue[tuple[Delivery, torch.Tensor]] = queue.SimpleQueue()
         self.delivered: list[tuple[int, int, torch.Tensor, Dispatch]] = []

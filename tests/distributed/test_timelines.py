@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import training_ranks
 from ranked_cases import Case
-from timelines import Event, check_rows, crossings, load
+from timelines import Event, check_rows, crossings, load, rows_of
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str,
     """What both ranks returned for each case, and the "events" of their timelines."""
     cases = [
         Case("frozen", 3, home="host", accumulate=2),
-        Case("mlp", 2, clip=0.05),
+        Case("mlp", 2),
         Case("mlp", 1),
         Case("mlp", 0),
     ]
@@ -67,3 +68,16 @@ def test_what_one_rank_gets_the_other_has_sent(found: dict[Case, list[dict[str, 
         for rank, each in enumerate(ranks):
             sent = crossings(ranks[1 - rank]["events"], "to", rank)
             assert told(crossings(each["events"], "from", 1 - rank)) == told(sent), case
+
+
+def test_waits_for_other_ranks_stand_among_the_waits(found: dict[Case, list[dict[str, Any]]]) -> None:
+    for case, ranks in found.items():
+        for each in ranks:
+            rows = rows_of(each["events"])
+            waits = [one for one in rows["waits"] if one["name"] == "ranks"]
+            seconds = sum(one["end"] - one["start"] for one in waits) / 1e9
+            assert seconds == pytest.approx(each["seconds"], abs=1e-5), case
+            wanted = Counter(one["args"]["for"] for one in waits)
+            assert wanted["step()"] >= case.steps, case
+            trainer = sorted((one["start"], one["end"]) for one in [*rows["compute"], *rows["waits"]])
+            assert all(one[1] == next_one[0] for one, next_one in itertools.pairwise(trainer)), case

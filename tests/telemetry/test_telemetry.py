@@ -203,6 +203,8 @@ def test_every_total_grows_by_what_a_step_counts() -> None:
     meter = Meter()
     busy_step(meter)
     meter.skipped()
+    with meter.awaiting("step()"):
+        pass
     meter.peak("host", 1)
     meter.scaled(2.0)
     meter.stepped(3.0)
@@ -229,6 +231,28 @@ def test_an_update_that_a_stall_waits_for_is_the_stalls() -> None:
     assert meter.snapshot().update_seconds == 0
     meter.updating(1.0)
     assert meter.snapshot().update_seconds == 1.0
+
+
+def test_a_wait_for_other_ranks_is_cut_out_of_the_stall_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 1.0, 4.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr("infinity.telemetry.meter.time.perf_counter", lambda: next(clock))
+    meter = Meter()
+    with meter.faulting(), meter.stalling(Edge.NVME_TO_HOST):
+        with meter.awaiting("parameters"), meter.awaiting("step()"), meter.stalling(Edge.HOST_TO_NVME):
+            meter.updating(100.0)
+        with meter.stalling(Edge.HOST_TO_NVME):
+            pass
+    with pytest.raises(OSError, match="broken"), meter.awaiting("step()"):
+        raise OSError("broken")
+    meter.updating(5.0)
+    meter.stepped(50.0)
+    stats = meter.snapshot().last_step
+    assert stats is not None
+    assert stats.edges[Edge.NVME_TO_HOST] == EdgeStats(stall_seconds=17.0, fault_seconds=17.0)
+    assert stats.edges[Edge.HOST_TO_NVME] == EdgeStats()
+    assert (stats.rank_seconds, stats.update_seconds, stats.compute_seconds) == (13.0, 5.0, 15.0)
+    assert stats.limited_by == "nvme->host"
+    assert "other ranks 13.000 s" in str(meter.snapshot())
 
 
 def test_waits_for_demanded_units_are_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:

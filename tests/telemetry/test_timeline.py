@@ -125,6 +125,31 @@ def test_the_trainers_time_is_parted_into_compute_and_waits(clock: Clock, tmp_pa
     ]
 
 
+def test_a_wait_for_other_ranks_parts_the_wait_around_it(clock: Clock, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    meter = Meter()
+    with Timeline(path) as lines, meter.recording(lines):
+        clock.now = 10
+        with meter.stalling(Edge.NVME_TO_HOST, Wait.FAULT):
+            clock.now = 20
+            with meter.awaiting("parameters"):
+                clock.now = 50
+            clock.now = 55
+        clock.now = 60
+        with meter.awaiting("step()"):
+            clock.now = 65
+        meter.stepped(65e-6)
+    rows = rows_of(load(path))
+    assert rows["step"][0]["args"]["other ranks"] == pytest.approx(35e-6)
+    assert simple(rows)["waits"] == [
+        ("nvme->host", 10, 20, {"for": "page fault"}),
+        ("ranks", 20, 50, {"for": "parameters"}),
+        ("nvme->host", 50, 55, {"for": "page fault"}),
+        ("ranks", 60, 65, {"for": "step()"}),
+    ]
+    assert simple(rows)["compute"] == [("between", 0, 10, {}), ("between", 55, 60, {})]
+
+
 def test_transfers_end_when_they_landed(clock: Clock, tmp_path: Path) -> None:
     """In a timeline, a transfer ends when its bytes arrived, not when the meter found that they had.
 
