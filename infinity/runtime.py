@@ -120,15 +120,21 @@ class Runtime(Closing):
         """A context manager within which the runtime's work is recorded for Perfetto; yields the Timeline.
 
         to: the path of the file to write, or a Timeline. `Timeline.annotate(loss=...)` adds figures to the
-        last step. infinity/telemetry/timeline.py says what a timeline shows. Raises StorageError or
-        StorageFull if the file cannot be written, and ConfigError if another timeline of the runtime is
-        being recorded.
+        last step. infinity/telemetry/timeline.py says what a timeline shows. Each of several ranks needs a
+        path of its own. Raises StorageError or StorageFull if the file cannot be written, and ConfigError if
+        another timeline of the runtime is being recorded.
         """
         with ExitStack() as inside:
-            timeline = to if isinstance(to, Timeline) else inside.enter_context(Timeline(to))
+            timeline = to if isinstance(to, Timeline) else inside.enter_context(self._new_timeline(to))
             inside.enter_context(self._components.store.link.timed())
             inside.enter_context(self._components.meter.recording(timeline))
             yield timeline
+
+    def _new_timeline(self, path: str | os.PathLike[str]) -> Timeline:
+        peers = self._components.peers
+        if peers is None:
+            return Timeline(path)
+        return Timeline(path, rank=self.plan.share.rank, since=peers.communicator.met)
 
     def accumulate(
         self,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from infinity.cli.failure import Told, first_error, report
 from infinity.errors import ConfigError, InfinityError
 from infinity.lm.ranks import ONE_RANK, RunRanks
 from infinity.system import launcher
+from infinity.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
@@ -69,6 +71,20 @@ def ending_together(communicator: Communicator | None, options: argparse.Namespa
         if isinstance(error, InfinityError):
             raise Told(report(error, options)) from None
         raise
+
+
+def open_timeline(path: str, communicator: Communicator | None) -> Timeline:
+    """Open the file of --trace. The ranks from 1 on have names of their own, such as out.rank-1.json.
+
+    Raises StorageError or StorageFull.
+    """
+    if communicator is None:
+        return Timeline(path)
+    rank = communicator.ranks.rank
+    if rank:
+        stem, suffix = os.path.splitext(path)
+        path = f"{stem}.rank-{rank}{suffix}"
+    return Timeline(path, rank=rank, since=communicator.met)
 
 
 def run_ranks(communicator: Communicator | None) -> RunRanks:

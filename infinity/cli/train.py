@@ -15,12 +15,11 @@ from infinity import __version__
 from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.job import Job, add_options, check_options, show_job
 from infinity.cli.progress import format_seconds
-from infinity.cli.ranks import PARTITIONS, leads, met
+from infinity.cli.ranks import PARTITIONS, leads, met, open_timeline
 from infinity.cli.resumption import open_checkpoint
 from infinity.cli.step_log import finite, open_log
 from infinity.cli.training_run import Outcome, carry_out_job
 from infinity.config import format_size
-from infinity.telemetry.timeline import Timeline
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,19 +47,21 @@ def run(options: argparse.Namespace) -> int:
 
     Returns 0. With --checkpoint, returns 130 (SIGINT) or 143 (SIGTERM) if a signal has stopped the training.
     A signal before the training, or a second one, raises KeyboardInterrupt at once. With several ranks, only
-    rank 0 prints, and writes the files of --log, --export and --trace; a signal to one rank stops all of them
-    after the step that is under way.
+    rank 0 prints, and writes the files of --log and --export; a signal to one rank stops all of them after
+    the step that is under way.
     """
     started = time.monotonic()
     console = Console(stderr=options.json, quiet=not leads())
     if not leads():
-        options = argparse.Namespace(**{**vars(options), "log": None, "export": None, "trace": None})
+        options = argparse.Namespace(**{**vars(options), "log": None, "export": None})
     with contextlib.ExitStack() as stack:
         communicator = stack.enter_context(met(options))
         if options.export is not None:
             check_destination(options.export)
         # Before the plan: a file that cannot be written is refused at once.
-        timeline = None if options.trace is None else stack.enter_context(Timeline(options.trace))
+        timeline = None
+        if options.trace is not None:
+            timeline = stack.enter_context(open_timeline(options.trace, communicator))
         check_options(options)
         checkpoint = open_checkpoint(options, communicator)
         if checkpoint is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,6 +47,8 @@ class Communicator(Closing):
         self.ranks = Ranks.of(mesh, cuda=cuda)
         self.place = Place(0, 0, 1)
         """Where this rank runs, once `find_place` was called."""
+        self.met = 0
+        """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
         self.share = Share(self.ranks.rank, self.ranks.size, stage)
         self.bell = Bell()
         self.lock = TrainerLock()
@@ -126,12 +129,14 @@ class Communicator(Closing):
 
     def find_place(self) -> None:
         """Set `place`, and the number of ranks of a node in `share`, from the environment, or else from what
-        all ranks tell of their machines. All ranks call this.
+        all ranks tell of their machines; and set `met`. All ranks call this.
         """
         given = launcher.place()
+        node = None if given is None else given.node
         heard = self.agree(
-            "offload()", machine=machine.identity(), node=None if given is None else given.node
+            "offload()", machine=machine.identity(), node=node, clock=time.time_ns()
         )
+        self.met = heard[0]["clock"]
         told = [heard[rank] for rank in range(self.ranks.size)]
         key = "machine" if any(each["node"] is None for each in told) else "node"
         nodes = [each[key] for each in told]

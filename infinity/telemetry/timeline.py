@@ -36,13 +36,14 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from typing import NamedTuple
 
 from infinity.errors import StorageError
 from infinity.system.closing import Closing
 from infinity.telemetry.crossing import Crossing, Way
 from infinity.telemetry.stats import Edge, Phase, Stats
-from infinity.telemetry.trace_event import Args, EventFile, Lanes, Value, instant, row_name, span
+from infinity.telemetry.trace_event import Args, EventFile, Lanes, Row, Value, instant, row_name, span
 from infinity.tiers.link import Timing, Transfer
 
 _THREADS_ROWS = ("update", *(edge.value for edge in Edge))
@@ -92,16 +93,21 @@ class Timeline(Closing):
     raises StorageError or StorageFull if the file cannot be opened or its first line cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = EventFile(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, rank: int | None = None, since: int | None = None
+    ) -> None:
+        """rank: this process's number, by which files of several ranks can be joined; None: it is alone.
+        since: time zero of the file, which these files have in common, in nanoseconds of time.time_ns();
+        None: the begin of the first recording.
+        """
+        self._process = 1 if rank is None else 1 + rank
+        name = "infinity" if rank is None else f"infinity rank {rank}"
+        self._file = EventFile(path, self._process, name, "" if since is None else f"time 0 is {_utc(since)}")
         self.failure: StorageError | None = None
         """The error that ended the timeline early; None if no write has failed."""
         self._lock = threading.RLock()
-        self._origin: int | None = None
-        """The begin of the first recording, in nanoseconds of time.perf_counter_ns(): time zero of the file.
-
-        None before the first recording.
-        """
+        self._origin = None if since is None else since - time.time_ns() + time.perf_counter_ns()
+        """Time zero of the file in nanoseconds of time.perf_counter_ns(); None if it is not known yet."""
         self._phase: Phase | None = None
         """What the training thread is in, such as the forward pass; None while nothing is recorded."""
         self._mark = 0
@@ -273,13 +279,13 @@ class Timeline(Closing):
         origin = self._origin or 0
         for row, name, start, end, args in spans:
             lane = self._lanes[row].place(start, end)
-            number = self._first[row] + min(lane, _MOST_LANES - 1)
-            if number not in self._rows:
-                self._rows.add(number)
-                yield from row_name(number, f"{row} {lane}" if lane else row)
-            yield span(number, name, start - origin, end - origin, args)
+            at = Row(self._process, self._first[row] + min(lane, _MOST_LANES - 1))
+            if at.number not in self._rows:
+                self._rows.add(at.number)
+                yield from row_name(at, f"{row} {lane}" if lane else row)
+            yield span(at, name, start - origin, end - origin, args)
             if row == "step":
-                yield instant(number, f"{name} ends", end - origin, args)
+                yield instant(at, f"{name} ends", end - origin, args)
 
     def _fail(self, error: StorageError) -> None:
         self.failure = error
@@ -293,6 +299,13 @@ class Timeline(Closing):
         warnings.warn(
             f"The timeline ends here, and training goes on without it. {error}", RuntimeWarning, stacklevel=3
         )
+
+
+def _utc(nanoseconds: int) -> str:
+    """A time of time.time_ns() as text, to the microsecond."""
+    seconds, rest = divmod(nanoseconds, 10**9)
+    at = datetime.fromtimestamp(seconds, timezone.utc).replace(microsecond=rest // 1000)
+    return at.isoformat(timespec="microseconds")
 
 
 def _figures(step: Stats) -> dict[str, Value]:

@@ -14,15 +14,13 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from infinity.errors import StorageError, storage_errors
 
 Value = str | int | float | bool
 Args = Mapping[str, Value]
 """The arguments of an event: values by name, which the viewer shows with the event."""
-
-PROCESS = 1
-"""The `pid` (process number) of every event. A file holds the events of one process only."""
 
 _END = "\n]\n"
 
@@ -34,7 +32,12 @@ class EventFile:
     and `append` raise StorageError or StorageFull if the file cannot be opened or written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], process: int = 1, name: str = "infinity", label: str = ""
+    ) -> None:
+        """process: the number of the process whose events the file holds. name, label: what the viewer calls
+        the process, and says of it.
+        """
         self.path = os.fspath(path)
         with storage_errors("open", self.path):
             self._descriptor = os.open(
@@ -46,7 +49,9 @@ class EventFile:
         """
         self._closed = False
         try:
-            self._write("[\n" + _event("process_name", '"ph":"M"', 0, {"name": "infinity"}))
+            self._write("[\n" + _event("process_name", '"ph":"M"', process, 0, {"name": name}))
+            if label:
+                self.append([_event("process_labels", '"ph":"M"', process, 0, {"labels": label})])
         except BaseException:
             self.close()
             raise
@@ -92,43 +97,45 @@ class EventFile:
         self._whole += size
 
 
-def span(row: int, name: str, start: int, end: int, args: Args) -> str:
+class Row(NamedTuple):
+    """A row of the viewer: the number of its process, and its own number, by which the viewer sorts rows."""
+
+    process: int
+    number: int
+
+
+def span(row: Row, name: str, start: int, end: int, args: Args) -> str:
     """The JSON of a complete event ("X"), an interval in one row.
 
-    row: the number of the row in the viewer. args: shown with the event. start, end: nanoseconds since the
-    moment that is time 0 of the file.
+    args: shown with the event. start, end: nanoseconds since the moment that is time 0 of the file.
     """
-    return _event(name, f'"ph":"X","ts":{start / 1e3},"dur":{(end - start) / 1e3}', row, args)
+    return _event(name, f'"ph":"X","ts":{start / 1e3},"dur":{(end - start) / 1e3}', *row, args)
 
 
-def instant(row: int, name: str, at: int, args: Args) -> str:
+def instant(row: Row, name: str, at: int, args: Args) -> str:
     """The JSON of an instant event ("i"), a point in one row.
 
-    row: the number of the row in the viewer. args: shown with the event. at: nanoseconds since the moment
-    that is time 0 of the file.
+    args: shown with the event. at: nanoseconds since the moment that is time 0 of the file.
     """
-    return _event(name, f'"ph":"i","s":"t","ts":{at / 1e3}', row, args)
+    return _event(name, f'"ph":"i","s":"t","ts":{at / 1e3}', *row, args)
 
 
-def row_name(row: int, name: str) -> list[str]:
-    """The JSON of the two metadata events that name a row and set the row's position in the viewer.
-
-    row: the number of the row, by which the viewer sorts rows.
-    """
+def row_name(row: Row, name: str) -> list[str]:
+    """The JSON of the two metadata events that name a row and set the row's position in the viewer."""
     return [
-        _event("thread_name", '"ph":"M"', row, {"name": name}),
-        _event("thread_sort_index", '"ph":"M"', row, {"sort_index": row}),
+        _event("thread_name", '"ph":"M"', *row, {"name": name}),
+        _event("thread_sort_index", '"ph":"M"', *row, {"sort_index": row.number}),
     ]
 
 
-def _event(name: str, what: str, row: int, args: Args) -> str:
+def _event(name: str, what: str, process: int, row: int, args: Args) -> str:
     """The JSON of an event. what: the fields of the event's type and times as JSON text, such as
     '"ph":"M"', without braces.
 
     The text is formatted here because json.dumps would take several times as long, in the training thread.
     """
     more = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
-    return f'{{"name":{_json(name)},{what},"pid":{PROCESS},"tid":{row},"args":{{{more}}}}}'
+    return f'{{"name":{_json(name)},{what},"pid":{process},"tid":{row},"args":{{{more}}}}}'
 
 
 def _json(value: Value) -> str:

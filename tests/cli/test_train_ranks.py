@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import tiny_job
 from rank_processes import free_port
+from timelines import crossings, load, rows_of
 from tiny_job import JSON_KEYS, PATIENCE, TinyJob, ended, run_error
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -70,7 +71,7 @@ def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None
         ("one", [], 4),
         ("two", torchrun(), 2),
     ):
-        files = {option: job.folder / f"{name}-{option}" for option in ("log", "export")}
+        files = {option: job.folder / f"{name}-{option}" for option in ("log", "export", "trace")}
         arguments = job.arguments("train", "--json", "--steps", 3, "--accumulate", accumulate)
         arguments += ["--budget-host", "1MiB", *job.nvme()]
         arguments += [text for option, file in files.items() for text in (f"--{option}", str(file))]
@@ -86,6 +87,13 @@ def test_two_ranks_under_torchrun_train_to_the_bits_of_one(job: TinyJob) -> None
         log = [json.loads(line) for line in files["log"].read_text().splitlines()]
         assert [line["loss"] for line in log] == summary["losses"]
         same = ("losses", "held_out_loss", "sample")
+        traces = [files["trace"], job.folder / f"{name}-trace.rank-1"]
+        written = [load(each) for each in traces if each.exists()]
+        assert len(written) == (2 if name == "two" else 1)
+        for rank, events in enumerate(written):
+            assert {each["pid"] for each in events} == {1 + rank}
+            assert [each["args"]["loss"] for each in rows_of(events)["step"]] == summary["losses"]
+            assert len(crossings(events, "from", 1 - rank)) > 0 or name == "one"
         weights = (files["export"] / "model.safetensors").read_bytes()
         found[name] = (
             {key: summary[key] for key in same},

@@ -81,3 +81,14 @@ def test_waits_for_other_ranks_stand_among_the_waits(found: dict[Case, list[dict
             assert wanted["step()"] >= case.steps, case
             trainer = sorted((one["start"], one["end"]) for one in [*rows["compute"], *rows["waits"]])
             assert all(one[1] == next_one[0] for one, next_one in itertools.pairwise(trainer)), case
+
+
+def test_files_of_ranks_can_be_joined(found: dict[Case, list[dict[str, Any]]]) -> None:
+    """Ranks are processes of their own, and no payload comes before it was sent."""
+    for case, ranks in found.items():
+        for rank, each in enumerate(ranks):
+            assert {one["pid"] for one in each["events"]} == {1 + rank}
+            sent = crossings(each["events"], "to", 1 - rank)
+            came = crossings(ranks[1 - rank]["events"], "from", rank)
+            for one, other in zip(sent, came, strict=True):
+                assert one["start"] <= other["end"], case

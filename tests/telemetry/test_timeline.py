@@ -32,6 +32,11 @@ class Clock:
     """A fake clock that stands still at `now` microseconds until it is set."""
 
     now = 0.0
+    wall = 1_600_000_000 * 10**9
+    """The time of day at `now` = 0, in nanoseconds."""
+
+    def time_ns(self) -> int:
+        return self.wall + self.perf_counter_ns()
 
     def perf_counter_ns(self) -> int:
         return round(self.now * 1e3)
@@ -230,6 +235,26 @@ def test_payloads_have_rows_for_each_rank_and_way(clock: Clock, tmp_path: Path) 
         "to rank 0",
         "from rank 2",
     ]
+
+
+def test_ranks_have_processes_and_time_zero_in_common(clock: Clock, tmp_path: Path) -> None:
+    since = clock.wall + 5_000
+    for rank, beyond in ((0, 0), (2, 10**9)):  # the other rank's perf_counter has begun at another time
+        path = tmp_path / f"{rank}.json"
+        clock.now, clock.wall = 30 + beyond, clock.wall - 1000 * beyond
+        meter = Meter()
+        with Timeline(path, rank=rank, since=since) as lines, meter.recording(lines):
+            now = clock.perf_counter_ns()
+            meter.crossed(Crossing(Way.TO, 1, "states", 7, 8, now, now))
+            clock.now += 10
+        events = load(path)
+        assert {each["pid"] for each in events} == {1 + rank}
+        assert events[0]["args"] == {"name": f"infinity rank {rank}"}
+        assert events[1]["args"] == {"labels": "time 0 is 2020-09-13T12:26:40.000005+00:00"}
+        assert simple(rows_of(events)) == {
+            "compute": [("between", 25, 35, {})],
+            "to rank 1": [("states", 25, 25, {"bytes": 8, "unit": 7})],
+        }
 
 
 def test_a_long_step_is_written_as_it_goes(tmp_path: Path) -> None:

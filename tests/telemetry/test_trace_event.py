@@ -13,9 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timelines import lines_of, load
 
-from infinity.telemetry.trace_event import EventFile, Lanes, instant, row_name, span
+from infinity.telemetry.trace_event import EventFile, Lanes, Row, instant, row_name, span
 
-EVENTS = [*row_name(7, 'a "row"'), span(7, "moves", 1_000, 2_500, {"bytes": 3}), instant(7, "now", 5, {})]
+ROW = Row(1, 7)
+EVENTS = [
+    *row_name(ROW, 'a "row"'),
+    span(ROW, "moves", 1_000, 2_500, {"bytes": 3}),
+    instant(ROW, "now", 5, {}),
+]
 
 
 def test_events_are_those_of_the_format(tmp_path: Path) -> None:
@@ -32,6 +37,15 @@ def test_events_are_those_of_the_format(tmp_path: Path) -> None:
         {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": 7, "args": {"sort_index": 7}},
         {"name": "moves", "ph": "X", "ts": 1.0, "dur": 1.5, "pid": 1, "tid": 7, "args": {"bytes": 3}},
         {"name": "now", "ph": "i", "s": "t", "ts": 0.005, "pid": 1, "tid": 7, "args": {}},
+    ]
+
+
+def test_a_process_has_a_number_a_name_and_a_label(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    EventFile(path, 4, "infinity rank 3", "time 0 is now").close()
+    assert load(path) == [
+        {"name": "process_name", "ph": "M", "pid": 4, "tid": 0, "args": {"name": "infinity rank 3"}},
+        {"name": "process_labels", "ph": "M", "pid": 4, "tid": 0, "args": {"labels": "time 0 is now"}},
     ]
 
 
