@@ -13,6 +13,7 @@ from infinity import __version__
 from infinity.cli.job import Job, add_options, show_job
 from infinity.errors import ConfigError
 from infinity.layout.shards import Share
+from infinity.planning.machine_rates import network_rate
 from infinity.planning.network import Network, link_rate, network
 from infinity.planning.stage_table import bytes_by_stage, text_by_stage
 
@@ -54,7 +55,10 @@ def add_parser(subparsers: Any) -> None:
         help="nodes on which the ranks run, equally many on each (default: %(default)s)",
     )
     ranks.add_argument(
-        "--link", metavar="RATE", help="rate of the link between two nodes in each direction, such as 25Gbit"
+        "--link",
+        metavar="RATE",
+        help="rate of the link between two nodes in each direction, such as 25Gbit (default: what "
+        "`infinity tune` has measured, started by torchrun on several nodes)",
     )
     parser.set_defaults(run=run)
 
@@ -65,12 +69,14 @@ def run(options: argparse.Namespace) -> int:
     Raises BudgetError if the run does not fit the budgets, and ConfigError for options that cannot be used.
     """
     share = _share(options)
-    link = None if options.link is None else link_rate(options.link)
+    given = None if options.link is None else link_rate(options.link)
+    measured = network_rate() if given is None and options.nodes > 1 else None
     console = Console(stderr=options.json)
     job = show_job(options, console, share=share, on_node=share.ranks // options.nodes)
     found = None
     if share.ranks > 1:
-        found = network(job.plan, link, options.accumulate)
+        link = given or measured
+        found = network(job.plan, link, options.accumulate, measured=measured is not None)
         console.print(f"{found.text}{_others(job)}", highlight=False, soft_wrap=True)
         title = f"\nbytes of one of {share.ranks} ranks by stage, beside those of ZeRO's formulas"
         console.print(f"{title}\n{text_by_stage(bytes_by_stage(job.plan))}", highlight=False, soft_wrap=True)

@@ -14,7 +14,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from infinity import __version__
+from infinity.api import several_ranks
+from infinity.cli.ranks import ending_together, leads
 from infinity.config import format_size
+from infinity.errors import ConfigError
+from infinity.planning import machine_rates
+from infinity.planning.network import rate_text
 from infinity.tiers.trial_file import MODES
 from infinity.tuning.plot import check_plot, draw
 from infinity.tuning.sweep import DiskSweep, Measured
@@ -29,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         description="Try I/O engines, block sizes, depths and threads in turn on a test file, which is "
         "removed at the end. With several paths, also find the share of the bytes that each path should get. "
         "The settings are saved in the user's cache, where plan, train and all I/O find them. Takes under a "
-        "minute.",
+        "minute. Started by torchrun on several nodes, measure the network between these instead.",
     )
     parser.add_argument(
         "--path",
@@ -56,8 +61,11 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Find the best I/O settings for the disks that the options name, save and print them. Returns 0.
 
-    Raises InfinityError if a directory is unusable.
+    One of several ranks measures the network between nodes instead. Raises InfinityError if a directory is
+    unusable.
     """
+    if several_ranks(None):
+        return _tune_network(options)
     if options.plot is not None:
         check_plot(options.plot)
     console = Console(stderr=options.json)
@@ -81,6 +89,31 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"plot: {escape(options.plot)}", highlight=False, soft_wrap=True)
     if options.json:
         print(json.dumps({"infinity": __version__, **asdict(found)}))
+    return 0
+
+
+def _tune_network(options: argparse.Namespace) -> int:
+    """Measure the link between nodes together with the other ranks, save and print its rate. Returns 0."""
+    from infinity.distributed.communicator import Communicator
+    from infinity.distributed.node_link import measure_node_link
+
+    with Communicator(None, 0, cuda=False) as communicator, ending_together(communicator, options):
+        if options.path or options.size or options.thorough or options.plot:
+            raise ConfigError(
+                "Several processes were started, which measure the network, and an option is about disks.",
+                "Leave the options out; to tune disks, start one process.",
+            )
+        communicator.find_place()
+        found = measure_node_link(communicator)
+        # Ranks of one node share a cache, unless they are different users'.
+        saved = communicator.place.rank != 0 or machine_rates.keep_network(found.rate)
+        communicator.leave()
+    if leads():
+        kept = "kept on each node" if saved else "NOT kept, for this user cannot write the cache"
+        line = f"network: {rate_text(found.rate)}/s into the slowest of {found.nodes} nodes · {kept}"
+        Console(stderr=options.json).print(line, highlight=False, soft_wrap=True)
+        if options.json:
+            print(json.dumps({"infinity": __version__, "saved": saved, **asdict(found)}))
     return 0
 
 

@@ -10,6 +10,7 @@ import torch
 
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.transfers import Delivery
 from infinity.errors import RankDivergence
 
 _SLICE = 0.2
@@ -45,11 +46,15 @@ class Exchange:
         elements of `into`. Raises RankFailure if the server is lost, and RankDivergence if it gives another
         number of bytes.
         """
+        self.ask(number, first, into, count).wait()
+
+    def ask(self, number: int, first: int, into: torch.Tensor, count: int | None = None) -> Delivery:
+        """Begin what `take` does, and return the delivery to wait for."""
         wire = self._communicator.wire
         delivery = wire.expect(self._server, [into.view(torch.uint8)], label=self._label)
         wanted = [number, first, into.numel() if count is None else count]
         wire.post(self._server, Kind.REQUEST, delivery.number, What.INITIAL, *wanted)
-        delivery.wait()
+        return delivery
 
     def leave(self) -> None:
         """Tell the server that this rank takes nothing more."""

@@ -43,6 +43,7 @@ _DISK_EXPIRES = 300.0
 """Seconds for which a disk's cached rates are valid. The rates of a disk change, because other processes
 use the disk too and clouds limit its rate.
 """
+_NETWORK = "network"
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
 _MATMUL_SECONDS = 0.2
@@ -115,6 +116,23 @@ def keep(
     figures.save()
 
 
+def keep_network(rate: float, *, clock: Callable[[], float] = time.time) -> bool:
+    """Store the rate of the link between nodes that `infinity tune` has measured, in the user's cache.
+
+    rate: bytes per second that a node receives from others. It replaces an earlier one, which may be that of
+    other nodes. clock: returns the present time in seconds. Returns whether the file could be written.
+    """
+    figures = _Cache(clock)
+    figures.put(_NETWORK, {"rate": rate})
+    return figures.save()
+
+
+def network_rate() -> float | None:
+    """The last rate, in bytes per second, that `keep_network` has stored on this host; None without one."""
+    found = _Cache(time.time).find(_NETWORK)
+    return None if found is None else found.get("rate")
+
+
 def _disk_name(path: str) -> str:
     return f"disk {os.path.realpath(path)}"
 
@@ -145,6 +163,10 @@ class _Cache:
             found = self.put(what, probe())
         return found
 
+    def find(self, what: str) -> dict[str, float] | None:
+        """Return the rates that are stored under the name `what`, however old; None if there are none."""
+        return self._figures.get(_key(what))
+
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
         """Store rates under the name `what`, with the present time as the time of measurement. Returns the
         rates together with this time, which has the key "at".
@@ -153,9 +175,9 @@ class _Cache:
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """Write the cache file if rates were stored since this object was made. Rates of disks that have
-        expired are left out.
+        expired are left out. Returns whether the operating system allowed it.
         """
         if self._changed:
             disk = _key(_disk_name(os.sep))
@@ -164,7 +186,8 @@ class _Cache:
                 for key, figures in self._figures.items()
                 if not key.startswith(disk) or self._age(figures) < _DISK_EXPIRES
             }
-            self._file.save(fresh)
+            return self._file.save(fresh)
+        return True
 
     def _age(self, figures: Mapping[str, float]) -> float:
         """Seconds since the rates were measured; infinity if the time is unknown or lies in the future."""

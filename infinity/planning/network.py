@@ -33,6 +33,8 @@ class Network:
     """Bytes that all ranks of a node receive from other nodes."""
     link: float | None
     """Bytes per second of the link between nodes, in each direction; None if it is not known."""
+    measured: bool = False
+    """Whether `infinity tune` has measured the link; else it was given."""
 
     @property
     def seconds(self) -> float | None:
@@ -46,14 +48,20 @@ class Network:
         line = f"network: a rank receives {parameters} of parameters and {gradients} of gradients a step"
         if self.between_nodes:
             line += f", a node {format_size(self.between_nodes)} from other nodes"
-        if self.between_nodes and self.seconds is not None:
+        if self.between_nodes and self.link is None:
+            line += (
+                ": unknown seconds on the link, which was neither given (--link) nor measured (infinity tune)"
+            )
+        elif self.between_nodes:
             line += f": {self.seconds:.2f} s on the link"
+        if self.between_nodes and self.measured:
+            line += f" of {rate_text(self.link or 0.0)}, as measured"
         return line
 
 
-def network(plan: Plan, link: float | None, micro_batches: int) -> Network:
+def network(plan: Plan, link: float | None, micro_batches: int, *, measured: bool = False) -> Network:
     """The traffic of a step. plan: of one of several ranks, on the nodes of `plan.share`. link: bytes per
-    second between two nodes. micro_batches: of a rank in a step.
+    second between two nodes. micro_batches: of a rank in a step. measured: as in Network.
 
     Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
     gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
@@ -80,7 +88,7 @@ def network(plan: Plan, link: float | None, micro_batches: int) -> Network:
     if plan.node_cache_bytes:
         crossing = round(_crossings(plan, micro_batches) * (values if share.stage == 3 else trained))
     crossing += here * gradients
-    return Network(received[0], received[1], crossing * (share.ranks - here) // share.ranks, link)
+    return Network(received[0], received[1], crossing * (share.ranks - here) // share.ranks, link, measured)
 
 
 def _crossings(plan: Plan, micro_batches: int) -> float:
@@ -91,6 +99,12 @@ def _crossings(plan: Plan, micro_batches: int) -> float:
         return 1.0
     kept = min(1.0, plan.node_cache_bytes / wanted_bytes(plan))
     return 1 + (2 * micro_batches - 1) * (1 - kept)
+
+
+def rate_text(rate: float) -> str:
+    """A rate in bytes per second as text that `link_rate` takes, such as "9.41Gbit"."""
+    bits = 8 * rate
+    return f"{bits / 1e9:.2f}Gbit" if bits >= 1e9 else f"{bits / 1e6:.2f}Mbit"
 
 
 def link_rate(text: str) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.layout.shards import Share
-from infinity.planning.network import link_rate, network
+from infinity.planning.network import link_rate, network, rate_text
 
 
 def model() -> nn.Module:
@@ -43,6 +43,18 @@ def test_between_nodes_is_what_all_ranks_of_a_node_get_from_others() -> None:
     assert found.between_nodes == (found.parameters + found.gradients) * 2 * 2 // 3
     assert found.seconds == found.between_nodes / 1000
     assert "from other nodes" in found.text and found.text.endswith("s on the link")
+    assert replace(found, measured=True).text.endswith("s on the link of 0.01Mbit, as measured")
+
+
+def test_an_unknown_link_is_said_to_be_unknown() -> None:
+    found = network(planned(model(), host=64 * MiB, share=Share(0, 4, 3, on_node=2)), None, 1)
+    assert found.seconds is None
+    assert "unknown seconds on the link" in found.text
+
+
+@pytest.mark.parametrize("rate", [12.5e6, 1.25e9, 117e6])
+def test_a_rate_is_told_as_it_is_given(rate: float) -> None:
+    assert link_rate(rate_text(rate)) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("stage", "gradients"), [(3, 4), (2, 4), (1, 8)])
