@@ -133,9 +133,7 @@ class Communicator(Closing):
         """
         given = launcher.place()
         node = None if given is None else given.node
-        heard = self.agree(
-            "offload()", machine=machine.identity(), node=node, clock=time.time_ns()
-        )
+        heard = self.agree("offload()", machine=machine.identity(), node=node, clock=time.time_ns())
         self.met = heard[0]["clock"]
         told = [heard[rank] for rank in range(self.ranks.size)]
         key = "machine" if any(each["node"] is None for each in told) else "node"
