@@ -78,9 +78,9 @@ def offload(
     checkpoint: a directory for commits, which turns `Runtime.save` on. Parameters and states then take their
     room on disk twice, in the directories of the budget's nvme, or in this one if the budget has none. It is
     made if it does not exist, and refused if it has the commits of another run. resume: a directory whose
-    newest commit the run continues, bit by bit, with the same model, optimizer and precision; budgets, tiers
-    and chunks may differ. Later commits go there too, unless `checkpoint` names another directory. Call
-    `Runtime.load` for the state that was saved with the commit.
+    newest commit the run continues, bit by bit, with the same model, optimizer and precision; budgets, tiers,
+    chunks and the partition may differ. Later commits go there too, unless `checkpoint` names another
+    directory. Call `Runtime.load` for the state that was saved with the commit.
 
     mesh, partition: with several ranks, which are processes that train the model together, each with micro-
     batches of its own (torchrun starts them): a 1-D mesh of these ranks, by default all of them, and what
@@ -246,11 +246,18 @@ def plan_with_others(
         **options,
     )
     usual = None if commits is None or commits.saved is None else division_of(commits.saved)
+
+    def adopts(made: Plan) -> bool:
+        if commits is None:
+            return False
+        commits.divide(made)
+        return commits.adopted(made, budget) is not None
+
     return agreed_plan(
         communicator,
         budget,
         lambda prefer: draft(prefer=prefer or usual),
-        adopts=lambda made: commits is not None and commits.adopted(made, budget) is not None,
+        adopts=adopts,
     )
 
 

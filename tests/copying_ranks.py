@@ -210,18 +210,6 @@ def one_rank_moves() -> list[list[Any]]:
     return found
 
 
-def another_partition() -> list[str]:
-    """A commit is resumed with a partition with which ranks keep chunks that others have committed."""
-    training = Training("parameters", checkpoint=directory("commits"))
-    training.runtime.save().wait()
-    training.runtime.close()
-    try:
-        Training(None, resume=directory("commits"))
-    except InfinityError as error:
-        return [type(error).__name__, str(error)]
-    return []
-
-
 def commits() -> None:
     """Two commits of a run, each in a directory of its own, as they lay when they were made."""
     training = Training("parameters", checkpoint=directory("run"))

@@ -97,6 +97,14 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _adapted() -> nn.Module:
+    """A model with frozen layers, which share pages or have pages of their own."""
+    model = mlp()
+    for each in (*model[0].parameters(), *model[1].parameters(), *model[2].parameters()):
+        each.requires_grad_(False)
+    return model
+
+
 def _convolutions() -> nn.Module:
     """Convolutions whose weights lie channels_last."""
     model = nn.Sequential(
@@ -215,6 +223,7 @@ SUBJECTS = {
     "mlp": Subject(mlp),
     "decoder": Subject(decoder, _tokens, _next_token),
     "frozen": Subject(_frozen),
+    "adapted": Subject(_adapted),
     "convolutions": Subject(_convolutions),
     "dtypes": Subject(decoder, _tokens, _next_token, keep=("*norm*",)),
     "groups": Subject(mlp, groups=_two_groups, schedule=True),

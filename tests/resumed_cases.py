@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from ranked_cases import Case, Place, digest, nothing, running, tell_values
+from ranked_cases import HOMES, Case, Place, digest, nothing, precision_of, running, tell_values
+from ranked_models import SUBJECTS
 
+from infinity import api
+from infinity.layout.division import Division
+from infinity.layout.units import survey
 from infinity.runtime import Runtime
+
+CUTS = ("chunks", "one unit", "small units")
+"""How a run cuts pages that goes on from a commit."""
 
 
 def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, Any]:
@@ -73,9 +83,10 @@ def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, An
     return found
 
 
-def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+def train_on_other_nodes(case: Case, place: Place, directory: Path, how: str | None = None) -> dict[str, Any]:
     """Train a case as `train` does, but have each rank go on from a commit on the node of another rank,
-    and begin there once more in the end. A node is a directory.
+    and begin there once more in the end. A node is a directory. how: of CUTS, how the second run cuts pages;
+    None: as the first.
     """
     found = nothing()
     node, commits = _node(directory, place.rank), _commits(case, place.rank, directory)
@@ -84,9 +95,10 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str,
         run.runtime.save(state=run.schedules()).wait()
     number = (place.rank + 1) % place.ranks
     node, commits = _node(directory, number), _commits(case, number, directory)
-    with running(case, place, node, resume=commits) as run:
+    with nullcontext() if how is None else cut(case, how), running(case, place, node, resume=commits) as run:
         runtime = run.runtime
-        assert runtime._components.checkpoint.moved.away
+        moved = runtime._components.checkpoint.moved
+        assert moved.away and moved.recut == (how is not None)
         run.load_schedules(runtime.load())
         run.take_steps(range(2, case.steps), found, then=lambda: runtime.save().wait())
         tell_values(run.model, found)
@@ -101,6 +113,62 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path) -> dict[str,
         assert last["digests"] == found["digests"]
         assert digests_of_states(run.runtime) == states
     return found
+
+
+def train_cut_otherwise(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have a runtime with other chunks, units, homes and another stage go
+    on from a commit before each step but the first.
+    """
+    commits, found = directory / "commits" / case.name, nothing()
+    divisions = set()
+    with running(case, place, directory, checkpoint=commits) as run:
+        run.take_steps(range(1), found)
+        run.runtime.save(state=run.schedules())
+        divisions.add(Division.of(run.runtime.plan.layout))
+        states = digests_of_states(run.runtime)
+    for step in range(1, case.steps):
+        for slab in _slabs(directory, place):
+            slab.rename(commits / f"rank-{place.rank}" / slab.name)
+        other = replace(case, home=HOMES[(HOMES.index(case.home) + step) % len(HOMES)])
+        if step % 2:
+            other = replace(other, stage=case.stage ^ 1 if case.accumulate > 1 else (case.stage + 1) % 4)
+        with cut(case, CUTS[step % len(CUTS)]), running(other, place, directory, resume=commits) as run:
+            divisions.add(Division.of(run.runtime.plan.layout))
+            run.load_schedules(run.runtime.load())
+            assert states == digests_of_states(run.runtime)
+            run.take_steps(range(step, step + 1), found)
+            run.runtime.save(state=run.schedules())
+            tell_values(run.model, found)
+            states = digests_of_states(run.runtime)
+    for slab in _slabs(directory, place):
+        slab.rename(commits / f"rank-{place.rank}" / slab.name)
+    assert len(divisions) > 1
+    slabs = list((commits / f"rank-{place.rank}").glob("*.slab"))
+    assert len(slabs) == 1, slabs
+    return found
+
+
+def cut(case: Case, how: str) -> Any:
+    """Context in which runs that go on from commits prefer another division. how: of CUTS."""
+    make = SUBJECTS[case.subject].make
+
+    def division(saved: Any) -> Division:
+        before = division_of(saved)
+        if how == "chunks":
+            return replace(before, chunk_elements=12288 if before.chunk_elements == 8192 else 8192)
+        surveyed = survey(make(), precision_of(case))
+        grouped = surveyed.group(1 << 30 if how == "one unit" else 1)
+        names = [each.names[0] for each in surveyed.parameters]
+        units = tuple((name, tuple(names[index] for index in members)) for name, members in grouped)
+        return Division(units, before.chunk_elements)
+
+    division_of = api.division_of
+    return mock.patch.object(api, "division_of", division)
+
+
+def _slabs(directory: Path, place: Place) -> list[Path]:
+    """A rank's slabs in the directory of homes on NVMe."""
+    return list(directory.glob(f"infinity-rank{place.rank}-*.slab"))
 
 
 def digests_of_states(runtime: Runtime) -> dict[str, str]:

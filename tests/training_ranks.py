@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import os
 import traceback
@@ -15,7 +16,7 @@ import rank_processes
 import torch
 from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import Case, Place, backwards, differences, opened, train
-from resumed_cases import train_on_other_nodes, train_with_a_break, train_with_a_move
+from resumed_cases import train_cut_otherwise, train_on_other_nodes, train_with_a_break, train_with_a_move
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
@@ -105,9 +106,19 @@ def training_with_a_move() -> list[Any]:
     return _each_case(train_with_a_move)
 
 
+def training_cut_otherwise() -> list[Any]:
+    restoring.WINDOW = 1 << 12
+    return _each_case(train_cut_otherwise)
+
+
 def training_on_other_nodes() -> list[Any]:
     restoring.WINDOW = 1 << 12
     return _each_case(train_on_other_nodes)
+
+
+def training_on_other_nodes_cut_otherwise() -> list[Any]:
+    restoring.WINDOW = 1 << 12
+    return _each_case(functools.partial(train_on_other_nodes, how="one unit"))
 
 
 def training_and_copying() -> list[Any]:

@@ -88,9 +88,10 @@ class ArraySource(Protocol):
         """Read the entries of an array that belong to the parameter's elements [first, first + count).
 
         name: the parameter's canonical name. array: VALUES, or the name of one of its state arrays. first: a
-        multiple of 4096. count: at least 1; 4096 divides it, or the range ends with the parameter. Returns
-        a flat CPU tensor of the dtype in which the array is stored. Raises StorageError if the bytes cannot
-        be read, and CorruptState if they are not those that were saved.
+        multiple of 4096. count: at least 1; 4096 divides it, or the range ends with the parameter. Values of
+        a frozen parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the
+        array is stored. Raises StorageError if the bytes cannot be read, and CorruptState if they are not
+        those that were saved.
         """
         ...
 

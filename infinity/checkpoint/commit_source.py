@@ -17,7 +17,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import BLOCK, ParameterEntry, Range, array_layout
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
-from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
+from infinity.errors import CorruptState, StorageError
 from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
@@ -98,8 +98,8 @@ class CommitSource:
         return {name: saved_parameter(each) for name, each in self._entries.items()}
 
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array; `ArraySource.read` says which. Raises CorruptState for changed bytes, and
-        IncompatibleCheckpoint for elements that only the parts of other ranks have.
+        """Read entries of an array; `ArraySource.read` says which. The commit, or the rank's part of it, has
+        them. Raises CorruptState for changed bytes.
         """
         entry = self._entries[name]
         at, end, parts = first, first + count, []
@@ -108,13 +108,7 @@ class CommitSource:
                 high = min(end, each.first + each.count)
                 parts.append(self._read(entry, array, each, (at, high)))
                 at = high
-        if at < end:
-            manifest = self._saved.manifest
-            raise IncompatibleCheckpoint(
-                f"Elements {at} to {end} of {name} are not in the part of commit {manifest.generation} that "
-                f"rank {manifest.rank} has made.",
-                "Resume with budgets and a partition with which all ranks keep what they kept.",
-            )
+        assert at == end, f"this part lacks element {at} of {name}"
         dtype = self._dtype(entry, array)
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
@@ -145,8 +139,13 @@ class CommitSource:
     def _read(
         self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> torch.Tensor:
-        """Do what `_compared` does, and raise CorruptState if bytes differ."""
-        found, wrong = self._compared(entry, array, within, elements)
+        """Do what `_compared` does for elements that need not begin or end with a block of the range, and
+        raise CorruptState if bytes differ.
+        """
+        first, end = elements
+        low = first - (first - within.first) % BLOCK
+        high = min(within.first + within.count, low + round_up(end - low, BLOCK))
+        found, wrong = self._compared(entry, array, within, (low, high))
         if wrong:
             first, end = wrong[0]
             raise CorruptState(
@@ -154,12 +153,15 @@ class CommitSource:
                 "that were committed.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
             )
-        return found
+        size, per = self._layout(entry, array)
+        start = (first - low) // per * size
+        return found[start : start + -(-(end - first) // per) * size]
 
     def _compared(
         self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range.
+        """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range and
+        are whole blocks of it.
 
         Returns them with the ranges of elements whose bytes differ from their checksums. Raises CorruptState
         if the commit does not have the array, and StorageError.
@@ -171,9 +173,7 @@ class CommitSource:
                 f"The commit has no {array} of {entry.names[0]} for its elements {first} to {end}.",
                 "Load another commit.",
             )
-        layout = array_layout(array, DTYPES[entry.dtype].itemsize, self._saved.manifest.rule)
-        assert layout is not None  # the manifest was checked when it was read
-        size, per = layout
+        size, per = self._layout(entry, array)
         block = (first - within.first) // BLOCK
         low = (first - within.first) // per * size
         high = min(place.nbytes, -(-(end - within.first) // per) * size)
@@ -186,6 +186,12 @@ class CommitSource:
         wanted = self._saved.checksums[place.checksum + block : place.checksum + block + len(checksums)]
         wrong = np.flatnonzero(checksums != wanted).tolist()
         return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
+
+    def _layout(self, entry: ParameterEntry, array: str) -> tuple[int, int]:
+        """Bytes of an entry of an array, and how many elements of the parameter share it."""
+        layout = array_layout(array, DTYPES[entry.dtype].itemsize, self._saved.manifest.rule)
+        assert layout is not None  # the manifest was checked when it was read
+        return layout
 
     def _dtype(self, entry: ParameterEntry, array: str) -> torch.dtype:
         return next(each.dtype for each in _arrays(self._saved, entry) if each.name == array)

@@ -132,11 +132,18 @@ class Checkpoint(Closing):
         slabs = () if self.saved is None else self.saved.manifest.volume.slabs
         return frozenset(slab.uuid for slab in slabs)
 
+    def divide(self, plan: Plan) -> None:
+        """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
+        their plans, before `adopted`.
+        """
+        if self.saved is not None and self.moved is not None:
+            self.moved.divide(self.saved, plan)
+
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
         """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
         if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):
             return None
-        if self.moved is not None and self.moved.away:
+        if self.moved is not None and (self.moved.away or self.moved.recut):
             return None
         paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
         return volume_record(self.saved) if lie_in(self.saved, paths, self._share.rank) else None

@@ -6,6 +6,7 @@ rank 0.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -110,19 +111,20 @@ class InitialPages:
             ]
         )
         run_state(saved).check_buffers(self.model)
-        moved = checkpoint.moved
+        moved, locks = checkpoint.moved, self.store.nvme.locks
         if moved is not None:
-            self.early += moved.values(saved, budget, self._restore)
-        if moved is not None and moved.away:
-            return
+            own = functools.partial(checkpoint.open_source, budget, locks)
+            self.early += moved.values(saved, budget, own, self._restore)
+            if moved.away or moved.recut:
+                return
         if streamed:
-            self._restore(checkpoint.open_source(budget, self.store.nvme.locks))
+            self._restore(checkpoint.open_source(budget, locks))
         else:
             adopt_commit(saved, self.shards, self.homes, self.states, self.store)
 
     def _restore(self, source: ArraySource) -> None:
-        """Copy this rank's part of a commit into the pages. Chunks of other ranks are not in it, and are
-        fetched from these later.
+        """Copy what this rank keeps of a commit into the pages. Chunks that other ranks update are fetched
+        from these later.
         """
         several = self.communicator is not None
         restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)

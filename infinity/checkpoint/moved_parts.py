@@ -1,8 +1,13 @@
-"""Moved parts: parts of a commit whose ranks run on other nodes now, which ranks of the old nodes send.
+"""Moved parts: parts of a commit that ranks read for each other, on their node or over the network.
 
-See [Note: parts that have moved] in infinity/checkpoint/agreed_commit.py. A rank that reads parts for others
-is their holder. Holders serve one after the other, in the order of their numbers, each all of its clients at
-once. All ranks keep to this order, so none waits for one that waits for it.
+A rank's part may lie on another node: see [Note: parts that have moved] in
+infinity/checkpoint/agreed_commit.py. The rank that reads a part is its holder.
+
+[Note: a commit that is cut otherwise]
+Other budgets, another stage or other strides can have each rank keep other elements than its part has. The
+parts of all ranks together are the whole run, as ranges of elements of each parameter. So each rank then
+reads what it keeps now from all parts: from its own one where that has it, else from those on its node, else
+from the holders of the others, who also tell which ranges they have.
 """
 
 from __future__ import annotations
@@ -16,12 +21,16 @@ import torch
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import find_parts
-from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
+from infinity.checkpoint.array_source import VALUES, SavedOptimizer
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, open_slabs, saved_parameter
+from infinity.checkpoint.part_ranges import PartRanges, from_table, table_of
+from infinity.checkpoint.parts_source import PartsSource, Read, ReadablePart
 from infinity.checkpoint.rank_directories import rank_directories
+from infinity.checkpoint.resume import has_all_kept
 from infinity.config import Budget
 from infinity.formats.optimizer_rules import StateArray
+from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -77,34 +86,6 @@ class LentPart(Closing):
         self._lock.close()
 
 
-class RemoteSource:
-    """Reads arrays of this rank's part from its holder (an `ArraySource`)."""
-
-    def __init__(self, saved: SavedCommit, exchange: Exchange) -> None:
-        self._entries = {each.names[0]: saved_parameter(each) for each in saved.manifest.parameters}
-        self._numbers = {each: number for number, each in enumerate(_arrays(saved))}
-        rule = saved.manifest.rule
-        self._optimizer = SavedOptimizer(rule.name, rule.states, rule.moments)
-        self._exchange = exchange
-
-    @property
-    def optimizer(self) -> SavedOptimizer | None:
-        return self._optimizer
-
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        return self._entries
-
-    def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array; `ArraySource.read` says which. Raises RankFailure, too."""
-        saved = self._entries[name]
-        arrays = [StateArray(VALUES, saved.dtype), *saved.state_arrays(self._optimizer)]
-        form = next(each for each in arrays if each.name == array)
-        _, entries = form.entries(first, count)
-        into = torch.empty(entries, dtype=form.dtype, device="cpu")
-        self._exchange.take(self._numbers[name, array], first, into, count)
-        return into
-
-
 class MovedParts:
     """What this rank takes from holders, and gives as a holder."""
 
@@ -115,13 +96,18 @@ class MovedParts:
         others, by their rank.
         """
         self.lent = lent
+        self.recut = False
+        """Whether ranks read each other's parts, because a rank's own part lacks what the rank keeps now."""
         self._communicator = communicator
+        self._rank = communicator.share.rank
         self._holders = holders
+        self._rows: Mapping[int, int] = {}
+        """Rank -> number of ranges in its part, once `divide` was called."""
 
     @property
     def away(self) -> bool:
         """Whether this rank's own part is on another node."""
-        return self._holders[self._communicator.share.rank] != self._communicator.share.rank
+        return self._holders[self._rank] != self._rank
 
     def files(self) -> tuple[bytes, bytes] | None:
         """The bytes of this rank's manifest and of its data file; None unless the part is away. All ranks
@@ -130,54 +116,136 @@ class MovedParts:
         content = {rank: (part.file(0), part.file(1)) for rank, part in self.lent.items()}
         sizes = {str(rank): [each.nbytes for each in both] for rank, both in content.items()}
         heard = self._communicator.agree("offload()", sizes=sizes)
-        rank, found = self._communicator.share.rank, None
 
-        def take(exchange: Exchange) -> None:
-            nonlocal found
-            wanted = heard[self._holders[rank]]["sizes"][str(rank)]
-            found = _file(exchange, 0, wanted[0]), _file(exchange, 1, wanted[1])
+        def part(number: int, first: int, count: int) -> torch.Tensor:
+            number, rank = self._split(number)
+            return content[rank][number][first : first + count]
 
-        def part(source: int, number: int, first: int, count: int) -> torch.Tensor:
-            return content[source][number][first : first + count]
-
-        self._exchange("a commit's files", part, take)
+        exchange = self._exchange("a commit's files", part)
+        found = None
+        if self.away:
+            holder = self._holders[self._rank]
+            wanted = heard[holder]["sizes"][str(self._rank)]
+            manifest, data = (
+                _file(exchange, holder, self._number(number, self._rank), wanted[number])
+                for number in range(2)
+            )
+            found = manifest, data
+        exchange.end()
         return found
 
+    def divide(self, saved: SavedCommit, plan: Plan) -> None:
+        """Find out whether all ranks have in their own parts what they keep by their plans. All ranks call
+        this. saved: this rank's part.
+        """
+        here = {rank: part.saved for rank, part in self.lent.items()}
+        if not self.away:
+            here[self._rank] = saved
+        rows = {str(rank): len(table_of(each.manifest)) for rank, each in here.items()}
+        heard = self._communicator.agree("offload()", rows=rows, enough=has_all_kept(saved, plan))
+        self._rows = {int(rank): count for said in heard.values() for rank, count in said["rows"].items()}
+        self.recut = not all(said["enough"] for said in heard.values())
+
     def values(
-        self, saved: SavedCommit, budget: Budget, restore: Callable[[RemoteSource], None]
+        self,
+        saved: SavedCommit,
+        budget: Budget,
+        open_own: Callable[[], CommitSource],
+        restore: Callable[[PartsSource], None],
     ) -> list[tuple[int, Any]]:
-        """Have a part that is away restored from its holder, and serve others as a holder. All ranks call
-        this. restore: called with the source if this rank's part, `saved`, is away. Returns messages about
-        other things that have come meanwhile.
+        """Restore what this rank keeps from all parts, if its own part is away or ranks read each other's
+        parts, and serve others as a holder. All ranks call this.
+
+        saved: this rank's part. open_own: opens its slabs, if it is here. restore: called with the source.
+        Returns messages about other things that have come meanwhile.
         """
         sources = {rank: part.source(budget) for rank, part in self.lent.items()}
-        numbers = {rank: _arrays(part.saved) for rank, part in self.lent.items()}
+        if self.recut and not self.away:
+            sources[self._rank] = open_own()
+        arrays = _arrays(saved)
+        tables = {
+            rank: table_of((saved if rank == self._rank else self.lent[rank].saved).manifest)
+            for rank in (sources if self.recut else ())
+        }
 
-        def part(source: int, number: int, first: int, count: int) -> torch.Tensor:
-            return sources[source].read(*numbers[source][number], first, count).contiguous()
+        def part(number: int, first: int, count: int) -> torch.Tensor:
+            number, rank = self._split(number)
+            if number == len(arrays):
+                return tables[rank].view(-1)[first : first + count]
+            return sources[rank].read(*arrays[number], first, count).contiguous()
 
-        return self._exchange("a commit", part, lambda exchange: restore(RemoteSource(saved, exchange)))
+        exchange = self._exchange("a commit", part, all_parts=self.recut)
+        if self.recut or self.away:
+            restore(self._source(saved, sources, exchange))
+        return exchange.end()
+
+    def _source(
+        self, saved: SavedCommit, sources: Mapping[int, CommitSource], exchange: Exchange
+    ) -> PartsSource:
+        """What reads this rank's own part, or all parts: its own one first, then those on its node."""
+        numbers = {each: number for number, each in enumerate(_arrays(saved))}
+        found = []
+        ranks = range(len(self._holders))
+        for rank in sorted(ranks, key=lambda each: (each != self._rank, each not in sources)):
+            if rank in sources:
+                manifest = saved.manifest if rank == self._rank else self.lent[rank].saved.manifest
+                read = _serving(exchange, sources[rank].read)
+                found.append(ReadablePart(PartRanges.of(manifest), read))
+            elif rank == self._rank:
+                read = self._remote(rank, saved, numbers, exchange)
+                found.append(ReadablePart(PartRanges.of(saved.manifest), read))
+            elif self.recut and self._rows[rank]:
+                table = torch.empty((self._rows[rank], 3), dtype=torch.int64, device="cpu")
+                exchange.take(self._number(len(numbers), rank), 0, table.view(-1), server=self._holders[rank])
+                read = self._remote(rank, saved, numbers, exchange)
+                found.append(ReadablePart(from_table(table, saved.manifest), read))
+        return PartsSource(saved.manifest, found)
+
+    def _remote(
+        self,
+        rank: int,
+        saved: SavedCommit,
+        numbers: Mapping[tuple[str, str], int],
+        exchange: Exchange,
+    ) -> Read:
+        """What reads the part of a rank from its holder."""
+        entries = {each.names[0]: saved_parameter(each) for each in saved.manifest.parameters}
+        rule = saved.manifest.rule
+        optimizer = SavedOptimizer(rule.name, rule.states, rule.moments)
+
+        def read(name: str, array: str, first: int, count: int) -> torch.Tensor:
+            saved = entries[name]
+            arrays = [StateArray(VALUES, saved.dtype), *saved.state_arrays(optimizer)]
+            form = next(each for each in arrays if each.name == array)
+            _, length = form.entries(first, count)
+            into = torch.empty(length, dtype=form.dtype, device="cpu")
+            number = self._number(numbers[name, array], rank)
+            exchange.take(number, first, into, count, server=self._holders[rank])
+            return into
+
+        return read
 
     def _exchange(
-        self,
-        label: str,
-        part: Callable[[int, int, int, int], torch.Tensor],
-        take: Callable[[Exchange], None],
-    ) -> list[tuple[int, Any]]:
-        """Go through all holders' exchanges in order, as server, as client, or as neither."""
+        self, label: str, part: Callable[[int, int, int], torch.Tensor], *, all_parts: bool = False
+    ) -> Exchange:
+        """An exchange in which ranks take their own parts from holders, or anything from any holder."""
         from infinity.distributed.exchange import Exchange
 
-        early: list[tuple[int, Any]] = []
-        rank = self._communicator.share.rank
-        for holder in sorted(set(self._holders)):
-            clients = [each for each, other in enumerate(self._holders) if other == holder != each]
-            exchange = Exchange(self._communicator, label, server=holder, clients=clients)
-            if rank == holder and clients:
-                early += exchange.serve(part)
-            elif rank in clients:
-                take(exchange)
-                exchange.leave()
-        return early
+        ranks = range(len(self._holders))
+        if all_parts:
+            servers = set(self._holders) - {self._rank}
+            clients = set(ranks) - {self._rank} if self._rank in self._holders else set()
+        else:
+            servers = {self._holders[self._rank]} - {self._rank}
+            clients = {each for each in ranks if self._holders[each] == self._rank != each}
+        return Exchange(self._communicator, label, part, servers=servers, clients=clients)
+
+    def _number(self, number: int, rank: int) -> int:
+        """The number in an exchange of tensor `number` of a rank's part."""
+        return number * len(self._holders) + rank
+
+    def _split(self, number: int) -> tuple[int, int]:
+        return divmod(number, len(self._holders))
 
     def superseded(self) -> None:
         """Remove the parts that were lent: their ranks have committed on their own nodes."""
@@ -219,20 +287,32 @@ def commit_of_all(
 
 
 def _arrays(saved: SavedCommit) -> list[tuple[str, str]]:
-    """(parameter, array) of all arrays of a part, in an order that holder and client share."""
-    found: dict[tuple[str, str], None] = {}
-    for each in saved.manifest.parameters:
-        for within in each.ranges:
-            found |= dict.fromkeys((each.names[0], array) for array in within.places)
-    return list(found)
+    """(parameter, array) of all arrays of a commit, in an order that all ranks share."""
+    rule = saved.manifest.rule
+    optimizer = SavedOptimizer(rule.name, rule.states, rule.moments)
+    return [
+        (each.names[0], array)
+        for each in saved.manifest.parameters
+        for array in (VALUES, *(form.name for form in saved_parameter(each).state_arrays(optimizer)))
+    ]
 
 
-def _file(exchange: Exchange, number: int, nbytes: int) -> bytes:
-    return b"".join(_pieces(exchange, number, nbytes))
+def _serving(exchange: Exchange, read: Read) -> Read:
+    """What reads on this node, and serves the ranks that wait meanwhile."""
+
+    def reading(name: str, array: str, first: int, count: int) -> torch.Tensor:
+        exchange.serve_waiting()
+        return read(name, array, first, count)
+
+    return reading
 
 
-def _pieces(exchange: Exchange, number: int, nbytes: int) -> Iterator[bytes]:
+def _file(exchange: Exchange, server: int, number: int, nbytes: int) -> bytes:
+    return b"".join(_pieces(exchange, server, number, nbytes))
+
+
+def _pieces(exchange: Exchange, server: int, number: int, nbytes: int) -> Iterator[bytes]:
     for first in range(0, nbytes, _WINDOW):
         into = torch.empty(min(_WINDOW, nbytes - first), dtype=torch.uint8, device="cpu")
-        exchange.take(number, first, into)
+        exchange.take(number, first, into, server=server)
         yield into.numpy().tobytes()

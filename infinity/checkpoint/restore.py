@@ -10,7 +10,7 @@ are permuted, and int8 moments, whose exponents belong to blocks of the old orde
 [Note: a rank's ranges]
 One of several ranks restores what its homes have, and reads nothing else of the source: the states of the
 chunks that it updates, and the ranges of parameter pages that are at home here. A home with whole pages gets
-the chunks of other ranks, too, unless the source has none: a rank's own part of a commit.
+the chunks of other ranks, too, unless these restore them from the same commit, and are asked for them later.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check_held(
         each, home = layout.units[unit].parameters[index], homes[unit]
         if home.twins is None or each.trainable:
             continue
-        ranges = list(_ranges(PageShard(layout.units[unit], store.plan.share), index))
+        ranges = list(ranges_at_home(PageShard(layout.units[unit], store.plan.share), index))
         if all(
             part.target() is not None for at in ranges for part in home.twins.over(at.place, at.place + 1)
         ):
@@ -160,10 +160,9 @@ def restore(
 
     source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
     states are restored. homes: unit -> home of its parameter page. besides: (unit, index of a parameter in
-    the unit) of the parameters that are left as they are. own_parts: whether the source has no chunks that
-    other ranks update, so that these are left as they are; see [Note: a rank's ranges]. [Note: what may
-    differ] says what is taken over of a checkpoint of other pages, strides, or frozen parameters, and what
-    the result says.
+    the unit) of the parameters that are left as they are. own_parts: whether chunks that other ranks update
+    are left as they are; see [Note: a rank's ranges]. [Note: what may differ] says what is taken over of a
+    checkpoint of other pages, strides, or frozen parameters, and what the result says.
 
     RAM holds some MiB, or three times a parameter whose strides differ. Raises the errors of `match` before
     anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
@@ -180,7 +179,7 @@ def restore(
             copier = _Copier(source, saved, each, states)
             if (unit, index) not in besides:
                 own = page.pieces(index) if page is not None and own_parts and each.trainable else None
-                for place, values in copier.values(list(_ranges(shard, index, own))):
+                for place, values in copier.values(list(ranges_at_home(shard, index, own))):
                     store.patch(homes[unit], place, values)
             held = saved.state_arrays(source.optimizer) if states is not None else ()
             if page is not None and each.trainable:
@@ -217,7 +216,7 @@ def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class _Range:
+class HomeElements:
     """Elements of a parameter that its page's home has."""
 
     first: int
@@ -226,9 +225,9 @@ class _Range:
     """Bytes from the start of the home to the first element."""
 
 
-def _ranges(
+def ranges_at_home(
     shard: PageShard, index: int, pieces: Sequence[tuple[int, Piece]] | None = None
-) -> Iterator[_Range]:
+) -> Iterator[HomeElements]:
     """Yield the elements of a parameter that are at home on this rank, in memory order.
 
     shard: of the parameter's page. index: of the parameter in its unit. pieces: those of its pieces, with
@@ -239,7 +238,7 @@ def _ranges(
     wanted = [(0, each.numel)] if pieces is None else [(piece.start, piece.count) for _, piece in pieces]
     for first, count in wanted:
         for held in shard.pieces(start + first * size, count * size):
-            yield _Range((held.page_start - start) // size, held.nbytes // size, held.home_start)
+            yield HomeElements((held.page_start - start) // size, held.nbytes // size, held.home_start)
 
 
 class _Copier:
@@ -254,7 +253,7 @@ class _Copier:
         self._states = states
         self._same_order = same_order(saved.shape, saved.stride, layout.stride)
 
-    def values(self, ranges: Sequence[_Range]) -> Iterator[tuple[int, torch.Tensor]]:
+    def values(self, ranges: Sequence[HomeElements]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the values of ranges of elements, in parts, as (place in the home in bytes, values)."""
         if ranges:
             read = self.reader(StateArray(VALUES, self._layout.dtype))

@@ -2,7 +2,8 @@
 
 If the pages of the new run are cut as those of the commit, its slabs are adopted: pages at home on NVMe are
 used where they lie, and the others are read from there. Otherwise all arrays are streamed into new slabs, and
-the old ones stay whole until the first commit of the new run.
+the old ones stay whole until the first commit of the new run. On several ranks, each streams what it keeps
+now, from its own part of the commit and from the parts of others (infinity/checkpoint/moved_parts.py).
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import ChunkEntry, ParameterEntry
+from infinity.checkpoint.part_ranges import PartRanges
 from infinity.checkpoint.record import CODECS, ranges_of
+from infinity.checkpoint.restore import ranges_at_home
 from infinity.checkpoint.run_state import RunState
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard
+from infinity.layout.strides import same_order
 from infinity.pages.home import Home, twins_of
 from infinity.pages.optimizer_page import States
-from infinity.pages.remote import kept_chunks
+from infinity.pages.remote import kept_chunks, kept_pieces
 from infinity.pages.store import Store
 from infinity.pages.twins import UNKNOWN, Part, block_count
 from infinity.planning.placement import Kind
@@ -114,6 +118,30 @@ def _is_unit_alike(saved: SavedCommit, entries: Mapping[str, ParameterEntry], pl
     here = [(tuple(each.shape), tuple(each.stride), each.dtype, each.trainable) for each in layout.parameters]
     there = [entries[name] for name in entry.parameters]
     return here == [(each.shape, each.stride, DTYPES[each.dtype], each.trainable) for each in there]
+
+
+def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
+    """Whether a rank's part of a commit has all elements that the rank keeps by a plan, or reads to put them
+    in another order. Parameters that do not fit the commit are left to `restore`.
+    """
+    by_name = {name: each for each in saved.manifest.parameters for name in each.names}
+    ranges = PartRanges.of(saved.manifest)
+    for unit in plan.layout.units:
+        shard = PageShard(unit, plan.share)
+        pieces = kept_pieces(unit, plan.share, whole=plan.share.whole_states)
+        for index, each in enumerate(unit.parameters):
+            entry = by_name.get(each.names[0])
+            if entry is None or entry.shape != tuple(each.shape):
+                continue
+            if each.trainable:
+                wanted = [(piece.start, piece.count) for _, piece in pieces(index)]
+            else:
+                wanted = [(held.first, held.count) for held in ranges_at_home(shard, index)]
+            if wanted and not same_order(entry.shape, entry.stride, each.stride):
+                wanted = [(0, each.numel)]
+            if not all(ranges.has(entry.names[0], first, count) for first, count in wanted):
+                return False
+    return True
 
 
 def lie_in(saved: SavedCommit, directories: Sequence[str | os.PathLike[str]], rank: int = 0) -> bool:

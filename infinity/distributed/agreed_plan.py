@@ -82,9 +82,10 @@ def agreed_plan(
     """Make this rank's plan, with a model that is divided as on all ranks.
 
     budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. adopts:
-    whether the slabs of a plan are there already. Raises ConfigError if this rank's budget has no room for
-    the division, and BudgetError if what the ranks of one node are about to take does not fit there together.
-    Raises StorageError for a directory that cannot hold slabs.
+    whether the slabs of a plan are there already; all ranks call it once, at the same time. Raises
+    ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
+    node are about to take does not fit there together. Raises StorageError for a directory that cannot hold
+    slabs.
     """
     plan = _divided_alike(communicator, plan_with)
     told = claims.told(claims.claims_of(plan, budget, adopts=adopts(plan)))

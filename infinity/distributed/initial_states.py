@@ -7,6 +7,7 @@ ask for the ranges that they keep. What their own optimizers have is not looked 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -52,12 +53,12 @@ class InitialStates:
     def __init__(self, communicator: Communicator, states: States, present: Present) -> None:
         """states: the optimizer pages of this rank, which have the masters of the initial values already."""
         self._communicator = communicator
-        self._exchange = Exchange(communicator, "initial states")
         self._states = states
         self._present = present
         self._given: Sequence[Given] = ()
         self._tensors: list[tuple[torch.Tensor, Sequence[int]]] = []
         """Number -> what rank 0 serves, and the strides of its parameter; empty on other ranks."""
+        self._exchange = Exchange(communicator, "initial states", functools.partial(_part, self._tensors))
 
     @property
     def serves(self) -> bool:
@@ -81,7 +82,7 @@ class InitialStates:
                 self._take_moments(each)
         with_master = [each for each in told if _MASTER in each.names]
         unfit = [at for at, each in enumerate(with_master) if not self._fits_here(each)]
-        early = self._end()
+        early = self._exchange.end()
         if not with_master:
             return early
         # Each rank checks the elements that it keeps. A master that does not fit on one rank is used on none,
@@ -92,7 +93,7 @@ class InitialStates:
             if at not in unused:
                 for first, master in self._parts(each, _MASTER):
                     self._states.encode(each.unit, each.parameter, master, first)
-        return early + self._end()
+        return early + self._exchange.end()
 
     def _tell(self) -> list[_Told]:
         """What all ranks know of rank 0's states, parameter by parameter."""
@@ -132,19 +133,16 @@ class InitialStates:
         for _, whole in self._states.pages[told.unit].pieces(told.parameter):
             for piece in whole.parts(_WINDOW):
                 if self.serves:
-                    yield piece.start, self._part(0, number, piece.start, piece.count)
+                    yield piece.start, _part(self._tensors, number, piece.start, piece.count)
                     continue
                 values = torch.empty(piece.count, dtype=torch.float32, device="cpu")
                 self._exchange.take(number, piece.start, values)
                 yield piece.start, values
 
-    def _part(self, _rank: int, number: int, first: int, count: int) -> torch.Tensor:
-        tensor, stride = self._tensors[number]
-        return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)
 
-    def _end(self) -> list[tuple[int, Message]]:
-        """End an exchange, after which another one may begin at the next agreement."""
-        if self.serves:
-            return self._exchange.serve(self._part)
-        self._exchange.leave()
-        return []
+def _part(
+    tensors: Sequence[tuple[torch.Tensor, Sequence[int]]], number: int, first: int, count: int
+) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor in the order of its parameter's strides, as float32."""
+    tensor, stride = tensors[number]
+    return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)

@@ -6,6 +6,7 @@ more than it keeps, and all start with the same values, whatever their seeds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -27,8 +28,8 @@ class InitialValues:
     def __init__(self, communicator: Communicator, model: nn.Module) -> None:
         """model: the same on all ranks, but for its values."""
         self._communicator = communicator
-        self._exchange = Exchange(communicator, "initial values")
         self._tensors = [*model.parameters(), *model.buffers()]
+        self._exchange = Exchange(communicator, "initial values", functools.partial(_part, self._tensors))
         self._numbers = {id(each): number for number, each in enumerate(self._tensors)}
         self._buffers = [each for each in model.buffers() if not each.is_meta]
         self.serves = communicator.ranks.rank == 0
@@ -64,18 +65,17 @@ class InitialValues:
         """End the exchange: rank 0 serves until all others have ended it. Returns messages about other things
         that have come meanwhile.
         """
-        if self.serves:
-            return self._exchange.serve(self._part)
         with torch.no_grad():
-            for buffer in self._buffers:
+            for buffer in self._buffers if not self.serves else ():
                 there = self.take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
                 _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
-        self._exchange.leave()
-        return []
+        return self._exchange.end()
 
-    def _part(self, _rank: int, number: int, first: int, count: int) -> torch.Tensor:
-        tensor = self._tensors[number].detach()
-        return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
+
+def _part(tensors: Sequence[torch.Tensor], number: int, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor, in memory order."""
+    tensor = tensors[number].detach()
+    return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
 
 
 def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -6,8 +6,6 @@ directions of each node's link are in use, as in training.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -17,7 +15,7 @@ import torch
 
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.exchange import Exchange
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 
 _LABEL = "trial bytes"
 _BLOCK = 8 << 20
@@ -77,32 +75,25 @@ def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
 
 def _pull(communicator: Communicator, sources: Mapping[int, int]) -> tuple[int, float]:
     """Pull from this rank's source while others do so, too. Returns the bytes, and the seconds they took."""
-    rank = communicator.ranks.rank
-    clients = [client for client, source in sources.items() if source == rank]
-    serving = threading.Thread(target=_serve, args=(communicator, clients), daemon=True)
-    serving.start()
-    exchange = Exchange(communicator, _LABEL, server=sources[rank])
+    source = sources[communicator.ranks.rank]
+    clients = [client for client, each in sources.items() if each == communicator.ranks.rank]
+    block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
     rooms = [torch.empty(_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_AT_ONCE)]
+    exchange = Exchange(communicator, _LABEL, lambda *_: block, servers=[source], clients=clients)
     for room in rooms:
-        exchange.take(0, 0, room)
+        exchange.take(0, 0, room, server=source)
+    exchange.end()
     communicator.agree("the begin of a measurement")
     start = time.perf_counter()
-    pending = deque((room, exchange.ask(0, 0, room)) for room in rooms)
+    pending = deque((room, exchange.ask(0, 0, room, server=source)) for room in rooms)
     received, asked = 0, _BLOCK * len(rooms)
     while pending:
         room, delivery = pending.popleft()
-        delivery.wait()
+        exchange.await_next(delivery)
         received += _BLOCK
         if asked < _MOST_BYTES and time.perf_counter() - start < _SECONDS:
-            pending.append((room, exchange.ask(0, 0, room)))
+            pending.append((room, exchange.ask(0, 0, room, server=source)))
             asked += _BLOCK
     seconds = time.perf_counter() - start
-    exchange.leave()
-    serving.join()
+    exchange.end()
     return received, seconds
-
-
-def _serve(communicator: Communicator, clients: list[int]) -> None:
-    block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
-    with contextlib.suppress(InfinityError):  # the thread that pulls meets it, too
-        Exchange(communicator, _LABEL, clients=clients).serve(lambda *_: block)

@@ -54,6 +54,27 @@ def test_parts_on_other_nodes_are_sent(every: int, tmp_path: Path) -> None:
     check_bits(tuple(map(with_steps, cases))[::every], 2, tmp_path, function="training_on_other_nodes")
 
 
+CUT_OTHERWISE = (
+    Case("mlp", 0, home="device", compute="bf16", states="int8"),
+    Case("adapted", 3, accumulate=2, clip=0.05),
+    Case("decoder", 2, home="nvme", compute="fp16", states="bf16"),
+)
+
+
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_pages_that_are_cut_otherwise(some: bool, tmp_path: Path) -> None:
+    options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
+    all_cases = [*(Case(**each) for each in pairwise(options)), *MODELS]
+    cases = CUT_OTHERWISE if some else [each for each in all_cases if each.exact and each.subject != "tiny"]
+    lazy = tuple(with_steps(each) for each in cases if each.update == "lazy")
+    check_bits(lazy, 2, tmp_path, function="training_cut_otherwise")
+
+
+def test_parts_on_other_nodes_that_are_cut_otherwise(tmp_path: Path) -> None:
+    cases = Case("large", 3, states="int8"), Case("adapted", 3, accumulate=2)
+    check_bits(tuple(map(with_steps, cases)), 2, tmp_path, function="training_on_other_nodes_cut_otherwise")
+
+
 @SOME
 def test_models_of_all_kinds(every: int, tmp_path: Path) -> None:
     exact = tuple(with_steps(each) for each in MODELS if each.exact)
