@@ -10,8 +10,10 @@ import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 
 from infinity import cli
+from infinity.checkpoint import commit_files
 from infinity.lm.decoder import DecoderConfig
 from infinity.lm.presets import PRESETS, Preset
 from infinity.planning.cost_model import MachineRates
@@ -26,6 +29,8 @@ from infinity.planning.cost_model import MachineRates
 SPEEDS = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
 PATIENCE = 120.0
 """Seconds after which a command counts as hung."""
+DIES = "TINY_JOB_DIES"
+"""Environment variable: the rank that dies in the first commit."""
 SENTENCE = "The quick brown fox jumps over the lazy dog, and {} of them look on.\n"
 JSON_KEYS = {
     "infinity",
@@ -183,10 +188,26 @@ def run_error(
     return last, captured.err, found
 
 
+def _die_in_the_first_commit() -> None:
+    """Kill this rank before its first manifest, once rank 0 has its own. Once only if torchrun starts it."""
+    write = commit_files.write
+
+    def dying(*arguments: Any) -> None:
+        directory = Path(arguments[3]).parent / "rank-0"
+        while not commit_files.generations(directory):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    commit_files.write = dying if first else write
+
+
 def _no_json(word: str) -> None:
     raise AssertionError(f"{word} is no JSON")
 
 
 if __name__ == "__main__":
     make_tiny(pytest.MonkeyPatch())
+    if os.environ.get(DIES) == os.environ.get("RANK", "0"):
+        _die_in_the_first_commit()
     sys.exit(cli.main())

@@ -49,7 +49,7 @@ def find_parts(
     whole: dict[int, dict[CommitName, SavedCommit]] = {}
     faults: dict[int, dict[int, str]] = {}
     for rank, directory in sorted(directories.items()):
-        if rank < share.ranks and _reader(rank, node, heard) == share.rank:
+        if rank < share.ranks and reader_of(rank, node, heard) == share.rank:
             whole[rank], faults[rank] = _read_all(directory, files, share, rank)
     told = [[rank, sorted(commits)] for rank, commits in whole.items()]
     found: list[dict[int, set[CommitName]]] = [{} for _ in range(share.ranks)]
@@ -87,8 +87,11 @@ def _no_common(given: Path, everywhere: Sequence[set[CommitName]], faults: Seque
     )
 
 
-def _reader(rank: int, node: int, heard: Mapping[int, Mapping[str, Any]]) -> int:
-    """The rank that reads a rank's part on a node: that rank itself, or the first one there."""
+def reader_of(rank: int, node: int, heard: Mapping[int, Mapping[str, Any]]) -> int:
+    """The rank that reads a rank's part on a node: that rank itself, or the first one there.
+
+    heard: rank -> "node", where it runs, and "ranks", of which there are parts there.
+    """
     here = [each for each, said in sorted(heard.items()) if said["node"] == node and rank in said["ranks"]]
     return rank if rank in here else here[0]
 

@@ -11,7 +11,7 @@ that a crash leaves listed, the next run removes what the newest commit does not
 from __future__ import annotations
 
 import os
-import re
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from infinity.checkpoint.commit_source import CommitSource, open_slabs, volume_r
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
 from infinity.checkpoint.rank_directories import check_ranks, directory_of, rank_directories
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
+from infinity.checkpoint.slab_list import SlabList
 from infinity.config import Budget
 from infinity.errors import ConfigError, InfinityError
 from infinity.layout.shards import ALONE
@@ -37,11 +38,6 @@ from infinity.tiers.volume_record import VolumeRecord
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
-
-_SLABS = "slabs"
-"""Name of the file that lists slabs, one uuid of 32 hexadecimal digits a line."""
-_MOST_LISTED = 1 << 20
-_UUID = re.compile(r"[0-9a-f]{32}")
 
 
 class Checkpoint(Closing):
@@ -76,6 +72,10 @@ class Checkpoint(Closing):
         self._old: NvmeTier | None = None
         self._new: list[Path] = []
         """The slabs that no commit of this run needs yet."""
+        self._run = _name_of_run(communicator, resume)
+        """The name of a new run of several ranks; see [Note: a run without a commit] in
+        infinity/checkpoint/first_commit.py.
+        """
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
@@ -132,6 +132,10 @@ class Checkpoint(Closing):
         slabs = () if self.saved is None else self.saved.manifest.volume.slabs
         return frozenset(slab.uuid for slab in slabs)
 
+    @property
+    def _list(self) -> SlabList:
+        return SlabList(self.directory, self.files)
+
     def divide(self, plan: Plan) -> None:
         """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
         their plans, before `adopted`.
@@ -167,27 +171,15 @@ class Checkpoint(Closing):
         """
         kept = self.slabs if self.continues else frozenset()
         if self.saved is None or not self.saved.skipped:  # else a damaged manifest may need them
-            for uuid in sorted(self._listed() - kept):
+            for each in sorted(self._list.read().slabs - kept):
                 for path, lock in {**self.locks, **tier.locks}.items():
-                    remove_slab(path, uuid, self._share.rank, self.files, lock=lock)
+                    remove_slab(path, each, self._share.rank, self.files, lock=lock)
         new = {slab.uuid for slab in tier.record.slabs} - kept
         self._new = [slab.path for slab in tier.slabs if slab.uuid in new]
-        if not new:
-            self.files.remove(self.directory / _SLABS)
-            return
-        temporary = self.directory / f".{_SLABS}.tmp"
-        self.files.remove(temporary)
-        self.files.create(temporary, "".join(f"{each}\n" for each in sorted(new | kept)).encode())
-        self.files.rename(temporary, self.directory / _SLABS)
-        self.files.sync_directory(self.directory)
-
-    def _listed(self) -> set[str]:
-        """The slabs that the file `slabs` lists. What is no uuid in it is ignored."""
-        path = self.directory / _SLABS
-        if not path.is_file() or path.is_symlink():
-            return set()
-        text = self.files.read(path, limit=_MOST_LISTED).decode("ascii", errors="replace")
-        return {line for line in text.splitlines() if _UUID.fullmatch(line)}
+        if new:
+            self._list.write(new | kept, self._run)
+        else:
+            self._list.remove()
 
     def superseded(self) -> None:
         """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs.
@@ -201,7 +193,7 @@ class Checkpoint(Closing):
             old.close()
         if self.moved is not None and self.continues:
             self.moved.superseded()
-        self.files.remove(self.directory / _SLABS)
+        self._list.remove()
         self._new.clear()
 
     def close(self) -> None:
@@ -216,12 +208,20 @@ class Checkpoint(Closing):
         new, self._new = self._new, []
         if new and not any(os.path.lexists(path) for path in new):
             with suppress(InfinityError):
-                self.files.remove(self.directory / _SLABS)
+                self._list.remove()
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
         lock = PathLock(directory, rank=self._share.rank, files=self.files)
         self.locks[directory] = cleanup.enter_context(lock)
+
+
+def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
+    """A name that all ranks of a new run have, and no other run; None for any other run."""
+    if communicator is None or resume is not None:
+        return None
+    found: str = communicator.agree("offload()", run=uuid.uuid4().hex)[0]["run"]
+    return found
 
 
 def _check_unused(given: Path, directory: Path) -> None:

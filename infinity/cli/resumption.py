@@ -13,6 +13,7 @@ from infinity.api import checkpoint_of
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
+from infinity.checkpoint.first_commit import commits_to_continue
 from infinity.checkpoint.rank_directories import directory_of
 from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
@@ -34,7 +35,7 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
 
     With --resume its last commit is continued, if there is one. communicator: connects with the other ranks,
     which all call this; None with one rank. Raises ConfigError if there is one and --resume was not given,
-    IncompatibleCheckpoint if some ranks have commits and others have not, and otherwise as Checkpoint does.
+    and otherwise as `commits_to_continue` and Checkpoint do.
     """
     directory = options.checkpoint
     if directory is None:
@@ -49,15 +50,8 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
         )
     if communicator is None:
         return Checkpoint(directory, directory if found else None, injected_files())
-    heard = communicator.agree("infinity train", commits=bool(found))
-    lacking = [rank for rank, said in heard.items() if not said["commits"]]
-    if 0 < len(lacking) < share.ranks:
-        raise IncompatibleCheckpoint(
-            f"There are commits of some ranks in {directory}, and none of {', '.join(map(str, lacking))}.",
-            "Start each rank on the node where its commits are. If the run ended in its first commit, which "
-            "did not count yet, delete the directory.",
-        )
-    return checkpoint_of(communicator, directory, directory if found else None)
+    continues = options.resume and commits_to_continue(communicator, directory, injected_files())
+    return checkpoint_of(communicator, directory, directory if continues else None)
 
 
 def commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:

@@ -17,7 +17,11 @@ import pytest
 import tiny_job
 from rank_processes import free_port
 from timelines import crossings, load, rows_of
-from tiny_job import JSON_KEYS, PATIENCE, TinyJob, ended, run_error
+from tiny_job import DIES, JSON_KEYS, PATIENCE, TinyJob, ended, run_error
+
+from infinity.checkpoint import commit_files
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers.slab_header import slab_name
 
 pytestmark = pytest.mark.usefixtures("warm")
 RANKS = 2
@@ -208,6 +212,28 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
         _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     assert [step for step, _ in logged(log)] == [*range(1, STEPS + 1)]
+
+
+def test_torchrun_begins_anew_after_a_death_in_the_first_commit(job: TinyJob) -> None:
+    log, run = job.folder / "log", job.folder / "run"
+    arguments = job.arguments("train", "--steps", 3, "--budget-host", "1MiB", *job.nvme())
+    arguments += ["--checkpoint", str(run), "--every", "1", "--resume", "--log", str(log)]
+    found = subprocess.run(
+        [sys.executable, *torchrun("--max-restarts", "1"), tiny_job.__file__, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", DIES: "1"},
+        timeout=PATIENCE,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "SIGKILL" in found.stderr or "exitcode: -9" in found.stderr
+    assert [step for step, _ in logged(log)] == [1, 2, 3]
+    for rank in range(RANKS):
+        (newest,) = commit_files.generations(run / f"rank-{rank}")
+        saved = commit_files.read(run / f"rank-{rank}", newest, DiskFiles())
+        slabs = {slab_name(rank, each.uuid) for each in saved.manifest.volume.slabs}
+        assert {path.name for path in job.folder.rglob(f"infinity-rank{rank}-*.slab")} == slabs
 
 
 def rank_of(parent: int, rank: int) -> int:
