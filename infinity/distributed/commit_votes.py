@@ -86,7 +86,7 @@ class CommitVotes:
         with self._lock:
             if not 0 < self._open <= self._ballots.number:
                 return False
-            self._refusal = told(failure)
+            self._refusal = told(failure, "save()")
             self._vote(self._refusal)
         return True
 

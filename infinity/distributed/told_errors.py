@@ -21,11 +21,16 @@ _KINDS: dict[str, type[InfinityError]] = {
 """The classes whose errors have no more than a cause and a cure."""
 
 
-def told(failure: BaseException) -> dict[str, Any]:
-    """What other ranks are told of an error, as JSON can hold it."""
+def told(failure: BaseException, again: str = "") -> dict[str, Any]:
+    """What other ranks are told of an error, as JSON can hold it.
+
+    again: the call that all ranks are to make again after an error of another kind than ours, such as
+    KeyboardInterrupt; needed if there can be one.
+    """
     if not isinstance(failure, InfinityError):
+        assert again
         text = f"{type(failure).__name__}: {failure}".rstrip(": .")
-        return {"kind": "", "cause": f"{text}.", "cure": "Call save() again on all ranks."}
+        return {"kind": "", "cause": f"{text}.", "cure": f"Call {again} again on all ranks."}
     said: dict[str, Any] = {"kind": type(failure).__name__, "cause": failure.cause, "cure": failure.cure}
     if isinstance(failure, StorageError):
         said |= {"path": failure.path, "errno": failure.errno}
