@@ -115,6 +115,40 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path, how: str | N
     return found
 
 
+def train_back_and_forth(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Train a case as `train` does, but have each rank go on from a commit on the node of another rank, and
+    from there on its first node. Both nodes still have what it committed first, as after power cuts.
+    """
+    found, number = nothing(), (place.rank + 1) % place.ranks
+    node, commits = _node(directory, place.rank), _commits(case, place.rank, directory)
+    with running(case, place, node, checkpoint=commits) as run:
+        run.take_steps(range(1), found)
+        run.runtime.save(state=run.schedules()).wait()
+    files = (path for path in node.rglob("*") if path.is_file() and path.suffix != ".lock")
+    kept = {path: path.read_bytes() for path in files}
+    there, elsewhere = _node(directory, number), _commits(case, number, directory)
+    with running(case, place, there, resume=elsewhere) as run:
+        run.load_schedules(run.runtime.load())
+        run.take_steps(range(1, 2), found)
+        run.runtime.save(state=run.schedules()).wait()
+    assert not any(path.exists() for path in kept)
+    for path, content in kept.items():
+        path.write_bytes(content)
+        (there / path.relative_to(node)).write_bytes(content)
+    node = _node(directory, place.rank)
+    with running(case, place, node, resume=commits) as run:
+        assert run.runtime._components.checkpoint.moved.away
+        run.load_schedules(run.runtime.load())
+        assert all(path.exists() for path in kept)
+        run.take_steps(range(2, case.steps), found)
+        run.runtime.save(state=run.schedules()).wait()
+        tell_values(run.model, found)
+        (slab,) = node.rglob("*.slab")
+        assert slab not in kept
+        assert len(list(node.rglob("commit-*[0-9]"))) == 1
+    return found
+
+
 def train_cut_otherwise(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     """Train a case as `train` does, but have a runtime with other chunks, units, homes and another stage go
     on from a commit before each step but the first.

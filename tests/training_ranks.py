@@ -16,7 +16,13 @@ import rank_processes
 import torch
 from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import Case, Place, backwards, differences, opened, train
-from resumed_cases import train_cut_otherwise, train_on_other_nodes, train_with_a_break, train_with_a_move
+from resumed_cases import (
+    train_back_and_forth,
+    train_cut_otherwise,
+    train_on_other_nodes,
+    train_with_a_break,
+    train_with_a_move,
+)
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
@@ -114,6 +120,10 @@ def training_cut_otherwise() -> list[Any]:
 def training_on_other_nodes() -> list[Any]:
     restoring.WINDOW = 1 << 12
     return _each_case(train_on_other_nodes)
+
+
+def training_back_and_forth() -> list[Any]:
+    return _each_case(train_back_and_forth)
 
 
 def training_on_other_nodes_cut_otherwise() -> list[Any]:

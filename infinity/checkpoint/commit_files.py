@@ -185,6 +185,16 @@ def read(
     return _commit(tree, path, _content(data, files, nbytes, exactly=True), skipped)
 
 
+def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozenset[str]:
+    """UUIDs of the slabs of all commits of a directory that can be read. Raises StorageError."""
+    found: set[str] = set()
+    for generation in generations(directory):
+        with contextlib.suppress(CorruptState, IncompatibleCheckpoint):
+            saved = read(directory, generation, files)
+            found |= {slab.uuid for slab in saved.manifest.volume.slabs}
+    return frozenset(found)
+
+
 def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:
     """The commit whose files have these bytes. path: that of the manifest. Raises as `read` does."""
     tree = parsed(_manifest_text(manifest, path), path.name)

@@ -1,19 +1,11 @@
-"""Checkpoint directory: where the commits of a run go, and the commit that the run continues.
-
-[Note: slabs of no commit]
-A crash can leave slabs that say they are committed and belong to no commit: after their headers were written
-and before the first manifest has its name, or after a run with new slabs has made its first commit and before
-the old slabs are gone. Nobody may remove committed slabs whose commit they do not know. So until its first
-commit a run with new slabs has a file `slabs` in the directory, which lists them and the old ones. Of those
-that a crash leaves listed, the next run removes what the newest commit does not need.
-"""
+"""Checkpoint directory: where the commits of a run go, and the commit that the run continues."""
 
 from __future__ import annotations
 
 import os
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,15 +15,15 @@ from infinity.checkpoint.commit_source import CommitSource, open_slabs, volume_r
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
 from infinity.checkpoint.rank_directories import check_ranks, directory_of, rank_directories
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
-from infinity.checkpoint.slab_list import SlabList
+from infinity.checkpoint.run_slabs import RunSlabs
 from infinity.config import Budget
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, make_directory, unmake
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers import NvmeTier, remove_slab
+from infinity.tiers import NvmeTier
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab_directory import reclaim
 from infinity.tiers.volume_record import VolumeRecord
@@ -70,12 +62,6 @@ class Checkpoint(Closing):
         self.moved: MovedParts | None = None
         """What ranks send each other of this commit; None with one rank, and for a new run."""
         self._old: NvmeTier | None = None
-        self._new: list[Path] = []
-        """The slabs that no commit of this run needs yet."""
-        self._run = _name_of_run(communicator, resume)
-        """The name of a new run of several ranks; see [Note: a run without a commit] in
-        infinity/checkpoint/first_commit.py.
-        """
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
@@ -84,6 +70,7 @@ class Checkpoint(Closing):
             # The part of a rank that runs on another node now is not here, and its directory is made.
             makes = resume is None or directory is not None or share.ranks > 1
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
+            self._run_slabs = RunSlabs(self.directory, share.rank, _name_of_run(communicator, resume), files)
             self.locks: dict[Path, PathLock] = {}
             """The locks of directories that this object holds, which tiers share."""
             self._lock(self.directory, cleanup)
@@ -132,10 +119,6 @@ class Checkpoint(Closing):
         slabs = () if self.saved is None else self.saved.manifest.volume.slabs
         return frozenset(slab.uuid for slab in slabs)
 
-    @property
-    def _list(self) -> SlabList:
-        return SlabList(self.directory, self.files)
-
     def divide(self, plan: Plan) -> None:
         """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
         their plans, before `adopted`.
@@ -167,19 +150,11 @@ class Checkpoint(Closing):
         """List the slabs of this run durably, and remove those that a crash left to no commit.
 
         tier: the run's, before its first commit; slabs are removed from the directories that it has locked.
-        Raises StorageError. See [Note: slabs of no commit].
+        Raises StorageError. See [Note: slabs of no commit] in infinity/checkpoint/run_slabs.py.
         """
-        kept = self.slabs if self.continues else frozenset()
-        if self.saved is None or not self.saved.skipped:  # else a damaged manifest may need them
-            for each in sorted(self._list.read().slabs - kept):
-                for path, lock in {**self.locks, **tier.locks}.items():
-                    remove_slab(path, each, self._share.rank, self.files, lock=lock)
-        new = {slab.uuid for slab in tier.record.slabs} - kept
-        self._new = [slab.path for slab in tier.slabs if slab.uuid in new]
-        if new:
-            self._list.write(new | kept, self._run)
-        else:
-            self._list.remove()
+        continued = self.slabs if self.continues else None
+        damaged = self.saved is not None and bool(self.saved.skipped)
+        self._run_slabs.note(tier, {**self.locks, **tier.locks}, continued, damaged=damaged)
 
     def superseded(self) -> None:
         """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs.
@@ -193,8 +168,7 @@ class Checkpoint(Closing):
             old.close()
         if self.moved is not None and self.continues:
             self.moved.superseded()
-        self._list.remove()
-        self._new.clear()
+        self._run_slabs.superseded()
 
     def close(self) -> None:
         """Release the locks. Slabs that the run was streamed from stay. A second call does nothing.
@@ -205,10 +179,7 @@ class Checkpoint(Closing):
         old, self._old = self._old, None
         if old is not None:
             old.close()
-        new, self._new = self._new, []
-        if new and not any(os.path.lexists(path) for path in new):
-            with suppress(InfinityError):
-                self._list.remove()
+        self._run_slabs.close()
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
@@ -217,7 +188,10 @@ class Checkpoint(Closing):
 
 
 def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
-    """A name that all ranks of a new run have, and no other run; None for any other run."""
+    """A name that all ranks of a new run have, and no other run; None for any other run.
+
+    See [Note: a run without a commit] in infinity/checkpoint/first_commit.py.
+    """
     if communicator is None or resume is not None:
         return None
     found: str = communicator.agree("offload()", run=uuid.uuid4().hex)[0]["run"]

@@ -33,7 +33,7 @@ from infinity.formats.optimizer_rules import StateArray
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers import NvmeTier
+from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
@@ -71,9 +71,18 @@ class LentPart(Closing):
         return torch.frombuffer(content, dtype=torch.uint8)
 
     def superseded(self) -> None:
-        """Remove the part: the rank has committed on its own node. Raises StorageError."""
+        """Remove the part, and older commits of the rank here: it has committed on its own node. Raises
+        StorageError.
+        """
+        slabs = commit_files.named_slabs(self._directory, self._files)
+        locks = {self._directory: self._lock}
         if self._tier is not None:
+            slabs -= {slab.uuid for slab in self._tier.record.slabs}
+            locks = self._tier.locks
             self._tier.forget()
+        for uuid in sorted(slabs):
+            for path, lock in locks.items():
+                remove_slab(path, uuid, lock.rank, self._files, lock=lock)
         for generation in commit_files.generations(self._directory):
             commit_files.remove(self._directory, generation, self._files)
         self.close()

@@ -1,6 +1,6 @@
 """Slab list: the file `slabs` in a checkpoint's directory, which a run has there until its first commit.
 
-See [Note: slabs of no commit] in infinity/checkpoint/directory.py, and [Note: a run without a commit] in
+See [Note: slabs of no commit] in infinity/checkpoint/run_slabs.py, and [Note: a run without a commit] in
 infinity/checkpoint/first_commit.py.
 """
 

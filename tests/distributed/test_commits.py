@@ -70,6 +70,11 @@ def test_pages_that_are_cut_otherwise(some: bool, tmp_path: Path) -> None:
     check_bits(lazy, 2, tmp_path, function="training_cut_otherwise")
 
 
+@pytest.mark.parametrize("home", ["unified", "nvme"])
+def test_a_node_keeps_nothing_of_older_commits(home: str, tmp_path: Path) -> None:
+    check_bits((Case("mlp", 3, home=home),), 2, tmp_path, function="training_back_and_forth")
+
+
 def test_parts_on_other_nodes_that_are_cut_otherwise(tmp_path: Path) -> None:
     cases = Case("large", 3, states="int8"), Case("adapted", 3, accumulate=2)
     check_bits(tuple(map(with_steps, cases)), 2, tmp_path, function="training_on_other_nodes_cut_otherwise")
