@@ -182,6 +182,23 @@ def train_cut_otherwise(case: Case, place: Place, directory: Path) -> dict[str, 
     return found
 
 
+def resume_with_other_frozen_layers(case: Case, place: Place, directory: Path) -> bool:
+    """Go on from a commit of a case with another model, of which other layers are frozen. Returns whether it
+    begins with the values of the commit.
+    """
+    commits, before, after = directory / "commits" / case.name, nothing(), nothing()
+    with running(case, place, directory, checkpoint=commits) as run:
+        run.take_steps(range(2), before)
+        run.runtime.save()
+        tell_values(run.model, before)
+    other = replace(case, subject="mlp" if case.subject == "adapted" else "adapted")
+    with running(other, place, directory, resume=commits) as run:
+        tell_values(run.model, after)
+        run.take_steps(range(2, 3), nothing(), then=lambda: run.runtime.save().wait())
+    same: bool = after["digests"] == before["digests"]
+    return same
+
+
 def cut(case: Case, how: str) -> Any:
     """Context in which runs that go on from commits prefer another division. how: of CUTS."""
     make = SUBJECTS[case.subject].make

@@ -17,6 +17,7 @@ import torch
 from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import Case, Place, backwards, differences, opened, train
 from resumed_cases import (
+    resume_with_other_frozen_layers,
     train_back_and_forth,
     train_cut_otherwise,
     train_on_other_nodes,
@@ -120,6 +121,11 @@ def training_cut_otherwise() -> list[Any]:
 def training_on_other_nodes() -> list[Any]:
     restoring.WINDOW = 1 << 12
     return _each_case(train_on_other_nodes)
+
+
+def resuming_with_other_frozen_layers() -> list[Any]:
+    restoring.WINDOW = 1 << 12
+    return _each_case(resume_with_other_frozen_layers)
 
 
 def training_back_and_forth() -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from ranked_cases import HOMES, MODELS, ON_FOUR, Case, pairwise
-from training_ranks import check_bits
+from training_ranks import check_bits, launch
 
 BREAK = "training_with_a_break"
 MATRIX: dict[str, tuple[Any, ...]] = {
@@ -68,6 +68,12 @@ def test_pages_that_are_cut_otherwise(some: bool, tmp_path: Path) -> None:
     cases = CUT_OTHERWISE if some else [each for each in all_cases if each.exact and each.subject != "tiny"]
     lazy = tuple(with_steps(each) for each in cases if each.update == "lazy")
     check_bits(lazy, 2, tmp_path, function="training_cut_otherwise")
+
+
+def test_other_layers_are_frozen(tmp_path: Path) -> None:
+    cases = Case("adapted", 3), Case("mlp", 3, home="nvme"), Case("frozen", 2)
+    found = launch("resuming_with_other_frozen_layers", cases, 2, tmp_path, timeout=90.0)
+    assert found == [[True, True]] * len(cases)
 
 
 @pytest.mark.parametrize("home", ["unified", "nvme"])
