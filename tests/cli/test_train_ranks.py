@@ -178,7 +178,7 @@ def test_a_stopped_job_goes_on_where_all_ranks_have_committed(number: signal.Sig
         processes[1].send_signal(number)
         said = outputs(processes)
     if number == signal.SIGTERM:
-        assert [code for code, _, _ in said] == [143, 143]
+        assert [code for code, _, _ in said] == [143, 143], said
         assert json.loads(said[0][1])["commit"]["step"] == logged(log)[-1][0]
     else:
         assert [code for code, _, _ in said] == [1, -signal.SIGKILL]
