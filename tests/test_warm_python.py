@@ -1,5 +1,5 @@
-"""Tests of `warm_python.Popen`, whose processes have torch imported from the start: their environment,
-descriptors, exit codes and parent are those of processes that subprocess.Popen starts.
+"""Tests of `warm_python.Popen`, whose processes have torch and infinity imported from the start: their
+environment, descriptors, exit codes and parent are those of processes that subprocess.Popen starts.
 """
 
 from __future__ import annotations
@@ -87,6 +87,13 @@ def test_it_finds_what_a_new_interpreter_finds(how: str, script: Path, tmp_path:
     assert warm[0]["parent"] == os.getpid()
 
 
+FREED = """
+class Last:
+    def __del__(self, write=__import__("os").write):
+        write(1, b"freed\\n")
+last = Last()
+"""
+
 ENDS = {
     "": (0, "", ""),
     "import sys; sys.exit(3)": (3, "", ""),
@@ -96,6 +103,7 @@ ENDS = {
     "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": (-9, "", ""),
     "raise KeyboardInterrupt": (-2, "", "KeyboardInterrupt"),
     "import atexit; atexit.register(lambda: print('at the end'))": (0, "at the end\n", ""),
+    FREED: (0, "freed\n", ""),
     "import threading; threading.Thread(target=lambda: print('a thread')).start()": (0, "a thread\n", ""),
 }
 """Programs, each with the (exit code, standard output, last line of standard error) that it must have."""
@@ -148,18 +156,26 @@ def test_signals_reach_it_and_nobody_is_left() -> None:
         process.stdout.close()
 
 
-def test_torch_is_there_and_the_package_is_not(warm: None) -> None:
+def test_torch_and_the_package_are_there(warm: None) -> None:
+    program = "import sys; print('torch._dynamo' in sys.modules, 'infinity' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"
+
+
+def test_a_program_has_the_package_of_its_own_import_path(warm: None, tmp_path: Path) -> None:
+    (tmp_path / "infinity").mkdir()
+    (tmp_path / "infinity" / "__init__.py").write_text("name = 'another'\n")
+    program = (
+        "import sys, infinity; print(infinity.name, *(each for each in sys.modules if 'infinity.' in each))"
+    )
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; print('torch._dynamo' in sys.modules, 'infinity' in sys.modules)",
-        ],
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "True False\n"
+    assert done.stdout == "another\n"
 
 
 @pytest.mark.parametrize("arguments", [["-X", "dev", "-c", "import sys; print(sys.flags.dev_mode)"], ["-V"]])
