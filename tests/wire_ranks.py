@@ -228,7 +228,9 @@ def host_gone_before() -> list[str]:
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
+        store.wait(["the default group is there"])
         os.kill(os.getpid(), signal.SIGKILL)
+    store.set("the default group is there", "")
     try:
         store.wait(["never"])
     except RuntimeError:
