@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import tiny_job
+import warm_python
+import warm_torchrun
 from rank_processes import free_port
 from timelines import crossings, load, rows_of
 from tiny_job import DIES, JSON_KEYS, PATIENCE, TinyJob, ended, run_error
@@ -33,7 +35,7 @@ def torchrun(*options: str) -> list[str]:
     """The beginning of a command line for python, before the program that all ranks run."""
     # Its own port, as several tests may run at a time.
     ranks = ["--nproc-per-node", str(RANKS), "--master-port", str(free_port())]
-    return ["-m", "torch.distributed.run", *ranks, *options, "--"]
+    return [warm_torchrun.__file__, *ranks, *options, "--"]
 
 
 @contextlib.contextmanager
@@ -165,8 +167,22 @@ def logged(log: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in lines]
 
 
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    """(step, loss) of each step of a run that nothing stops."""
+    job = TinyJob(tmp_path_factory.mktemp("unbroken"))
+    log = job.folder / "log"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "Popen", warm_python.Popen)
+        with ranks(job, "--steps", STEPS, "--budget-host", "1MiB", *job.nvme(), "--log", log) as processes:
+            assert [code for code, _, _ in outputs(processes)] == [0, 0]
+    return logged(log)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_job_goes_on_where_all_ranks_have_committed(number: signal.Signals, job: TinyJob) -> None:
+def test_a_stopped_job_goes_on_where_all_ranks_have_committed(
+    number: signal.Signals, job: TinyJob, unbroken: list[tuple[int, float]]
+) -> None:
     """SIGTERM to one rank has all commit the step that is under way; SIGKILL loses what was not committed."""
     options = ["--steps", STEPS, "--budget-host", "1MiB", *job.nvme()]
     log, commits = job.folder / "log", ["--checkpoint", job.folder / "run", "--every", 1, "--resume"]
@@ -186,9 +202,7 @@ def test_a_stopped_job_goes_on_where_all_ranks_have_committed(number: signal.Sig
         said = outputs(processes)
     assert [code for code, _, _ in said] == [0, 0], said
     assert json.loads(said[0][1])["resumed"] >= 1
-    with ranks(job, *options, "--log", job.folder / "unbroken") as processes:
-        assert [code for code, _, _ in outputs(processes)] == [0, 0]
-    assert logged(log) == logged(job.folder / "unbroken")
+    assert logged(log) == unbroken
 
 
 def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
@@ -208,7 +222,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
         while not log.exists() or log.read_text().count("\n") < 4:
             assert time.monotonic() < until and process.poll() is None
             time.sleep(0.01)
-        os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        os.kill(last_child(process.pid), signal.SIGKILL)  # rank 1, which is started after rank 0
         _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     assert [step for step, _ in logged(log)] == [*range(1, STEPS + 1)]
@@ -236,13 +250,9 @@ def test_torchrun_begins_anew_after_a_death_in_the_first_commit(job: TinyJob) ->
         assert {path.name for path in job.folder.rglob(f"infinity-rank{rank}-*.slab")} == slabs
 
 
-def rank_of(parent: int, rank: int) -> int:
-    """The id of the child of a process that is this rank."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    for each in children:
-        if f"RANK={rank}\0".encode() in Path(f"/proc/{each}/environ").read_bytes():
-            return int(each)
-    raise AssertionError(f"no rank {rank} among {children}")
+def last_child(parent: int) -> int:
+    """The id of the child of a process that it has got last."""
+    return int(Path(f"/proc/{parent}/task/{parent}/children").read_text().split()[-1])
 
 
 def test_commits_of_some_ranks_alone_are_refused(job: TinyJob) -> None:
