@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from homes import ROOMY, check_homes
 from ranked_models import SUBJECTS
@@ -110,6 +111,8 @@ ON_FOUR = (
     Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
 )
 """Cases for four ranks."""
+SOME = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""For tests of many cases: every third of them, or all."""
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked_cases import HOMES, MODELS, ON_FOUR, Case, pairwise
+from ranked_cases import HOMES, MODELS, ON_FOUR, SOME, Case, pairwise
 from training_ranks import check_bits, launch
 
 BREAK = "training_with_a_break"
@@ -19,10 +19,6 @@ MATRIX: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "update": ("lazy", "eager", "sync"),
 }
-
-
-SOME = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-"""All cases, or every third of them."""
 
 
 def with_steps(case: Case) -> Case:
@@ -92,5 +88,6 @@ def test_models_of_all_kinds(every: int, tmp_path: Path) -> None:
     check_bits(exact[::every], 2, tmp_path, function=BREAK)
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    check_bits(tuple(map(with_steps, ON_FOUR)), 4, tmp_path, function=BREAK)
+@SOME
+def test_four_ranks(every: int, tmp_path: Path) -> None:
+    check_bits(tuple(map(with_steps, ON_FOUR))[::every], 4, tmp_path, function=BREAK)

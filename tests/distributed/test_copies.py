@@ -11,7 +11,7 @@ from typing import Any
 
 import rank_processes
 from copied_cases import train_and_copy, train_from_copy, train_in_turns
-from ranked_cases import HOMES, MODELS, Case, Place, differences, pairwise
+from ranked_cases import HOMES, MODELS, SOME, Case, Place, differences, pairwise
 from training_ranks import launch
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
@@ -66,10 +66,11 @@ def content(copy: Path) -> dict[str, Any]:
     return found | {"run.json": said, "size": (copy / "run.data").stat().st_size}
 
 
-def test_copies_of_two_ranks(tmp_path: Path) -> None:
+@SOME
+def test_copies_of_two_ranks(every: int, tmp_path: Path) -> None:
     """Two ranks make copies, and train on. One, two and four ranks go on from them."""
     (tmp_path / "alone").mkdir()
-    copied = cases()
+    copied = cases()[::every]
     assert told("training_and_copying", copied, 2, 2, tmp_path) == []
     assert told("training_from_copies", tuple(map(elsewhere, copied)), 2, 2, tmp_path) == []
     lazy = tuple(
@@ -83,8 +84,9 @@ def test_copies_of_two_ranks(tmp_path: Path) -> None:
         assert content(tmp_path / "copies" / case.copy) == content(tmp_path / "alone" / "copies" / case.copy)
 
 
-def test_a_copy_of_one_rank(tmp_path: Path) -> None:
-    copied = cases()[::2]
+@SOME
+def test_a_copy_of_one_rank(every: int, tmp_path: Path) -> None:
+    copied = cases()[every - 1 :: every]
     for case in copied:
         train_and_copy(case, Place(0, 2, alone=True), tmp_path)
     assert told("training_from_copies", copied, 2, 2, tmp_path) == []
