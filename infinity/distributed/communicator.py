@@ -159,10 +159,10 @@ class Communicator(Closing):
         atexit.unregister(self._end)
         orderly = self.bell.failure is None
         ended = self.wire.close(patience=1.0 if self._alone else 10.0)
-        self.liveness.close()
-        if not ended:
+        if not self.liveness.close() or not ended:
             self.ranks.hang_up()
             self.wire.close()
+            self.liveness.close()
         self.ranks.close(orderly=orderly and self.bell.failure is None)
 
 

@@ -62,11 +62,15 @@ class Liveness:
         """A rank has left on purpose, so that its silence means nothing. Called for BYE."""
         self._watched.pop(rank, None)
 
-    def close(self) -> None:
-        """Leave: the others do not miss this rank. Waits for a store that does not answer 2 s at most."""
+    def close(self) -> bool:
+        """Leave: the others do not miss this rank. Waits for a store that does not answer 2 s at most.
+
+        Returns whether all threads have ended; the end of the store's connection ends one that has not.
+        """
         self._leaving = True
         self._stop()
         atexit.unregister(self._stop)
+        return not self._threads[0].is_alive()
 
     def _stop(self) -> None:
         self._closing = True
@@ -111,7 +115,8 @@ class Liveness:
     def _miss(self, rank: int) -> None:
         if self._watched.pop(rank, None) is None or self._ranks.store.check([f"left/{rank}"]):
             return
-        what = f"has given no sign of life for {self._patience:g} s: it is dead, stopped, or its GIL is held"
+        why = "it is dead, stopped, cut off, or its GIL is held"
+        what = f"has given no sign of life for {self._patience:g} s: {why}"
         self._bell.fail(rank_failure(rank, what))
         self._publish()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
-import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
+from infinity.distributed.sockets import Deadline, hang_up, opened_since, sockets
 from infinity.errors import ConfigError, RankDivergence, RankFailure, named_ranks
 from infinity.system import launcher
 
@@ -28,6 +27,10 @@ group, so time-outs are kept outside. The group's own time-out is for the time w
 """
 _LAST_SECONDS = 10.0
 """Seconds for which the host of the store waits for the others to leave before it."""
+_ANSWER = 3.0
+"""Seconds that the store has to answer in when a rank ends."""
+_LATE = 3.0
+"""Seconds for which calls of torch may take longer than the time-out that they were given."""
 
 _met: Counter[tuple[int, ...]] = Counter()
 """Global ranks of a mesh -> how many runtimes these ranks have met for in this process."""
@@ -60,7 +63,7 @@ class Ranks:
     everywhere: tuple[int, ...]
     """Number in the mesh -> number in the default group."""
     sockets: Mapping[int, int] = field(default_factory=dict)
-    """Descriptor -> inode of the sockets that the groups have opened."""
+    """Descriptor -> inode of the sockets that the groups and the store have opened."""
     first_tag: int = 0
     """An earlier runtime's receives may still wait in the groups, under smaller tags."""
 
@@ -78,26 +81,19 @@ class Ranks:
             _initialise(cuda, seconds)
         everywhere = _global_ranks(mesh)
         rank = everywhere.index(dist.get_rank())
-        store = _meet(everywhere, rank, seconds)
-        if everywhere in _idle:
-            last = _idle.pop(everywhere)
-            return replace(last, store=store, first_tag=last.first_tag + _TAGS)
-        before = _sockets()
-        whole = len(everywhere) == dist.get_world_size()
+        before = sockets()
         try:
-            up, down = (
-                dist.new_group(
-                    list(everywhere),
-                    timeout=timedelta(seconds=seconds),
-                    backend="gloo",
-                    use_local_synchronization=not whole,
-                )
-                for _ in range(2)
-            )
-        except RuntimeError as error:
-            raise _unconnected(error) from error
-        sockets = {number: inode for number, inode in _sockets().items() if before.get(number) != inode}
-        return cls(rank, len(everywhere), (up, down), store, everywhere, sockets)
+            store = _meet(everywhere, rank, seconds)
+            if everywhere in _idle:
+                last = _idle.pop(everywhere)
+                opened = {**last.sockets, **opened_since(before, _store_port())}
+                return replace(last, store=store, first_tag=last.first_tag + _TAGS, sockets=opened)
+            groups = _groups(everywhere, seconds)
+        except RankFailure:
+            _leaving.alone = True
+            raise
+        opened = opened_since(before, _store_port())
+        return cls(rank, len(everywhere), groups, store, everywhere, opened)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -119,11 +115,7 @@ class Ranks:
 
         Gloo has no call for this. A thread that still waits while Python ends would abort the process.
         """
-        for number, inode in _sockets().items():
-            if self.sockets.get(number) == inode:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # raises for the socket that listens, which gloo needs
-                    connection.shutdown(socket.SHUT_RDWR)
+        hang_up(self.sockets)
 
     def close(self, *, orderly: bool = True) -> None:
         """Give the groups back. Threads that still wait in them keep them until they end.
@@ -161,7 +153,10 @@ def _initialise(cuda: bool, timeout: float) -> None:
             f"RANK is {launcher.rank()}, and WORLD_SIZE is {size}.",
             "Start the program with torchrun, or number the ranks from 0 to WORLD_SIZE - 1.",
         )
-    try:
+    port = os.environ.get("MASTER_PORT", "")
+    deadline = Deadline(timeout + _LATE, store_port=int(port) if port.isdecimal() else None)
+
+    def connect() -> None:
         store = _store_of_start(timeout)
         where: dict[str, Any] = {"init_method": "env://"}
         if store is not None:
@@ -171,9 +166,12 @@ def _initialise(cuda: bool, timeout: float) -> None:
             timeout=timedelta(seconds=timeout),
             **where,
         )
+
+    try:
+        deadline.run(connect)
     except (ValueError, RuntimeError) as error:
         if not isinstance(error, ValueError) and "EADDRINUSE" not in str(error):
-            raise _unconnected(error) from error
+            raise _unconnected(error, deadline) from error
         raise ConfigError(
             f"The default process group could not be initialised from the environment: {error}",
             "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
@@ -195,20 +193,49 @@ def _store_of_start(timeout: float) -> Store | None:
     return PrefixStore(f"start-{number}", store)
 
 
-def _sockets() -> dict[int, int]:
-    """Descriptor -> inode of all sockets of this process."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has been closed meanwhile
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+def _groups(everywhere: tuple[int, ...], timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Connect the ranks, which have met. Raises RankFailure."""
+    whole = len(everywhere) == dist.get_world_size()
+    deadline = Deadline(timeout + _LATE, store_port=_store_port())
+
+    def connect() -> Any:
+        return dist.new_group(
+            list(everywhere),
+            timeout=timedelta(seconds=timeout),
+            backend="gloo",
+            use_local_synchronization=not whole,
+        )
+
+    try:
+        return deadline.run(connect), deadline.run(connect)
+    except RuntimeError as error:
+        raise _unconnected(error, deadline) from error
 
 
-def _unconnected(error: RuntimeError) -> RankFailure:
-    """The error of ranks of which one did not start, or ended while they connected."""
+def _store_port() -> int | None:
+    """The port of the default group's store; None if it has none, as a store in a file."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, TCPStore) else None
+
+
+def first_to_tell(key: str, text: str) -> str:
+    """The text of the rank that was the first to call this with a key of the default group's store.
+
+    Raises RuntimeError if the store is gone or does not answer soon.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    deadline = Deadline(_ANSWER, store_port=_store_port())
+    first: bytes = deadline.run(lambda: store.compare_set(key, "", text))
+    return first.decode()
+
+
+def _unconnected(error: RuntimeError, deadline: Deadline) -> RankFailure:
+    """The error of ranks of which one did not start, or was lost while they connected."""
     text = (str(error).splitlines() or [""])[0].rstrip(".")
+    if deadline.passed:
+        text = "another rank, or the store of the ranks, has not answered in time"
     return RankFailure(
         f"The ranks could not be connected: {text}.",
         f"Start all ranks, with the same MASTER_ADDR and MASTER_PORT; {TIMEOUT_VARIABLE} sets how long a "
@@ -224,9 +251,10 @@ def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
     everywhere: as in `Ranks`. what: words that go on after "The store of the ranks", without a full stop.
     """
     by_launcher = launcher.keeps_store()
-    named = "the launcher" if by_launcher else "rank 0 of the default group"
+    address = os.environ.get("MASTER_ADDR", "node 0")
+    named = f"the launcher on {address}" if by_launcher else "rank 0 of the default group"
     return RankFailure(
-        f"The store of the ranks {what}, so {named}, which keeps it, is dead or stopped.",
+        f"The store of the ranks {what}, so {named}, which keeps it, is dead, stopped or cut off.",
         "Look at its own error, then start all ranks again: with commits on, resume= goes on from the last "
         "commit.",
         rank=everywhere.index(0) if 0 in everywhere and not by_launcher else None,
@@ -259,13 +287,19 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
     name = f"infinity/{launcher.start_number()}/{','.join(_spans(everywhere))}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     keys = [f"here/{each}" for each in range(len(everywhere))]
-    try:
+    deadline = Deadline(timeout + _LATE, store_port=_store_port())
+
+    def meet() -> tuple[list[int], Store]:
         store.set(keys[rank], "1")
         absent = _absent(store, keys, timeout)
         # A connection of its own: whoever waits for a key keeps all others from the connection meanwhile.
-        own = store.clone() if hasattr(store, "clone") and not absent else store
+        return absent, store.clone() if hasattr(store, "clone") and not absent else store
+
+    try:
+        absent, own = deadline.run(meet)
     except RuntimeError as error:
-        raise store_lost(everywhere, "is gone") from error
+        what = f"has not answered for {timeout:g} s" if deadline.passed else "is gone"
+        raise store_lost(everywhere, what) from error
     if absent:
         raise RankDivergence(
             f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",

@@ -52,7 +52,8 @@ def test_a_stopped_rank_is_noticed_by_its_silence() -> None:
         == [
             [
                 "RankFailure",
-                "Rank 2 has given no sign of life for 0.5 s: it is dead, stopped, or its GIL is held.",
+                "Rank 2 has given no sign of life for 0.5 s: it is dead, stopped, cut off, or its GIL is "
+                "held.",
             ]
         ]
         * 2

@@ -80,7 +80,8 @@ def test_a_rank_whose_store_is_gone_does_not_meet_the_others(function: str) -> N
     assert (host.code, other.code) == (-9, 0), other.text
     assert other.result == [
         "RankFailure",
-        "The store of the ranks is gone, so rank 0 of the default group, which keeps it, is dead or stopped.",
+        "The store of the ranks is gone, so rank 0 of the default group, which keeps it, is dead, stopped "
+        "or cut off.",
     ]
 
 
