@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
 
 import torch.distributed as dist
 
@@ -47,10 +46,11 @@ def first_error(error: BaseException) -> tuple[int, str]:
     mine = _rank(), _text(error)
     if not (dist.is_available() and dist.is_initialized()):
         return mine
+    from infinity.distributed.mesh import first_to_tell
+
     try:
-        store: Any = dist.distributed_c10d._get_default_store()
-        rank, text = json.loads(store.compare_set("infinity/first error", "", json.dumps(mine)))
-    except RuntimeError:  # the process that has the store is gone
+        rank, text = json.loads(first_to_tell("infinity/first error", json.dumps(mine)))
+    except RuntimeError:  # the process that has the store is gone, or cut off
         return mine
     return rank, text
 
