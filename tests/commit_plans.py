@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ class Plan:
     """How many times the point comes; or milliseconds after the first step, for "any time"."""
     pause: float = 0.2
     """Seconds between the point and the death, in which the others come as far as they can."""
+    fault: str = "kill"
+    """What comes at the point: "kill", or a fault of tests/link_faults.py."""
     timeout: float = 300.0
     """Seconds for which ranks wait for each other. No death needs it to be noticed."""
 
@@ -60,9 +63,16 @@ class Plan:
 
 
 def launch(
-    plan: Plan, function: str, script: str = "committing_ranks.py", timeout: float = BOUND
+    plan: Plan,
+    function: str,
+    script: str = "committing_ranks.py",
+    timeout: float = BOUND,
+    nodes: Sequence[Mapping[str, str]] = (),
 ) -> list[rank_processes.Outcome]:
-    """Run a function of a script on all ranks of a plan. Returns the outcomes, in the order of ranks."""
+    """Run a function of a script on all ranks of a plan. Returns the outcomes, in the order of ranks.
+
+    nodes: those of the ranks, as for `rank_processes.run`.
+    """
     return rank_processes.run(
         script,
         function,
@@ -72,6 +82,7 @@ def launch(
             PLAN: json.dumps(dataclasses.asdict(plan)),
             TIMEOUT_VARIABLE: f"{plan.timeout:g}",
         },
+        nodes=nodes,
     )
 
 

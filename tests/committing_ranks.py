@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import link_faults
 import rank_processes
 import torch
 from commit_plans import PLAN, Plan
@@ -66,12 +67,15 @@ POINTS = (*OPERATIONS, *BEFORE, *AFTER, "step", "any time")
 
 
 class Killer:
-    """Kills this process at the nth visit of a plan's point (an Observer of operations on files)."""
+    """Kills this process, or cuts its link, at the nth visit of a plan's point (an Observer of operations on
+    files).
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._point = plan.point if plan.rank == int(os.environ["RANK"]) else ""
         self._left = plan.nth
         self._pause = plan.pause
+        self._fault = plan.fault
         for points, wrapped in ((BEFORE, self._before), (AFTER, self._after)):
             if self._point in points:
                 owner, name = points[self._point]
@@ -91,7 +95,7 @@ class Killer:
             self.visit()
         elif self._point == "any time":
             self._point = ""
-            timer = threading.Timer(self._left / 1000, die)
+            timer = threading.Timer(self._left / 1000, self._strike)
             timer.daemon = True
             timer.start()
 
@@ -99,7 +103,12 @@ class Killer:
         self._left -= 1
         if self._left == 0:
             time.sleep(self._pause)
-            die()
+            self._strike()
+
+    def _strike(self) -> None:
+        if self._fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        link_faults.strike(self._fault)
 
     def _before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*arguments: Any, **options: Any) -> Any:
@@ -115,10 +124,6 @@ class Killer:
             return result
 
         return watched
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def say(*words: object) -> None:
@@ -183,6 +188,8 @@ def train() -> dict[str, str]:
     """Train as the module's docstring says. Returns `everything` at the end."""
     plan, case, place = plan_of_this_rank()
     killer = Killer(plan)
+    if plan.fault == link_faults.CUT:
+        link_faults.quick_liveness()
     waiting = Waiting(plan.waits == "all" or (plan.waits == "zero" and place.rank == 0))
     with injected(Faults(), killer), offloaded(plan, case, place) as (model, runtime):
         begun = runtime.load()["step"] if plan.resume else 0

@@ -23,6 +23,8 @@ CALLS = (
 """Calls that one rank makes otherwise than the others."""
 HARMLESS = ("an evaluation", "a longer evaluation", "a state_dict", "delays")
 """Faults with which all ranks train on, with the bits that they have without the fault."""
+SLOW = ("slow disk", "slow computation")
+"""Faults by which one rank is slower than the others."""
 FAULTS = (*ENDS, "sleep", *CALLS, *HARMLESS, "read", "write")
 
 POINTS = {
@@ -51,6 +53,8 @@ POINTS = {
     "closing the wire": 1,
 }
 """Point -> how often it comes, at the least."""
+CONNECTING = {"starting the group": 1, "coming": 1, "waiting for others": 1, "connecting": 2}
+"""Points, as above, while ranks meet, at which links are lost alone."""
 CLOSING = ("close()", "leaving", "closing tiers", "closing the wire")
 """Points at which other ranks may have all that they need."""
 
@@ -60,7 +64,9 @@ class Plan:
     """What one rank of a training does wrong."""
 
     fault: str
-    """One of FAULTS, "none", or "pause": the rank waits until a test removes `mark`."""
+    """One of FAULTS or SLOW, or of tests/link_faults.py, "none", or "pause": the rank waits until a test
+    removes `mark`.
+    """
     point: str = ""
     """The point at which it ends, sleeps or pauses."""
     nth: int = 1
@@ -76,6 +82,8 @@ class Plan:
     """Whether the training ends with `close`."""
     timeout: float = 300.0
     """Seconds for which ranks wait for each other."""
+    latest: float = 0.005
+    """Seconds by which a message, a transfer or a computation is late at the most."""
     directory: str = ""
     """Of the NVMe tier."""
 

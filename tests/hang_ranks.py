@@ -10,13 +10,14 @@ import errno
 import hashlib
 import json
 import os
-import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import link_faults
 import rank_processes
 import torch
 import torch.distributed as dist
@@ -27,19 +28,24 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.aio import Faults
-from infinity.distributed import agreed_plan, liveness
+from infinity.cli import failure
+from infinity.distributed import agreed_plan, mesh
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.initial_values import InitialValues
-from infinity.distributed.mesh import Ranks
 from infinity.distributed.peers import Peers
 from infinity.distributed.wire import Wire
+from infinity.errors import ConfigError
 from infinity.pages.open_tiers import OpenTiers, injected
 from infinity.tiers.arena import available_ram
 
 WIDTH = 48
 STEPS = 3
 BLOCKS = 8
-PHASES: tuple[tuple[str, type, str], ...] = (
+PHASES: tuple[tuple[str, Any, str], ...] = (
+    ("starting the group", dist, "init_process_group"),
+    ("coming", mesh, "_meet"),
+    ("waiting for others", mesh, "_absent"),
+    ("connecting", dist, "new_group"),
     ("meeting", Communicator, "__init__"),
     ("agreeing", Communicator, "agree"),
     ("opening tiers", OpenTiers, "__init__"),
@@ -50,7 +56,7 @@ PHASES: tuple[tuple[str, type, str], ...] = (
     ("closing tiers", OpenTiers, "release"),
     ("closing the wire", Wire, "close"),
 )
-"""(point, class, method): the fault comes before this method runs."""
+"""(point, class or module, name): the fault comes before this method or function runs."""
 
 
 class Planted(Exception):
@@ -85,6 +91,8 @@ class Culprit:
             time.sleep(2.5 * self.plan.timeout)
         elif self.plan.fault == "pause":
             pause(self.plan)
+        elif self.plan.fault in (link_faults.CUT, link_faults.BLINK):
+            link_faults.strike(self.plan.fault)
 
     def does(self, fault: str) -> bool:
         return self.mine and self.plan.fault == fault
@@ -108,31 +116,6 @@ def pause(plan: Plan) -> None:
     until = time.monotonic() + plan.timeout
     while plan.mark.exists() and time.monotonic() < until:
         time.sleep(0.01)
-
-
-def delay(seed: int) -> None:
-    """Delay all messages and transfers of this rank, each by a time of its own."""
-    draw = random.Random(seed)
-
-    def later(method: Callable[..., Any]) -> Callable[..., Any]:
-        def late(*given: Any) -> Any:
-            time.sleep(draw.choice((0, 0, 0, 0.005)))
-            return method(*given)
-
-        return late
-
-    for name in ("send", "receive"):
-        setattr(Ranks, name, later(getattr(Ranks, name)))
-
-
-def quick_liveness() -> None:
-    """Have a rank's silence noticed after 3 s."""
-    begin = liveness.Liveness.__init__
-
-    def quick(self: Any, *given: Any) -> None:
-        begin(self, *given, interval=0.2, patience=3.0)
-
-    liveness.Liveness.__init__ = quick  # type: ignore[method-assign]
 
 
 def make_model() -> nn.Sequential:
@@ -173,10 +156,14 @@ class Training:
             )
         if culprit.does("read") or culprit.does("write"):
             faults.fail(plan.fault, plan.nth, errno.EIO, times=None)
+        if culprit.does("slow disk"):
+            faults.delay("any", 1, plan.latest, times=None)
         self.micro_batches = 0
         self.model[1].register_forward_pre_hook(lambda *_: culprit.at("in forward"))
 
     def loss(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.culprit.does("slow computation"):
+            time.sleep(self.culprit.plan.latest)
         hidden = self.model[0](batch)
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self.culprit.at("in backward"))
@@ -249,11 +236,13 @@ def train() -> dict[str, Any]:
     plan = Plan(**json.loads(os.environ["PLAN"]))
     culprit, faults = Culprit(plan), Faults()
     culprit.watch()
-    if plan.fault == "stop":
-        quick_liveness()
+    if plan.fault in ("stop", link_faults.CUT):
+        link_faults.quick_liveness()
     if culprit.does("delays"):
-        delay(plan.nth)
+        link_faults.delay(plan.nth, plan.latest)
     with contextlib.ExitStack() as inside:
+        if plan.fault == link_faults.CUT:
+            inside.callback(check_heartbeat_ended)  # behind the runtime's end
         training = Training(culprit, faults)
         if plan.managed:
             inside.enter_context(training.runtime)
@@ -262,6 +251,11 @@ def train() -> dict[str, Any]:
         if plan.closed:
             training.runtime.close()
     return found
+
+
+def check_heartbeat_ended() -> None:
+    """Check that no heartbeat waits for the store any more: if it came back now, the process would abort."""
+    assert "infinity heartbeat" not in [each.name for each in threading.enumerate()]
 
 
 # --- bad input ------------------------------------------------------------------------------------------
@@ -349,6 +343,17 @@ def other_budgets() -> Any:
     if second():
         os.environ["PLAN"] = json.dumps({**json.loads(os.environ["PLAN"]), "host": "760KiB"})
     return train()
+
+
+# --- a store that does not answer -----------------------------------------------------------------------
+
+
+def reported_without_a_link() -> Any:
+    """Rank 1 asks whether it is the first with an error, as `infinity train` does."""
+    group()
+    if second():
+        link_faults.strike(link_faults.CUT)
+    return failure.first_error(ConfigError("It is broken.", "Mend it."))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,13 @@ def two_nodes() -> Iterator[list[Mapping[str, str]]]:
         yield [{**each.environment, NAMESPACE: each.namespace} for each in found]
 
 
+def set_link(up: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Take a node's end of the link up or down. environment: that of a rank of the node."""
+    name, link = environment[NAMESPACE], environment[nodes.INTERFACE]
+    command = ("ip", "-n", name, "link", "set", link, "up" if up else "down")
+    subprocess.run(command, check=True)
+
+
 def enter() -> None:
     """Enter the namespace that the environment names, if it names one. See setns(2)."""
     name = os.environ.get(NAMESPACE)
