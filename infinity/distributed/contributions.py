@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from infinity.distributed.bell import TIMEOUT_VARIABLE
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, Message, What
 from infinity.distributed.transfers import Delivery, Dispatch
@@ -480,7 +481,8 @@ class Contributions:
     def _late(self, what: str) -> RankDivergence:
         return RankDivergence(
             f"No rank {what} any more, for {self._bell.timeout:g} s.",
-            "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad().",
+            "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad(); "
+            f"{TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
 
 
