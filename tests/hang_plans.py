@@ -56,7 +56,9 @@ POINTS = {
 CONNECTING = {"starting the group": 1, "coming": 1, "waiting for others": 1, "connecting": 2}
 """Points, as above, while ranks meet, at which links are lost alone."""
 CLOSING = ("close()", "leaving", "closing tiers", "closing the wire")
-"""Points at which other ranks may have all that they need."""
+"""Points of the end."""
+READING = ("evaluation", "full_parameters", "in full_parameters", "state_dict", *CLOSING)
+"""Points at which other ranks may have all that they need, so that they end well."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import rank_processes
-from hang_plans import CALLS, CLOSING, ENDS, HARMLESS, Plan, plan_of
+from hang_plans import CALLS, ENDS, HARMLESS, READING, Plan, plan_of
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
 
@@ -20,8 +20,6 @@ BOUND = 60.0
 """Seconds after which a rank hangs. Plans that no time-out may end have one that is far beyond."""
 TYPED = ("RankFailure", "RankDivergence")
 IN_CI = 6
-READING = ("evaluation", "full_parameters", "in full_parameters", "state_dict", *CLOSING)
-"""Points at which other ranks may have all that they need, so that they end well."""
 
 
 def outcomes(
