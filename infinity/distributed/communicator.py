@@ -159,10 +159,12 @@ class Communicator(Closing):
         atexit.unregister(self._end)
         orderly = self.bell.failure is None
         ended = self.wire.close(patience=1.0 if self._alone else 10.0)
-        if not self.liveness.close() or not ended:
+        if not self.liveness.close():
+            self.ranks.hang_up(store_alone=True)
+            self.liveness.close()
+        if not ended:
             self.ranks.hang_up()
             self.wire.close()
-            self.liveness.close()
         self.ranks.close(orderly=orderly and self.bell.failure is None)
 
 

@@ -27,7 +27,7 @@ group, so time-outs are kept outside. The group's own time-out is for the time w
 """
 _LAST_SECONDS = 10.0
 """Seconds for which the host of the store waits for the others to leave before it."""
-_ANSWER = 3.0
+_ANSWER = 5.0
 """Seconds that the store has to answer in when a rank ends."""
 _LATE = 3.0
 """Seconds for which calls of torch may take longer than the time-out that they were given."""
@@ -110,12 +110,12 @@ class Ranks:
         group = self.groups[source > self.rank]
         return dist.irecv(tensor, self.everywhere[source], group=group, tag=self.first_tag + tag)
 
-    def hang_up(self) -> None:
-        """End all connections at once, so that each thread that waits in one gets an error.
+    def hang_up(self, *, store_alone: bool = False) -> None:
+        """End all connections at once, or those to the store, so that each thread that waits gets an error.
 
         Gloo has no call for this. A thread that still waits while Python ends would abort the process.
         """
-        hang_up(self.sockets)
+        hang_up(self.sockets, to_port=(_store_port() or 0) if store_alone else None)
 
     def close(self, *, orderly: bool = True) -> None:
         """Give the groups back. Threads that still wait in them keep them until they end.
@@ -213,7 +213,9 @@ def _groups(everywhere: tuple[int, ...], timeout: float) -> tuple[dist.ProcessGr
 
 
 def _store_port() -> int | None:
-    """The port of the default group's store; None if it has none, as a store in a file."""
+    """The port of the default group's store; None if it has none, as a store in a file, or is gone."""
+    if not dist.is_initialized():
+        return None
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
