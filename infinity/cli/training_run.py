@@ -194,7 +194,9 @@ class _Run:
         if self._ranks.ranks > 1:
             heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
             arrived = [each for each in heard if each]
-            if arrived and self._flag.signal is None:
+            if not arrived:
+                return  # one that has come meanwhile is still to be told to the others
+            if self._flag.signal is None:
                 self._flag.signal = signal.Signals(arrived[0])
         self._flag.check()
 

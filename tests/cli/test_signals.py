@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from typing import Any
 
 import pytest
 
 from infinity.cli.signals import StopFlag, Stopped, signal_of
+from infinity.cli.training_run import _Run
+from infinity.lm.ranks import RunRanks
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -43,3 +46,17 @@ def test_outside_of_the_main_thread_the_flag_takes_no_signals() -> None:
     thread.start()
     thread.join()
     assert entered == [before]
+
+
+def test_a_signal_that_comes_while_ranks_agree_stops_none_before_all_know_of_it() -> None:
+    run = object.__new__(_Run)
+    run._flag = StopFlag()
+
+    def gather(call: str, value: Any) -> list[Any]:
+        run._flag.signal = signal.SIGTERM
+        return [value, 0]
+
+    run._ranks = RunRanks(0, 2, gather)
+    run._check_stopped()
+    with pytest.raises(Stopped):
+        run._check_stopped()
