@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from committed_runs import Job, after, opened, take_step, user_state
 
-from infinity import build
 from infinity.aio import Faults
-from infinity.checkpoint import commit_files
+from infinity.checkpoint import commit_files, initial_pages
 from infinity.optim.chain import Chain
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.open_tiers import injected
@@ -41,9 +40,9 @@ METHODS: dict[str, tuple[Any, str]] = {
     "update": (Chain, "write"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
-    "resume": (build, "adopt_commit"),
+    "resume": (initial_pages, "adopt_commit"),
     "re-layout": (Store, "patch"),
-    "after a re-layout": (build, "restore"),
+    "after a re-layout": (initial_pages, "restore"),
 }
 """Point -> (owner, name) of the function with whose return it is reached."""
 POINTS = (*OPERATIONS, *METHODS)
