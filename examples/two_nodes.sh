@@ -5,9 +5,10 @@
 #     examples/two_nodes.sh 1 NAME_OF_NODE_0 [options of infinity train]
 #
 # If a rank dies, all end, and torchrun starts them again: they go on from the last commit. The same happens if
-# both are started again by hand. PAGES and COMMITS may name other directories on each node. PROCESSES is the
-# number of ranks on a node. INTERFACE is the network interface that leads to the other node; without it gloo
-# takes the one to which the node's own name resolves.
+# both are started again by hand. PAGES is the directory on NVMe with its budget, such as /mnt/nvme0:40GiB, and
+# COMMITS that of the commits; both may be others on each node. PROCESSES is the number of ranks on a node.
+# INTERFACE is the network interface that leads to the other node; without it gloo takes the one to which the
+# node's own name resolves.
 set -euo pipefail
 
 node=$1 first=$2
@@ -24,5 +25,5 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun --nnodes 2 --nproc-per-node "${PROCESSES:-1}" --max-restarts "${RESTARTS:-3}" \
     --rdzv-id "${JOB:-infinity}" --rdzv-backend c10d --rdzv-endpoint "$first:${PORT:-29500}" \
     --rdzv-conf "is_host=$host" ${address:+--local-addr "$address"} -m -- \
-    infinity train --budget-host 160MiB --budget-nvme "${PAGES:-.}:1GiB" \
+    infinity train --budget-host 160MiB --budget-nvme "${PAGES:-.:1GiB}" \
     --checkpoint "${COMMITS:-commits}" --every 20 --resume "$@"
