@@ -43,16 +43,18 @@ if machine.file_system(tempfile.gettempdir()) == "tmpfs":
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
 
 
-WORKERS = 2
-"""Number of worker processes that run the tests, unless only single files or tests are asked for."""
+WORKERS = 3
+"""Number of worker processes that run the tests, unless only single files or tests are asked for. It is one
+more than the least number of CPUs, because tests of several processes wait for each other.
+"""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Divide the tests between two workers, unless options say otherwise (`-n 0`) or pytest-xdist is absent.
+    """Divide the tests among workers, unless options say otherwise (`-n 0`) or pytest-xdist is absent.
 
-    Each worker goes through its half in order, so that tests of a file share what its first tests made. A
-    worker that is done takes half of what the other worker has left. On a machine with a GPU one process runs
+    Each worker goes through its part in order, so that tests of a file share what its first tests made. A
+    worker that is done takes half of what another worker has left. On a machine with a GPU one process runs
     all tests, because tests need the GPU's memory for themselves.
     """
     options = config.option
@@ -60,7 +62,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         return
     by_default = options.numprocesses is None and options.dist == "no" and not options.usepdb
     few = any("::" in each or Path(each).is_file() for each in config.args)
-    room = len(os.sched_getaffinity(0)) >= WORKERS and not torch.cuda.is_available()
+    room = len(os.sched_getaffinity(0)) >= WORKERS - 1 and not torch.cuda.is_available()
     if by_default and room and not few:
         options.numprocesses, options.dist = WORKERS, "worksteal"
 
