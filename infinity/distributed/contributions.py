@@ -18,7 +18,7 @@ wait for the ends of backwards, their own included, so they take no room.
 piece may lack some of them then, and, if it is slow to withdraw itself, may have got later ones. So a
 withdrawal is a mark at micro-batch m: the sum begins anew with the first contribution from m on. Whoever
 makes that contribution has withdrawn before, and its mark travels ahead of it. If no such contribution comes,
-the sum is forgotten at the next agreement; see [Note: withdrawing] in infinity/distributed/ranked_step.py.
+the sum is forgotten at the next agreement; see [Note: withdrawing] in infinity/distributed/withdrawals.py.
 """
 
 from __future__ import annotations

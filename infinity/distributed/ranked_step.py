@@ -8,11 +8,6 @@ says the exact sum of squares of what it keeps. So all ranks have the same norm,
 Another rank may still ask for sums of gradients when this one clears them. So the pages forget their
 gradients when all ranks have called zero_grad(), and a rank's next gradient waits until then.
 
-[Note: withdrawing]
-`p.grad = None` withdraws this rank's gradients of a parameter. They may be in a sum over ranks already, from
-which nothing can be taken away. So all ranks withdraw them, and the sum is forgotten; else the next agreement
-raises RankDivergence.
-
 [Note: after a failed step]
 A step may fail on all ranks alike, as with options that differ, and user code may go on: with the same call
 once more, further backwards, or zero_grad(). By then ranks have counted on it that no more gradients come.
@@ -26,7 +21,6 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -40,7 +34,8 @@ from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
-from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
+from infinity.distributed.withdrawals import Withdrawals
+from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
@@ -54,16 +49,6 @@ _TIMES_CLEARED = "number of zero_grad calls"
 _EQUAL = (_OPTIONS, _FACTOR, _TIMES_CLEARED)
 """Names of what is equal on all ranks when a step ends, as errors say them."""
 _SAME_VALUES = "Make the same calls with the same values on all ranks."
-
-
-@dataclass(slots=True)
-class _Withdrawal:
-    """That this rank has withdrawn its gradients of a parameter."""
-
-    after: int
-    """Number of backwards that this rank had ended since its last zero_grad(); 0 where it does not count."""
-    again: bool = False
-    """Whether it has contributed to the parameter since."""
 
 
 class RankedStep:
@@ -95,8 +80,7 @@ class RankedStep:
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
         """Number of times that all ranks have, and this rank's pages have forgotten them."""
-        self._withdrawn: dict[tuple[int, int], _Withdrawal] = {}
-        """(unit, index of a parameter) -> this rank's last withdrawal of it since the last agreement."""
+        self._withdrawn = Withdrawals(self._name)
         self.added: Counter[tuple[int, int]] = Counter()
         """(unit, index of a parameter) -> number of gradients that this rank has added since it last cleared
         its gradients.
@@ -133,7 +117,7 @@ class RankedStep:
             _TIMES_CLEARED: self._cleared[self._share.rank],
             "content": bits_of(self._pages),
             **self._contributed(),
-            "withdrawn": [[*place, *astuple(each)] for place, each in sorted(self._withdrawn.items())],
+            "withdrawn": self._withdrawn.told(),
             "failure": None if failure is None else str(failure),
             "lost": self._gradients.lost,
         }
@@ -141,7 +125,7 @@ class RankedStep:
         try:
             self._check_failures(call, heard, failure)
             check_same(call, heard, _EQUAL, _SAME_VALUES)
-            dropped = self._agreed_withdrawals(call, heard)
+            dropped = self._withdrawn.agreed(call, {rank: said["withdrawn"] for rank, said in heard.items()})
         except InfinityError as error:
             self._end_failed(heard, error)
             raise
@@ -184,37 +168,6 @@ class RankedStep:
             # this one contributes nothing.
             return {"backwards": 0, "offered": [0 for _ in ranks]}
         return {"backwards": contributions.ended, "offered": [contributions.offered[rank] for rank in ranks]}
-
-    def _agreed_withdrawals(self, call: str, heard: Mapping[int, Mapping[str, Any]]) -> list[tuple[int, int]]:
-        """The parameters, (unit, index), whose gradients all ranks have withdrawn, and have no new ones of.
-
-        Raises RankDivergence if a rank has not withdrawn what another one has, or after another backward.
-        """
-        said = {
-            rank: {(unit, index): _Withdrawal(*others) for unit, index, *others in each["withdrawn"]}
-            for rank, each in heard.items()
-        }
-        dropped = []
-        for place in sorted({place for mine in said.values() for place in mine}):
-            having = {rank: mine[place] for rank, mine in said.items() if place in mine}
-            if len(having) < len(said):
-                lacking = [rank for rank in said if rank not in having]
-                told = f"on {named_ranks(having)}, and not on {named_ranks(lacking)}"
-            elif not any(each.again for each in having.values()):
-                dropped.append(place)
-                continue
-            elif len({each.after for each in having.values()}) == 1:
-                continue
-            else:
-                told = ", ".join(
-                    f"after backward {each.after} on rank {rank}" for rank, each in having.items()
-                )
-            raise RankDivergence(
-                f"At {call} the gradient of {self._name(*place)} was withdrawn (p.grad = None) {told}.",
-                "Set p.grad = None on all ranks, after the same backward, or on none.",
-            )
-        self._withdrawn.clear()
-        return dropped
 
     def _complete(
         self,
@@ -325,8 +278,7 @@ class RankedStep:
         self._gradients.check_addition(unit, parameter)
         if self._whole is not None:
             self._whole.check()
-        if (unit, parameter) in self._withdrawn:
-            self._withdrawn[unit, parameter].again = True
+        self._withdrawn.contributed(unit, parameter)
         self.added[unit, parameter] += 1
         if self.contributions is None:
             return False
@@ -334,7 +286,7 @@ class RankedStep:
         return True
 
     def withdraw(self, unit: int, parameter: int) -> None:
-        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing].
+        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing] in withdrawals.py.
 
         Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward, and
         where an eager update may have used the gradients.
@@ -357,12 +309,11 @@ class RankedStep:
                 self.contributions.withdraw(unit, parameter)
         elif self._whole is not None and not self._whole.summed:
             self._gradients.drop(unit, parameter)
-        self._withdrawn[unit, parameter] = _Withdrawal(after)
+        self._withdrawn.note(unit, parameter, after)
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
-        withdrawal = self._withdrawn.get((unit, parameter))
-        return self._gradients.has(unit, parameter) and (withdrawal is None or withdrawal.again)
+        return self._gradients.has(unit, parameter) and not self._withdrawn.stands(unit, parameter)
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
         """Do what `Gradients.read` does for the sum over all ranks.
@@ -385,14 +336,14 @@ class RankedStep:
             found = self._gradients.read(unit, parameter, self._sum_of)
             self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
             return found
-        if self._forgotten < cleared or self._gone(unit, parameter):
+        ended = None if self.contributions is None else self.contributions.ended
+        if self._forgotten < cleared or self._withdrawn.nothing_since(unit, parameter, ended):
             return None
         return self._gradients.read(unit, parameter, self._sum_of)
 
     def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
         if self.contributions is not None:
-            withdrawal = self._withdrawn.get((page.index, piece.parameter))
-            after = 0 if withdrawal is None else withdrawal.after
+            after = self._withdrawn.after(page.index, piece.parameter)
             return self.contributions.sum_of(page.index, chunk_index, piece, after)
         assert self._whole is not None
         return self._whole.sum_of(page, chunk_index, piece)
@@ -476,13 +427,6 @@ class RankedStep:
                 "update of another rank may have used it.",
                 'Offload with update="lazy" to withdraw gradients.',
             )
-
-    def _gone(self, unit: int, parameter: int) -> bool:
-        """Whether this rank has withdrawn a parameter's gradient, and no backward has ended since."""
-        withdrawal = self._withdrawn.get((unit, parameter))
-        if withdrawal is None:
-            return False
-        return self.contributions is None or self.contributions.ended <= withdrawal.after
 
     def _name(self, unit: int, parameter: int) -> str:
         return self._pages[unit].layout.parameters[parameter].names[0]
