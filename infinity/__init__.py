@@ -13,7 +13,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 from infinity.api import offload, plan
-from infinity.checkpoint.committer import Commit
+from infinity.checkpoint.commit import Commit
 from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.checkpoint.committer import Commit, landed
+from infinity.checkpoint.commit import Commit, landed
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
 from infinity.checkpoint.resume import run_state

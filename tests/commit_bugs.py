@@ -19,7 +19,8 @@ from recorded_commits import Record, killed, streamed, whole
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, directory, run_state
-from infinity.checkpoint.committer import Commit, Committer
+from infinity.checkpoint.commit import Commit
+from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators

@@ -27,7 +27,8 @@ from safetensors.torch import load_file
 
 from infinity import build
 from infinity.aio import Faults
-from infinity.checkpoint.committer import Commit, Committer
+from infinity.checkpoint.commit import Commit
+from infinity.checkpoint.committer import Committer
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.peers import Peers
 from infinity.optim.chain import Chain

@@ -21,7 +21,8 @@ from recorded_run import Recording
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.committer import Commit, Committer
+from infinity.checkpoint.commit import Commit
+from infinity.checkpoint.committer import Committer
 from infinity.distributed.ballots import Ballots
 from infinity.errors import InfinityError, StorageError
 from infinity.pages.open_tiers import injected

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from infinity.checkpoint.committer import Commit
+from infinity.checkpoint.commit import Commit
 from infinity.config import format_size
 from infinity.errors import StorageFull
 from infinity.runtime import Runtime

@@ -42,7 +42,7 @@ _SLICE = 0.1
 
 
 class CommitVotes:
-    """Implements infinity.checkpoint.committer.CommittingRanks."""
+    """Implements infinity.checkpoint.commit.CommittingRanks."""
 
     def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
         self._ranks = ranks

@@ -63,7 +63,7 @@ def test_what_a_run_holds_does_not_grow(home: str, tmp_path: Path) -> None:
         }
         for each in counts
     ]
-    assert "infinity.checkpoint.committer.Commit" in ours[0]
+    assert "infinity.checkpoint.commit.Commit" in ours[0]
     assert ours[1:] == ours[:1] * 2
     total = [each.total() for each in counts]
     assert total[2] - total[0] < 150, (counts[2] - counts[0]).most_common(5)
