@@ -66,7 +66,9 @@ def landed() -> Commit:
 
 
 class CommittingRanks(Protocol):
-    """The ranks with which a commit is made; see [Note: commits of ranks] in committer.py."""
+    """The ranks with which a commit is made; see [Note: commits of ranks] in
+    infinity/checkpoint/committer.py.
+    """
 
     def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
         """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its

@@ -286,7 +286,8 @@ class RankedStep:
         return True
 
     def withdraw(self, unit: int, parameter: int) -> None:
-        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing] in withdrawals.py.
+        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing] in
+        infinity/distributed/withdrawals.py.
 
         Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward, and
         where an eager update may have used the gradients.
