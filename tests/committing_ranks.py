@@ -25,8 +25,8 @@ from commit_plans import PLAN, Plan
 from ranked_cases import Case, Place, backwards, digest, opened
 from safetensors.torch import load_file
 
-from infinity import build
 from infinity.aio import Faults
+from infinity.checkpoint import initial_pages
 from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.commit_votes import CommitVotes
@@ -59,9 +59,9 @@ AFTER: dict[str, tuple[Any, str]] = {
     "slab sync": (NvmeTier, "sync"),
     "after the vote": (CommitVotes, "_vote"),
     "votes heard": (CommitVotes, "decide"),
-    "resume": (build, "adopt_commit"),
+    "resume": (initial_pages, "adopt_commit"),
     "re-layout": (Store, "patch"),
-    "after a re-layout": (build, "restore"),
+    "after a re-layout": (initial_pages, "restore"),
 }
 """Point -> (owner, name) of the function with whose return it is reached."""
 POINTS = (*OPERATIONS, *BEFORE, *AFTER, "step", "any time")
