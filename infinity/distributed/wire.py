@@ -35,11 +35,18 @@ class Traffic:
     """What has crossed the wire so far: payloads in bytes by their label, and messages with their headers."""
 
     sent: Counter[str] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
     received_from: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank that sent them, label) -> bytes."""
     messages_sent: int = 0
     messages_received: int = 0
+
+    @property
+    def received(self) -> Counter[str]:
+        """Label -> bytes from all ranks."""
+        found: Counter[str] = Counter()
+        for (_, label), nbytes in self.received_from.items():
+            found[label] += nbytes
+        return found
 
 
 class Wire:
@@ -110,7 +117,7 @@ class Wire:
         """A copy of the counters. Bytes sent count once the peer has taken them."""
         with self._lock:
             mine = self._traffic
-            counters = Counter(mine.sent), Counter(mine.received), Counter(mine.received_from)
+            counters = Counter(mine.sent), Counter(mine.received_from)
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
     def post(self, peer: int, kind: Kind, *fields: Any) -> None:
@@ -226,14 +233,12 @@ class Wire:
         return into if [each.nbytes for each in into] == sizes else None
 
     def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
-        with self._lock:
-            delivery = self._expected.pop((peer, number), None)
+        delivery = self._no_longer_expected(peer, number)
         unit = None if delivery is None else delivery.unit
         nbytes = sum(sizes)
         self.meter.crossed(Crossing(Way.FROM, peer, label, unit, nbytes, began, time.perf_counter_ns()))
         with self._lock:
             self._traffic.messages_received += 1
-            self._traffic.received[label] += nbytes
             self._traffic.received_from[peer, label] += nbytes
         if delivery is not None:
             wanted = [each.nbytes for each in delivery.into]
@@ -269,8 +274,7 @@ class Wire:
         self.inbox.put((peer, Message(Kind.FAILED, [error.cause])))
 
     def _refused(self, peer: int, number: int, name: str, cause: str, cure: str) -> None:
-        with self._lock:
-            delivery = self._expected.pop((peer, number), None)
+        delivery = self._no_longer_expected(peer, number)
         if delivery is None:
             return
         if name == RankDivergence.__name__:
@@ -280,11 +284,14 @@ class Wire:
             delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {text}"))
 
     def _redirected(self, peer: int, number: int) -> None:
-        with self._lock:
-            delivery = self._expected.pop((peer, number), None)
+        delivery = self._no_longer_expected(peer, number)
         if delivery is not None:
             delivery.redirected = True
             delivery.end()
+
+    def _no_longer_expected(self, peer: int, number: int) -> Delivery | None:
+        with self._lock:
+            return self._expected.pop((peer, number), None)
 
     def _end_of(self, peer: int, error: InfinityError) -> None:
         """Nothing more comes from a peer."""
