@@ -126,13 +126,14 @@ class NodeCache:
 
     def _make_room(self, nbytes: int) -> bool:
         """Forget what was used longest ago until there is room. Returns whether there is."""
-        left = (key for key in [*self._entries] if self._entries[key].idle())
-        while self._room.largest_free < nbytes:
-            key = next(left, None)
-            if key is None:
-                return False
-            del self._entries[key]
-        return True
+        if self._room.largest_free >= nbytes:
+            return True
+        for key in [*self._entries]:  # keys alone, for an entry's memory is free once nothing refers to it
+            if self._entries[key].idle():
+                del self._entries[key]
+                if self._room.largest_free >= nbytes:
+                    return True
+        return False
 
     def _bring(self, owner: int, wanted: Wanted, entry: _Entry) -> None:
         told = functools.partial(self._arrived, wanted, entry)
