@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import shutil
 import signal
 import tempfile
@@ -78,6 +79,17 @@ class Continued:
         if not killed and not cut:
             self._check_files()
         return killed or cut
+
+    def process_at_random(self, draw: random.Random, point: str) -> bool:
+        """Do as `process`, with a fault at a point of which all else is drawn."""
+        return self.process(
+            rank=draw.randrange(self.plan.size),
+            point=point,
+            nth=draw.randint(1, 150 if point == "any time" else 4),
+            pause=draw.choice((0.0, 0.2)),
+            waits=draw.choice(("all", "zero", "none")),
+            last=min(self.durable + 4, self.plan.last),
+        )
 
     def _resumes(self) -> bool:
         """Whether there is a commit. Where some ranks have one and others have not, none was durable."""

@@ -39,12 +39,5 @@ def test_ranks_killed_anywhere_go_on_from_what_was_committed(seed: int, tmp_path
     run = Continued(plan)
     while run.kills < 5:
         point = draw.choice((*POINTS, *["any time"] * 6, *["step"] * 3))
-        run.process(
-            rank=draw.randrange(plan.size),
-            point=point,
-            nth=draw.randint(1, 150 if point == "any time" else 4),
-            pause=draw.choice((0.0, 0.2)),
-            waits=draw.choice(("all", "zero", "none")),
-            last=min(run.durable + 4, plan.last),
-        )
+        run.process_at_random(draw, point)
     run.process()

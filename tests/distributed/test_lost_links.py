@@ -161,14 +161,7 @@ def test_ranks_whose_link_is_lost_anywhere_go_on(seed: int, nodes: Nodes, tmp_pa
     points = iter(draw.sample(COMMIT_POINTS, len(COMMIT_POINTS)))
     while run.kills < 5:
         point = next(points, "any time")
-        run.process(
-            rank=draw.randrange(2),
-            point=point,
-            nth=draw.randint(1, 150 if point == "any time" else 4),
-            pause=draw.choice((0.0, 0.2)),
-            waits=draw.choice(("all", "zero", "none")),
-            last=min(run.durable + 4, plan.last),
-        )
+        run.process_at_random(draw, point)
     run.process()
 
 
