@@ -28,7 +28,8 @@ from typing import Any
 
 import aiofiles  # type: ignore[import-untyped]
 
-from infinity.errors import ConfigError, storage_errors
+from infinity.config import format_size
+from infinity.errors import ConfigError, StorageFull, storage_errors
 
 _FULL = "Free space on that file system, or give a directory on another one."
 
@@ -109,7 +110,7 @@ def check_destination(path: str | os.PathLike[str], purpose: str = "export to") 
 
     purpose: what the path is for, for the error message. Raises ConfigError if `path` is not a valid path,
     if it is a file, or if it is a directory that is not empty or at which a file system is mounted. Raises
-    StorageError if the system cannot look at `path`.
+    StorageError if the system cannot look at `path`, or cannot make a directory there.
     """
     cure = "Give a directory that does not exist yet, or an empty one."
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path) or "\0" in str(path):
@@ -123,7 +124,36 @@ def check_destination(path: str | os.PathLike[str], purpose: str = "export to") 
                 raise ConfigError(f"{target} is where a file system is mounted.", "Give a directory in it.")
         elif target.exists():
             raise ConfigError(f"{target} is no directory.", cure)
+    with storing("write to", target):
+        trial = _temporary(_nearest(target.parent))
+        trial.mkdir()
+        trial.rmdir()
     return target
+
+
+def check_room(target: Path, nbytes: int) -> None:
+    """Raise StorageFull if the file system of a new directory `target` has fewer than `nbytes` bytes free for
+    this user.
+    """
+    with storing("look at", target):
+        found = os.statvfs(_nearest(target))
+    free = found.f_bavail * found.f_frsize
+    if free < nbytes:
+        raise StorageFull(
+            f"{target} takes {format_size(nbytes)}, and its file system has {format_size(free)} free.",
+            _FULL,
+            path=str(target),
+            errno=errno.ENOSPC,
+        )
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself if it exists, else the nearest of its parents that does."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _temporary(parent: Path) -> Path:
+    return parent / f".infinity-export-{secrets.token_hex(8)}"
 
 
 @contextlib.contextmanager
@@ -134,7 +164,7 @@ def published(target: Path, *, private: bool = False) -> Iterator[Path]:
     After an error in the context, the temporary directory is removed; see [Note: all or nothing].
     """
     made = [each for each in target.parents if not each.exists()]
-    directory = target.parent / f".infinity-export-{secrets.token_hex(8)}"
+    directory = _temporary(target.parent)
     identity: os.stat_result | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,14 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import tensor_files
-from infinity.checkpoint.atomic_directory import Writer, check_destination, published, storing, sync
+from infinity.checkpoint.atomic_directory import (
+    Writer,
+    check_destination,
+    check_room,
+    published,
+    storing,
+    sync,
+)
 from infinity.checkpoint.safetensors_files import persistent
 from infinity.checkpoint.tensor_files import (
     Entry,
@@ -123,15 +130,28 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     BudgetError if the export fails. After an error `path` is as it was before.
     """
     limit = shard_bytes(shard)
-    if dtype not in _EXPORTED:
-        raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
-    target = check_destination(path)
-    entries = model_entries(source, as_masters=dtype == "fp32")
+    target, entries = check_export(source, path, dtype=dtype)
     with storing("export to", target), published(target) as directory, Writer() as writer:
         save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
         for name, pieces in model_files(entries, limit).items():
             with storing("write", target / name):
                 writer.write(directory / name, pieces)
+
+
+def check_export(
+    source: Source, path: str | os.PathLike[str], *, dtype: str = "compute"
+) -> tuple[Path, list[Entry]]:
+    """Check that `export` can write the model to `path`, as far as that is known before it is done. Returns
+    the path of the directory, and the tensors.
+
+    Raises ConfigError, StorageError and StorageFull as `export` does.
+    """
+    if dtype not in _EXPORTED:
+        raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
+    target = check_destination(path)
+    entries = model_entries(source, as_masters=dtype == "fp32")
+    check_room(target, sum(each.nbytes for each in entries))
+    return target, entries
 
 
 def model_files(entries: Sequence[Entry], limit: int) -> dict[str, Iterable[bytes | memoryview]]:

@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="NORM",
-        help="largest norm of all gradients together (default: %(default)s)",
+        help="largest norm of all gradients together; 0: no clipping (default: %(default)s)",
     )
     training.add_argument(
         "--seed",
@@ -251,7 +251,7 @@ def make_job(
         steps=options.steps,
         accumulate=options.accumulate,
         learning_rate=options.lr or model.learning_rate,
-        clip=options.clip,
+        clip=options.clip or math.inf,
     )
     saved = commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
     identity = identity_of(options, model, text, recipe.learning_rate)
@@ -310,10 +310,10 @@ def check_options(options: argparse.Namespace) -> None:
     for name in counts:
         if not 1 <= getattr(options, name) <= _MOST:
             raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
-    for name in ("lr", "clip"):
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"--{name} is {value}.", "Give a positive number.")
+    if options.lr is not None and not (math.isfinite(options.lr) and options.lr > 0):
+        raise ConfigError(f"--lr is {options.lr}.", "Give a positive number.")
+    if not (math.isfinite(options.clip) and options.clip >= 0):
+        raise ConfigError(f"--clip is {options.clip}.", "Give a positive number, or 0 to clip nothing.")
     if not 0 <= options.seed < 1 << 63:
         raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity.build import carry_out
-from infinity.checkpoint.atomic_directory import check_destination
+from infinity.checkpoint.export import check_export
 from infinity.cli.commits import EVERY, Commits, Kept
 from infinity.cli.job import Job
 from infinity.cli.progress import ProgressLine
@@ -92,8 +92,8 @@ def carry_out_job(
             communicator=job.communicator,
         )
     with runtime, ending_together(job.communicator, options):
-        if options.export is not None:  # again, before the long run: the log or pages may lie there now
-            check_destination(options.export)
+        if options.export is not None:  # before the long run, and when the pages have taken their room
+            check_export(runtime._source(), options.export)
         commits = None
         if job.checkpoint is not None:
             step = None if job.resumed is None else job.resumed["step"]
@@ -105,6 +105,7 @@ def carry_out_job(
         if options.export is not None and outcome.stopped is None:
             with console.status(f"exporting to {escape(options.export)}"):
                 runtime.export(options.export)
+                job.language_model.vocabulary.save(options.export)
             outcome.exported = options.export
         outcome.moved = {edge.value: each.bytes for edge, each in runtime.stats.edges.items()}
         outcome.timeline = None if timeline is None else _fate(timeline)

@@ -38,7 +38,7 @@ class Recipe:
     learning_rate: float
     """The highest learning rate of the run."""
     clip: float
-    """Value to which the global 2-norm of the gradients is clipped."""
+    """Value to which the global 2-norm of the gradients is clipped; inf: gradients are not clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity.config import format_size
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, storage_errors
 from infinity.lm.text import Text
 
 _BYTES_PER_TOKEN = 6
@@ -44,6 +44,9 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to text. U+FFFD stands for tokens that are not valid text."""
 
+    def save(self, directory: str) -> None:
+        """Write the tokenizer's files, if there are any, beside an exported model. Raises StorageError."""
+
 
 class Bytes:
     """The vocabulary whose 256 tokens are the bytes."""
@@ -68,6 +71,9 @@ class Bytes:
         return b"".join(bytes([each]) if each < 256 else b"\xff" for each in tokens).decode(
             "utf-8", errors="replace"
         )
+
+    def save(self, directory: str) -> None:
+        """Write nothing: a byte is its own token."""
 
 
 class Tokens:
@@ -111,6 +117,11 @@ class Tokens:
         """Convert tokens to text; see Vocabulary.decode."""
         text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
+
+    def save(self, directory: str) -> None:
+        """Write the tokenizer's files, the chat template too; see Vocabulary.save."""
+        with storage_errors("write the tokenizer to", directory):
+            self._tokenizer.save_pretrained(directory)
 
 
 def part_of(text: Text, start: int) -> range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from typing import Any
 
@@ -88,7 +89,7 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["--lr=-1e-3"], "--lr is -0.001."),
     (["--lr", "nan"], "--lr is nan."),
     (["--lr", "inf"], "--lr is inf."),
-    (["--clip", 0], "--clip is 0.0."),
+    (["--clip=-1"], "--clip is -1.0. Give a positive number, or 0 to clip nothing."),
     (["--clip", "nan"], "--clip is nan."),
     (["--seed", -1], "--seed is -1."),
     (["--seed", 1 << 63], f"--seed is {1 << 63}."),
@@ -292,6 +293,7 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
     assert made.device == torch.device("cpu")
     assert made.batches.training(0, 0).shape == (2, 33)
     assert all(each.is_meta for each in made.language_model.model.parameters())
+    assert make_job(parser.parse_args([*arguments, "--clip", "0"])).recipe.clip == math.inf
     given = make_job(parser.parse_args([*arguments, "--lr", "0.5", "--accumulate", "1"]))
     assert given.recipe.learning_rate == given.optimizer.param_groups[0]["lr"] == 0.5
     assert given.plan.accumulation == 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tiny_job import JSON_KEYS, PATIENCE, SENTENCE, TinyJob, ended, run_error, r
 import infinity
 from infinity import cli
 from infinity.aio import Faults
+from infinity.checkpoint import atomic_directory
 from infinity.lm.batches import Batches
 from infinity.lm.language_model import language_model
 from infinity.lm.text import find_text
@@ -181,6 +184,28 @@ def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
     assert "is not empty" in line
 
 
+def test_an_export_that_cannot_be_written_is_refused_before_anything(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.train, "show_job", lambda *_: pytest.fail("it was planned"))
+    line, _, error = run_error(capsys, job.arguments("train", "--json", "--export", "/proc/new/out"), 1)
+    assert error["error"] == "StorageError"
+    assert "Could not write to /proc/new/out" in line
+
+
+def test_an_export_without_room_is_refused_before_training(
+    job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.training_run, "Training", lambda *_, **__: pytest.fail("it trained"))
+    little = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr(atomic_directory, "os", SimpleNamespace(**{**vars(os), "statvfs": lambda _: little}))
+    line, _, error = run_error(
+        capsys, job.arguments("train", "--json", "--export", str(job.folder / "out")), 1
+    )
+    assert error["error"] == "StorageFull"
+    assert "its file system has 4 KiB free" in line
+
+
 @pytest.mark.parametrize(("path", "words"), [("absent/log", "Create the directory first"), ("", "ENOENT")])
 def test_a_log_that_cannot_be_opened(
     path: str, words: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -253,6 +278,8 @@ def test_a_model_of_transformers(
     job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     config = transformers.LlamaConfig(
         vocab_size=256,
         num_hidden_layers=2,
@@ -264,9 +291,18 @@ def test_a_model_of_transformers(
     home, out = job.folder / "llama", job.folder / "out"
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(home)
+    words = models.WordLevel({chr(each): each for each in range(128)}, unk_token="?")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(words), chat_template="{{ messages }}"
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save_pretrained(home)
     first = job.train(capsys, "--steps", 2, "--lr", 1e-2, "--export", out, model=str(home))
     assert first["model"] == "llama"
     assert first["held_out_loss"]["after"] < first["held_out_loss"]["before"]
+    exported = transformers.AutoTokenizer.from_pretrained(out)
+    assert exported(SENTENCE)["input_ids"] == tokenizer(SENTENCE)["input_ids"]
+    assert exported.chat_template == tokenizer.chat_template
     config.save_pretrained(out)
     second = job.train(capsys, "--steps", 1, model=str(out))
     assert second["held_out_loss"]["before"] == first["held_out_loss"]["after"]

@@ -5,6 +5,7 @@ The report of each step must be right, and so must the loss on text that is held
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,9 +139,9 @@ def in_plain_torch(text: Text, how: Recipe) -> list[tuple[float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_trains_as_plain_torch_does(accumulate: int, text: Text) -> None:
-    how = recipe(steps=12, accumulate=accumulate, clip=0.5)
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, 0.5), (1, math.inf)])
+def test_it_trains_as_plain_torch_does(accumulate: int, clip: float, text: Text) -> None:
+    how = recipe(steps=12, accumulate=accumulate, clip=clip)
     expected = in_plain_torch(text, how)
     reports = trained(text, how)
     got = [(each.loss, each.norm, each.learning_rate) for each in reports]
