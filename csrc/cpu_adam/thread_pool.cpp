@@ -92,9 +92,10 @@ class PoolState {
             for (const int cpu : cpus) threads_.emplace_back([this, cpu] { work(cpu); });
         } catch (const std::system_error& error) {
             close();
-            throw ConfigError("The system refused an update thread: " + std::string(error.what()),
-                              "Raise the limit of processes (ulimit -u, pids cgroup) or lower "
-                              "threads.");
+            throw ConfigError(
+                "The system refused an update thread: " + std::string(error.what()) + ".",
+                "Raise the limit of processes (ulimit -u, pids cgroup) or of address space (ulimit "
+                "-v), or lower threads.");
         }
     }
 

@@ -85,7 +85,7 @@ def _cut(path: str, last: int) -> None:
 def _is_kept(line: bytes, last: int) -> bool:
     try:
         found = json.loads(line)
-    except ValueError:  # such as a line that a crash tore
+    except (ValueError, RecursionError):  # such as a line that a crash tore
         return False
     step = found.get("step") if isinstance(found, dict) else None
     return isinstance(step, int) and step <= last and line.endswith(b"\n")

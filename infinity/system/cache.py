@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +39,15 @@ class JsonFile(Generic[Content]):
         self.ignored: str | None = None
         """The reason why an existing file counts as empty; None where the file is absent or was read."""
         try:
-            self.content = understand(json.loads(self.path.read_text()))
+            self.content = understand(json.loads(_content(self.path)))
         except FileNotFoundError:
             pass
         except OSError as error:
             self.ignored = error.strerror
         except ValueError as error:
             self.ignored = str(error)
+        except RecursionError:
+            self.ignored = "its JSON has too many levels"
         except (TypeError, KeyError, AttributeError):
             self.ignored = "it has another form"
 
@@ -58,9 +62,17 @@ class JsonFile(Generic[Content]):
 def read_bytes(path: Path) -> bytes | None:
     """The content of a file; None where the file is absent, empty, or cannot be read."""
     try:
-        return path.read_bytes() or None
+        return _content(path) or None
     except OSError:
         return None
+
+
+def _content(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError; for a FIFO, too, which would make the reader wait."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        return file.read()
 
 
 def write_bytes(path: Path, content: bytes) -> bool:

@@ -127,13 +127,16 @@ def cpu() -> CpuFacts:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    nodes = 1
+    with contextlib.suppress(OSError):
+        nodes = max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
     quotas = [quota for directory in _cgroup_chain("cpu") if (quota := _cpu_quota(directory)) is not None]
     return CpuFacts(
         model=model,
         online=os.cpu_count() or 1,
         allowed=len(os.sched_getaffinity(0)),
         quota=min(quotas, default=None),
-        numa_nodes=max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))),
+        numa_nodes=nodes,
     )
 
 
