@@ -87,3 +87,18 @@ def test_the_norm_is_of_all_blocks_of_all_gradients(tmp_path: Path) -> None:
         assert held.norm() == math.sqrt(math.fsum(blocks))
         held.clip(held.norm() / 2, held.norm())
         assert held.squares().value() == math.fsum(blocks)  # clipping changes `unscale` alone
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_gradients_whose_squares_exceed_float32_are_measured_and_used(home: str, tmp_path: Path) -> None:
+    model = nn.Linear(5, 3, bias=False)
+    before = model.weight.detach().clone()
+    factors = torch.tensor([[1e38], [-2e38], [3e37]]).expand(3, 5)
+    with opened(model, tmp_path, home=home) as runtime:
+        (model.weight * factors).sum().backward()
+        expected = factors.double().norm().item()
+        assert runtime.clip_grad_norm_(1.0).item() == pytest.approx(expected, rel=1e-6)
+        runtime.optimizer.step()
+        after = model.state_dict()["weight"]
+    assert bool(after.isfinite().all())
+    assert bool((after != before).all())
