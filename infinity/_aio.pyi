@@ -72,6 +72,9 @@ def wait_all(futures: Sequence[Future], timeout: float | None = None) -> None:
     Raises TimeoutError after `timeout` seconds in all.
     """
 
+def wait_for_dropped() -> None:
+    """Wait until all requests have ended whose futures were dropped before, and let go of their buffers."""
+
 class File:
     """An existing file, opened by `Engine.open`.
 

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from infinity import _aio
-from infinity._aio import Faults, File, Future, StripeMap, wait_all
+from infinity._aio import Faults, File, Future, StripeMap, wait_all, wait_for_dropped
 from infinity.errors import ConfigError
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "Volume",
     "probe",
     "wait_all",
+    "wait_for_dropped",
 ]
 
 _MOST_STRIPES = 65536

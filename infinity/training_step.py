@@ -17,7 +17,7 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
-from infinity.model.paged_parameter import PagedParameter, Place, take_gradient
+from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
 from infinity.pages.optimizer_page import state_digest
@@ -52,6 +52,12 @@ class TrainingStep:
         """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
         self._backward = -1
+        self._trained = [
+            parameter
+            for page in parts.pages
+            for index, parameter in enumerate(page.parameters)
+            if page.layout.parameters[index].trainable
+        ]
         self.open = False
         """Whether gradients have come for a step that `step` has not ended yet."""
         self._last_step = time.perf_counter()
@@ -91,6 +97,7 @@ class TrainingStep:
                     "clip_grad_norm_ was called, but eager updates have used the gradients that it measures.",
                     'Offload with update="lazy" to clip.',
                 )
+            self._check_slots()
             norm = self._gradients.norm() if self._ranked is None else self._agreed_norm("clip_grad_norm_")
             self._gradients.clip(max_norm, norm)
         return norm
@@ -103,6 +110,7 @@ class TrainingStep:
         place = self._place(parameter)
         with self._pager.lock:
             self._refuse()
+            self._check_slots()
             read = self._gradients.read if self._ranked is None else self._ranked.gradient
             return read(place.page.index, place.index)
 
@@ -116,11 +124,13 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             parts.meter.entered(Phase.STEP)
+            self._check_slots()
             if self._ranked is None:
                 parts.store.settle()  # raises if a gradient was not written home; only this step is lost
             else:
                 norm = self._agreed_norm("step()")
             if not gradients.any:
+                gradients.check()  # the only one may be lost
                 raise ConfigError(
                     "step() was called and no parameter has a gradient.",
                     "Call loss.backward() before it, and zero_grad() after it.",
@@ -163,6 +173,8 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._pager.forwards.prune()
+            for parameter in self._trained:
+                take_gradient(parameter)  # where Ctrl-C came before the hook that takes it
             if self._ranked is None:
                 self._gradients.clear()
             else:
@@ -264,6 +276,15 @@ class TrainingStep:
         micro-batches to the stored gradient in the order of the micro-batches. None: the gradient is added
         at once.
         """
+        try:
+            self._store_gradient(parameter, accumulator)
+        except InfinityError:
+            raise
+        except BaseException as error:  # such as KeyboardInterrupt, behind which the gradient is nowhere
+            self._gradients.lose(error)
+            raise
+
+    def _store_gradient(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         gradient = take_gradient(parameter)
         place = self._place(parameter)
         if gradient is not None:
@@ -316,6 +337,14 @@ class TrainingStep:
             self._components.meter.entered(Phase.BETWEEN)
 
     # --- helpers ---------------------------------------------------------------------------------------
+
+    def _check_slots(self) -> None:
+        """Note that the gradients of this step are lost if Ctrl-C has left one in a `.grad` slot.
+
+        Signals are looked for where the hook that empties the slot is entered, and may raise there.
+        """
+        if any(raw_gradient(each) is not None for each in self._trained):
+            self._gradients.lose(KeyboardInterrupt())
 
     def _check_activations(self) -> None:
         """Warn if the activations of the first step take more memory than the plan has left in the budget."""

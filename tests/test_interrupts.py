@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import inspect
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,12 +21,15 @@ import small_runtime
 import torch
 from faulty import CASES, check_error, clean, one_step, opened, places, watchdog
 from homes import both_homes
+from interrupted_lines import Lines, Place
+from interrupted_lines import places as lines_of
 from parity import copied, differences, tensors_copied
 from small_runtime import two_layers
 from zoo import entry
 
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError, storage_error
+from infinity.model.paged_parameter import take_gradient
 
 __all__ = ["watchdog"]
 
@@ -278,3 +282,83 @@ def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path:
         model[0].weight.detach().fill_(0.5)
         model(x)
         assert bool((model.state_dict()["0.weight"] == 0.5).all())
+
+
+def gradients_of(model: Any, runtime: Any) -> dict[str, torch.Tensor]:
+    return {name: runtime.grad(parameter) for name, parameter in model.named_parameters()}
+
+
+def backward(model: Any) -> None:
+    of = entry("tied")
+    of.loss(model, of.batch(0, 0)).backward()
+
+
+def sweep(home: str, compute: str, directory: Path, most: int | None) -> None:
+    """Interrupt a forward with its backward before one line of the package after the other, call zero_grad(),
+    and repeat both. The gradients must be those of an undisturbed run each time.
+
+    most: the greatest number of lines. home, compute, directory: as in `opened`.
+    """
+    raised = 0
+    with opened(home, compute, directory, Faults()) as (model, runtime):
+        for _ in range(2):  # the second time, pages are fetched ahead
+            backward(model)
+            expected = gradients_of(model, runtime)
+            runtime.optimizer.zero_grad()
+        with Lines() as lines:
+            backward(model)
+        runtime.optimizer.zero_grad()
+        left = lines_of(lines, most)
+        for place in left:
+            with contextlib.suppress(KeyboardInterrupt), Lines(place) as interrupted:
+                backward(model)
+            raised += interrupted.raised
+            runtime.optimizer.zero_grad()
+            backward(model)
+            assert differences(gradients_of(model, runtime), expected) == [], place
+            runtime.optimizer.zero_grad()
+    assert raised >= len(left) * 0.9  # a line that only slow I/O reaches may be missed
+
+
+@pytest.mark.parametrize(("home", "compute"), CASES)
+def test_no_line_leaves_a_gradient_behind(home: str, compute: str, tmp_path: Path) -> None:
+    sweep(home, compute, tmp_path, 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("home", "compute"), CASES)
+def test_no_line_at_all_leaves_a_gradient_behind(home: str, compute: str, tmp_path: Path) -> None:
+    sweep(home, compute, tmp_path, None)
+
+
+def interrupted_before(model: Any, place: Place) -> None:
+    with pytest.raises(KeyboardInterrupt), Lines(place):
+        backward(model)
+
+
+def line_of(function: Callable[..., Any], offset: int) -> int:
+    return inspect.unwrap(function).__code__.co_firstlineno + offset
+
+
+@pytest.mark.parametrize("forget", ["zero_grad", "None"])
+def test_a_gradient_that_no_hook_has_taken_is_forgotten(forget: str, tmp_path: Path) -> None:
+    with opened("unified-nvme", "fp32", tmp_path, Faults()) as (model, runtime):
+        backward(model)
+        expected = gradients_of(model, runtime)
+        runtime.optimizer.zero_grad()
+        place = Place("model/paged_parameter.py", line_of(take_gradient, 2), 1)
+        interrupted_before(model, place)
+        for call in (
+            runtime.optimizer.step,
+            lambda: runtime.clip_grad_norm_(1.0),
+            lambda: runtime.grad(next(model.parameters())),
+        ):
+            with pytest.raises(ConfigError, match="interrupted while a gradient was added"):
+                call()
+        if forget == "None":
+            for parameter in model.parameters():
+                parameter.grad = None
+            assert all(parameter.grad is None for parameter in model.parameters())
+        runtime.optimizer.zero_grad()
+        backward(model)
+        assert differences(gradients_of(model, runtime), expected) == []

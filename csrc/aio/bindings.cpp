@@ -228,6 +228,7 @@ void bind_future(nb::module_& m) {
             },
             "timeout"_a = nb::none());
     m.def("wait_all", &wait_all, "futures"_a, "timeout"_a = nb::none());
+    m.def("wait_for_dropped", &wait_for_dropped);
 }
 
 template <typename Self>

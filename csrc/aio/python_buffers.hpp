@@ -100,6 +100,12 @@ class Orphans {
         }
     }
 
+    std::vector<std::shared_ptr<Future>> futures() const {
+        std::vector<std::shared_ptr<Future>> found;
+        for (const Entry& each : waiting_) found.push_back(each.first);
+        return found;
+    }
+
   private:
     using Entry = std::pair<std::shared_ptr<Future>, nb::object>;
     std::vector<Entry> waiting_;

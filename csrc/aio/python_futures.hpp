@@ -115,4 +115,10 @@ inline void wait_all(const std::vector<PyFuture*>& futures, std::optional<double
     for (const PyFuture* future : futures) future->check();
 }
 
+inline void wait_for_dropped() {
+    for (const std::shared_ptr<Future>& each : orphans().futures())
+        PyFuture(each, nb::object(), {}).landed_by(TimePoint::max());
+    orphans().reap(true);
+}
+
 }  // namespace infinity::aio

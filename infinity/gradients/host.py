@@ -358,6 +358,10 @@ class Gradients:
         for page in self.pages.values():
             page.forget_runs()
 
+    def lose(self, error: BaseException) -> None:
+        """Note an error by which the gradients of this step are lost. `check` raises it until `clear`."""
+        self._failure.lose(error)
+
     def break_off(self) -> None:
         """Note that micro-batches ended early, so that the gradients of this step are lost.
 

@@ -155,6 +155,7 @@ class PagedParameter(nn.Parameter):
                 f"The gradient of {place.name} cannot be set: gradients are in pages.",
                 "Scale the loss, or change what backward adds in a hook of the parameter (p.register_hook).",
             )
+        take_gradient(self)
         place.pager.drop_gradient(place)
 
     @grad.deleter

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from infinity.aio import Faults
+from infinity.aio import Faults, wait_for_dropped
 from infinity.config import Budget
 from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.formats.moments import DTYPES
@@ -205,6 +205,8 @@ class OpenTiers:
 
         The buffer returns to its pool when the last view of it is gone.
         """
+        if self._transit.largest_free < self.transit_buffer_bytes:
+            wait_for_dropped()  # Ctrl-C may have dropped a read that holds a buffer
         if self._transit.largest_free < self.transit_buffer_bytes:
             return None
         with self._transit.lease(self.transit_buffer_bytes) as lease:

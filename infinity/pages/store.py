@@ -74,7 +74,9 @@ class Store(OpenTiers):
             else:
                 transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
                 self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
-            home.in_flight.append(InFlightRequest(offset, offset + into.nbytes, False, transfer))
+            # A watcher: a read that Ctrl-C leaves to nobody must not keep its memory.
+            request = InFlightRequest(offset, offset + into.nbytes, False, watcher_of(transfer))
+            home.in_flight.append(request)
         elif home.in_place:
             there = home.view(offset, into.nbytes)
             self.link.uses(User.HOST, there, writes=False, label="copied from home")

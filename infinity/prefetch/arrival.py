@@ -137,6 +137,9 @@ class Arrival:
             return self._advance(block)
         except InfinityError as error:
             self._failure = error.again()
+        except BaseException:
+            self.abandoned = True  # Ctrl-C may have come between a part of the page and its transfer
+            raise
         self._drop()
         return True
 

@@ -9,9 +9,11 @@ The schedule chooses the pages to evict.
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from infinity.aio import wait_for_dropped
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.pages.edits import EditTracker
@@ -109,7 +111,7 @@ class PrefetchEngine:
         self._sizes = [0 if page.permanent else page.nbytes for page in pages]
         self._moves = any(self._sizes)
         """Whether the engine has pages to move: at least one page is not permanently on the device."""
-        self._resident: dict[int, None] = {}
+        self._resident: OrderedDict[int, None] = OrderedDict()
         """Units whose pages are PRESENT or ARRIVING and can be evicted, least recently used first.
 
         An ordered set: the dictionary's values are None.
@@ -255,8 +257,7 @@ class PrefetchEngine:
 
     def _touch(self, unit: int) -> None:
         if unit in self._resident:
-            del self._resident[unit]
-            self._resident[unit] = None
+            self._resident.move_to_end(unit)  # one call: Ctrl-C between two would leave the unit out
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
         """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
@@ -272,9 +273,9 @@ class PrefetchEngine:
             self.updates.complete(unit)
         ghost = page.living()
         if ghost is not None and self._up_to_date(page):
+            self._resident[unit] = None  # first: a page that is PRESENT and not listed would never leave
             page.arrive()
             page.land(ghost)
-            self._resident[unit] = None
             return
         lease = None if ghost is not None else self._lease(unit, pinned)
         page.arrive()
@@ -357,6 +358,7 @@ class PrefetchEngine:
             self._edits.write_back(page)
             self._note_use(unit)
             page.leave()
+            self._arrivals.pop(unit, None)  # of a landing that Ctrl-C interrupted at its end
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
@@ -446,6 +448,7 @@ class PrefetchEngine:
 
     def _collect(self, pinned: set[int]) -> None:
         gc.collect()  # tracebacks leave views in reference cycles
+        wait_for_dropped()  # and Ctrl-C requests that nobody waits for, whose buffers are in use
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
