@@ -279,8 +279,9 @@ def plan(
     for inference only. example_inputs: positional or keyword arguments of one forward. With them the plan
     knows the memory of activations and predicts the seconds of a step. For the prediction the distinct
     operations of a step are timed on the device, for about 2 s in all, and bandwidths are probed in about
-    2 s. Bandwidths are kept in the user's cache directory, those of disks for five minutes. All other
-    arguments: as in `offload`.
+    2 s. Bandwidths are kept in the user's cache directory, those of disks for five minutes. For all this a
+    copy of the model runs a step without data; the model and the inputs do not change. If it cannot be run,
+    `Plan.activations_unknown` says why. All other arguments: as in `offload`.
 
     Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
     ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.
@@ -348,8 +349,8 @@ def plan_for(
     estimate = run_fake_step(
         model, example_inputs, precision=precision, device=target, train=rule is not None
     )
-    if estimate is None:
-        return draft()
+    if estimate.unknown is not None:
+        return draft(activations_unknown=estimate.unknown)
     draft(activations=estimate.activations)  # if the model cannot fit, this raises before any measurement
     speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype)
     roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)

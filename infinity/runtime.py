@@ -82,7 +82,12 @@ class Runtime(Closing):
         activations = (
             self._components.pager.saved_bytes.peak if plan.activations is None else plan.activations
         )
-        return replace(plan, activations=activations, prediction=Prediction.of_step(last))
+        return replace(
+            plan,
+            activations=activations,
+            activations_unknown=None,
+            prediction=Prediction.of_step(last),
+        )
 
     @property
     def optimizer(self) -> PagedOptimizer:

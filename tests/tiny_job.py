@@ -59,6 +59,7 @@ PLAN_KEYS = {
     "parameters",
     "device",
     "tiers",
+    "activations_unknown",
     "smallest_budgets",
     "traffic",
     "prediction",

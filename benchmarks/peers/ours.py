@@ -190,7 +190,7 @@ def activation_bytes(task: Task, model: torch.nn.Module, inputs: tuple[torch.Ten
     estimate = run_fake_step(
         model, inputs, precision=infinity.Precision(compute="bf16"), device=torch.device("cpu"), train=True
     )
-    return 0 if estimate is None else estimate.activations
+    return estimate.activations or 0
 
 
 def _empty_heap() -> None:

@@ -116,6 +116,7 @@ def _summary(job: Job, travels: Network | None) -> dict[str, Any]:
         "parameters": job.language_model.parameters,
         "device": str(job.device),
         "tiers": plan.rows(),
+        "activations_unknown": plan.activations_unknown,
         "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},
         "traffic": asdict(plan.traffic),
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),

@@ -5,21 +5,24 @@ real step.
 from __future__ import annotations
 
 import re
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import Precision
+from infinity.planning.fake_model import CannotCopy, Copier, fake_model
 from infinity.planning.operator_timing import Operations
+from infinity.planning.outside_state import same_generators, same_globals
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -28,6 +31,8 @@ _UNKNOWABLE = (
 )
 """Errors that FakeTensorMode raises where a step cannot go on without the data of its tensors."""
 
+_LONGEST = 300
+"""Characters of the longest reason that is not cut."""
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
 """A pattern for the names of attention's backward operators. On CUDA these operators sum gradients in fp32,
@@ -39,14 +44,17 @@ in memory that they take in addition to their results.
 class FakeStep:
     """The memory and the operations of one forward and, in training, of its backward."""
 
-    activations: int
-    """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count.
+    activations: int | None
+    """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count. None
+    if the step could not be run.
 
     A parameter's gradient counts until it is complete, because a real step then moves it to the gradient
     page.
     """
     operations: Operations
     """All tensor operations of the step, including those that only make views."""
+    unknown: str | None = None
+    """Why the step could not be run; None if it was run."""
 
 
 def run_fake_step(
@@ -56,61 +64,95 @@ def run_fake_step(
     precision: Precision,
     device: torch.device,
     train: bool,
-) -> FakeStep | None:
-    """Run a step under FakeTensorMode, which takes no memory and does no arithmetic. The model does not
-    change.
+) -> FakeStep:
+    """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
+
+    The model does not change, nor do its hooks, its attributes, the inputs or any random number generator;
+    see infinity/planning/fake_model.py and, for what is restored outside of the model,
+    infinity/planning/outside_state.py.
 
     example_inputs: positional or keyword arguments of the model's forward. precision: gives the dtypes of
     parameters and of floating-point inputs. device: the device of the fake tensors. train: whether a
-    backward follows the forward. Returns None if the step cannot be run without data, for instance because
-    the model's control flow depends on data. Errors that forward itself raises, for instance for wrong
-    inputs, are not caught.
+    backward follows the forward. A model that cannot be copied, or a step that cannot be run, raises no
+    error: `FakeStep.unknown` tells the reason. So it does for the errors of a forward, for instance for
+    wrong inputs, which the first real forward will raise again.
     """
-    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (example_inputs, {})
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.random.fork_rng(devices=[]):
-        state = dict(_fake_state(model, precision, device))
-        watch = _Watch()
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda each: _fake_input(each, precision, device), (args, kwargs)
-        )
-        try:
-            with torch.set_grad_enabled(train), watch:
-                with torch.autograd.graph.saved_tensors_hooks(watch.save, _as_it_is):
-                    output = functional_call(model, state, args, kwargs)
-                if train:
-                    _backward(output)
-        except _UNKNOWABLE:
-            return None
+    watch = _Watch(mode)
+    unknown = None
+    try:
+        with same_generators(), _quiet(), _without_compiler():
+            with mode:
+                fake, copier = fake_model(model, mode, precision, device)
+                args, kwargs = _fake_inputs(example_inputs, precision, device)
+            outside = same_globals(
+                copier.classes,
+                copier.globals.values(),
+                lambda tensor: getattr(tensor, "fake_mode", None) is mode,
+            )
+            with outside, mode, watch:
+                _step(fake, args, kwargs, watch, train)
+    except Exception as error:
+        unknown = _reason(error)
+    finally:
+        watch.restore_gradients()
+    if unknown is not None:
+        return FakeStep(None, Operations(), unknown)
     return FakeStep(activations=watch.peak, operations=watch.operations)
 
 
-def _fake_state(
-    model: nn.Module, precision: Precision, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, fake tensor) for every parameter and buffer. Parameters have the dtypes of their pages.
-
-    A hook on each trainable parameter drops its gradient as soon as the gradient is complete, because a
-    real step then moves it to the gradient page.
-    """
-    for name, parameter in model.named_parameters():
-        fake = torch.empty_strided(
-            parameter.shape,
-            parameter.stride(),
-            dtype=precision.dtype_of(name, parameter.dtype),
-            device=device,
-            requires_grad=parameter.requires_grad,
-        )
-        if fake.requires_grad:
-            hooked: Any = fake  # torch gives this method no types
-            hooked.register_post_accumulate_grad_hook(_drop_gradient)
-        yield name, fake
-    for name, buffer in model.named_buffers():
-        yield name, torch.empty_like(buffer, device=device)
+def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) -> None:
+    with torch.set_grad_enabled(train):
+        with torch.autograd.graph.saved_tensors_hooks(watch.save, _as_it_is):
+            output = model(*args, **kwargs)
+        if train:
+            _backward(output)
 
 
-def _drop_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+def _reason(error: Exception) -> str:
+    """The reason why a step could not be run, as one line."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, CannotCopy):
+        text = line
+    elif isinstance(error, _UNKNOWABLE):
+        text = f"the model needs values of tensors, and a dry run has none ({line})"
+    else:
+        text = f"the dry run ended with {type(error).__name__}: {line}"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out warnings, which the first real forward gives, and what FakeTensorMode logs about errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fake_tensor.log.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            fake_tensor.log.removeFilter(_nothing)
+
+
+def _nothing(record: object) -> bool:
+    return False
+
+
+def _without_compiler() -> AbstractContextManager[Any]:
+    """A context in which functions of torch.compile run as they were before they were compiled."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _fake_inputs(
+    example_inputs: tuple[Any, ...] | Mapping[str, Any], precision: Precision, device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make copies of the inputs, of all containers too, and return (positional, keyword arguments)."""
+    copier = Copier(lambda tensor: _fake_input(tensor, precision, device))
+    if isinstance(example_inputs, Mapping):
+        return (), {name: copier.copy(each) for name, each in example_inputs.items()}
+    if not isinstance(example_inputs, (tuple, list)):
+        example_inputs = (example_inputs,)
+    return tuple(copier.copy(each) for each in example_inputs), {}
 
 
 def _fake_input(tensor: torch.Tensor, precision: Precision, device: torch.device) -> torch.Tensor:
@@ -132,13 +174,18 @@ class _Watch(TorchDispatchMode):
     largest number so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: fake_tensor.FakeTensorMode | None = None) -> None:
+        """mode: the mode under which the step runs, so that real tensors, which the model's code takes from
+        elsewhere, do not change; None: they may change.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
         self.now = 0
         self.peak = 0
         self.operations = Operations()
         self._seen = WeakIdKeyDictionary()
         self._saving = False
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a detached alias of `tensor`, for autograd to save instead of `tensor`.
@@ -155,9 +202,13 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._saving:  # this operation is not the model's
             return func(*args, **(kwargs or {}))
-        leaves = pytree.tree_leaves((args, kwargs))
-        for storage in _storages(leaves):
-            self._seen[storage] = None  # made outside of the step, or counted before
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._seen[leaf.untyped_storage()] = None  # made outside of the step, or counted before
+                if self._mode is not None and not isinstance(leaf, fake_tensor.FakeTensor):
+                    self._real.setdefault(id(leaf), (leaf, leaf.grad if leaf.is_leaf else None))
+        if self._real and func._schema.is_mutable:  # on a real tensor, the mode would run it
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         self.operations.record(func, args, kwargs or {}, result)
         for storage in _storages(pytree.tree_leaves(result)):
@@ -166,6 +217,17 @@ class _Watch(TorchDispatchMode):
                 self._made(storage)
         self._scratch(func, result)
         return result
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._mode is not None
+        return tensor if isinstance(tensor, fake_tensor.FakeTensor) else self._mode.from_tensor(tensor)
+
+    def restore_gradients(self) -> None:
+        """Give back their gradients to real tensors, which the model's code took from elsewhere."""
+        for tensor, gradient in self._real.values():
+            if tensor.is_leaf and tensor.grad is not gradient:
+                tensor.grad = gradient
+        self._real.clear()
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         self._grow(storage.nbytes())

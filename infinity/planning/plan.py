@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class Plan:
     """Peak bytes of activations and of all other tensors that the operations of a step allocate; None if
     unknown. See `FakeStep.activations` in infinity/planning/fake_step.py.
     """
+    activations_unknown: str | None = field(default=None, compare=False)
+    """Why the activations are unknown, although `example_inputs` were given. None otherwise."""
     reserved: int
     """Bytes kept free for activations, the model's buffers and `headroom`. These bytes are part of the host
     budget if `unified`, else of the device budget.

@@ -24,6 +24,7 @@ def text_of(plan: Plan) -> str:
     lines = [
         render(plan.rows()),
         _step(plan),
+        *_unknown(plan),
         *_ranks(plan),
         *_share(plan),
         *_headroom(plan),
@@ -40,6 +41,11 @@ def _step(plan: Plan) -> str:
         what = "measured" if plan.prediction.measured else "predicted"
         line = f"{what} {plan.prediction.text} s/step · limited by {plan.prediction.limited_by}"
     return " · ".join([line, *_wear(plan)])
+
+
+def _unknown(plan: Plan) -> list[str]:
+    """The line with the reason why activations are unknown although there were example inputs."""
+    return [f"activations unknown: {plan.activations_unknown}"] if plan.activations_unknown else []
 
 
 def _wear(plan: Plan) -> list[str]:

@@ -74,6 +74,7 @@ def make_plan(
     available: Available,
     speeds: MachineRates | None = None,
     activations: int | None = None,
+    activations_unknown: str | None = None,
     compute: Seconds | None = None,
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
@@ -89,8 +90,8 @@ def make_plan(
     the memory that torch takes on the device in addition to live tensors. speeds: the machine's rates, for
     the prediction. activations: their bytes at the peak of a step, which count against the budget of the
     tier in which the model computes. If `activations` is None, a quarter of a CUDA budget stays free for
-    activations. compute: seconds of the operations of one forward and backward, for the prediction. update,
-    accumulation: see Plan.
+    activations. compute: seconds of the operations of one forward and backward, for the prediction.
+    activations_unknown, update, accumulation: see Plan.
 
     commits: whether the NVMe tier keeps room for durable images of all parameters and optimizer states; see
     infinity/planning/slab_layout.py. If the budget has no nvme directory, the images lie in `slab_directory`,
@@ -155,6 +156,7 @@ def make_plan(
         device=device,
         smallest=smallest,
         activations=activations,
+        activations_unknown=activations_unknown,
         speeds=speeds,
         compute=compute,
         update=update,

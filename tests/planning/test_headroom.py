@@ -104,7 +104,7 @@ def recorded(model: Decoder, batch: int, seq: int) -> tuple[int, list[tuple[int,
         found = fake_step.run_fake_step(
             model, (tokens, tokens), precision=Precision(), device=torch.device("cpu"), train=True
         )
-    assert found is not None
+    assert found.activations is not None
     return found.activations, log
 
 

@@ -36,7 +36,7 @@ def small_batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def recorded(model: nn.Module, inputs, *, train: bool = True) -> Operations:
     found = run_fake_step(model, inputs, precision=FP32, device=CPU, train=train)
-    assert found is not None
+    assert found.activations is not None
     return found.operations
 
 
