@@ -149,7 +149,6 @@ class _Wiring:
             addresses,
             engine,
             edits,
-            gradients=gradients,
             scale=scale,
             health=health,
             heap=heap,
@@ -197,7 +196,6 @@ class _Wiring:
                 drive=(lambda _: None) if committer is None else committer.driven,
                 early=self.initial.early,
             )
-            pager.over_ranks = peers.step
         parts = Components(
             model=self.model,
             plan=plan,
@@ -217,7 +215,9 @@ class _Wiring:
             committer=committer,
             checkpoint=checkpoint,
         )
-        return Runtime(parts)
+        runtime = Runtime(parts)
+        pager.gradients = runtime.training_step
+        return runtime
 
     def _over_ranks(self) -> dict[str, Any]:
         """The arguments of Committer by which it commits with other ranks; none with one rank."""

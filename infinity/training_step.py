@@ -164,26 +164,63 @@ class TrainingStep:
             self._knows_activations = True
             self._check_activations()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of all parameters.
 
-        With eager updates on several ranks, all ranks agree on the updates of a step that had no `step`.
-        Raises the errors of this agreement.
+        set_to_none: if False, each parameter that had a gradient has one of zeros then. With eager updates on
+        several ranks, all ranks agree on the updates of a step that had no `step`. Raises the errors of this
+        agreement.
         """
         with self._pager.lock:
             self._refuse()
             self._pager.forwards.prune()
             for parameter in self._trained:
                 take_gradient(parameter)  # where Ctrl-C came before the hook that takes it
-            if self._ranked is None:
-                self._gradients.clear()
+            if self._ranked is not None and self._eager is not None and not self._eager.ended:
+                self._clear_early(self._eager)
+            zeros: dict[int, set[int]] = {}
+            if not set_to_none:
+                zeros = {
+                    unit: {index for index in page.having if self.has_gradient(unit, index)}
+                    for unit, page in self._gradients.pages.items()
+                }
+                if self._ranked is not None:
+                    self._ranked.times_zeroed += 1
+            self._forget_stored()
+            for unit, page in self._gradients.pages.items():
+                page.zeros = zeros.get(unit, set())
+
+    def has_gradient(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
+        return (self._gradients if self._ranked is None else self._ranked).has(unit, parameter)
+
+    def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
+        """Forget a parameter's gradient, as `p.grad = None` does; with zeros=True, a gradient of zeros takes
+        its place.
+
+        When the last stored gradient goes, the step is forgotten as by `zero_grad`: clipping, and that eager
+        updates have used gradients. Over ranks this is so only while all know which gradients there are.
+        Raises the errors of `RankedStep.withdraw`.
+        """
+        gradients, ranked = self._gradients, self._ranked
+        with self._pager.lock:
+            self._refuse()
+            had = self.has_gradient(unit, parameter)
+            if ranked is not None:
+                ranked.withdraw(unit, parameter)
+            if not had:
+                return
+            page = gradients.pages[unit]
+            ended = self._eager is not None and self._eager.ended
+            last = parameter in page.content or gradients.clipped or ended
+            (page.zeros.add if zeros else page.zeros.discard)(parameter)
+            if ranked is None:
+                gradients.drop(unit, parameter)
+                last = last and torch._C._current_graph_task_id() == -1 and not gradients.any_stored
             else:
-                if self._eager is not None and not self._eager.ended:
-                    self._clear_early(self._eager)
-                self._ranked.clear()
-            self.open = False
-            if self._eager is not None:
-                self._eager.clear()
+                last = ranked.settled and not ranked.any_stored
+            if last:
+                self._forget_stored()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether `read_state` would return a state and not {}. Does no I/O to find out."""
@@ -448,12 +485,19 @@ class TrainingStep:
             for unit in self._ranked.take_complete():
                 self._update_early(unit)
 
+    def _forget_stored(self) -> None:
+        """Forget all stored gradients, so that the next step can begin."""
+        (self._gradients if self._ranked is None else self._ranked).clear()
+        self.open = False
+        if self._eager is not None:
+            self._eager.clear()
+
     def _updated_units(self, options: StepOptions) -> list[int]:
         """The units with a parameter that has both a gradient, on any rank, and a param group."""
         return [
             unit
             for unit, page in self._gradients.pages.items()
-            if any(options.group(unit, index) is not None for index in page.content)
+            if any(options.group(unit, index) is not None for index in page.having)
         ]
 
     def _agreed_norm(self, call: str) -> float:

@@ -37,10 +37,10 @@ class MemoryBackend:
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> None:
         for group in self.groups:
             for parameter in group["params"]:
-                parameter.grad = None
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter)
 
     def has_state(self, parameter: Tensor) -> bool:
         return id(parameter) in self._states

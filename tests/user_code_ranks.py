@@ -354,6 +354,63 @@ def replaced_states() -> list[list[Any]]:
     return found
 
 
+class Routed(torch.nn.Module):
+    """Two products, of which a micro-batch takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.products = torch.nn.ModuleList([Product(), Product()])
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.products[int(inputs[0, 0] > 0)](inputs)
+
+
+def zeros() -> list[Any]:
+    """For each partition, what training comes to if gradients become zeros, by the optimizer or the model."""
+    found = []
+    for partition in PARTITIONS:
+        for by_model in (False, True):
+            training = Training(partition, model=Routed())
+            runtime, model, told = training.runtime, training.model, []
+            owner = model if by_model else runtime.optimizer
+            for step in range(4):
+                micro_batches(training, 2 * step)
+                told.append(float(runtime.clip_grad_norm_(0.05)))
+                runtime.optimizer.step()
+                if LAST:
+                    time.sleep(0.02)
+                owner.zero_grad(set_to_none=False)
+                told.append([each.grad is None for each in model.parameters()])
+                gradients = [runtime.grad(each) for each in model.parameters()]
+                told.append([None if each is None else bool(each.any()) for each in gradients])
+                told.append(training.digest())
+            micro_batches(training, 8)
+            runtime.optimizer.zero_grad(set_to_none=False)  # each rank knows of its own gradients alone
+            runtime.optimizer.step()
+            told += [training.digest(), [len(runtime.optimizer.state), updates(training)]]
+            owner.zero_grad()
+            told.append(error_of(runtime.optimizer.step))
+            runtime.optimizer.zero_grad()
+            for step in range(5, 7):
+                micro_batches(training, 2 * step)
+                told.append(float(runtime.clip_grad_norm_(0.05)))
+                runtime.optimizer.step()
+                owner.zero_grad()
+                told.append(training.digest())
+            runtime.close()
+            found.append(told)
+        declared = 1 if SIZE > 1 else TOGETHER
+        training = Training(partition, update="eager", accumulation=declared)
+        for step in range(3):
+            micro_batches(training, 2 * step)
+            training.runtime.optimizer.step()
+            training.model.zero_grad(set_to_none=step == 1)
+            found.append([training.digest()])
+        training.runtime.close()
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """The error that a call raises; "" if it raises none."""
     try:
@@ -365,7 +422,16 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def every_program() -> dict[str, Any]:
     """What each program of this file returns, by its name."""
-    programs = (withdrawn, read_when_cleared, hooks, discarded, not_finite, failed_step, replaced_states)
+    programs = (
+        withdrawn,
+        read_when_cleared,
+        zeros,
+        hooks,
+        discarded,
+        not_finite,
+        failed_step,
+        replaced_states,
+    )
     several = (refused, differing_edits, half_updated, other_calls)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}

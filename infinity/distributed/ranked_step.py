@@ -46,7 +46,8 @@ from infinity.prefetch.ranked_engine import RankedEngine
 _OPTIONS = "options of the param groups"
 _FACTOR = "factor of the gradients"
 _TIMES_CLEARED = "number of zero_grad calls"
-_EQUAL = (_OPTIONS, _FACTOR, _TIMES_CLEARED)
+_TIMES_ZEROED = "number of zero_grad(set_to_none=False) calls"
+_EQUAL = (_OPTIONS, _FACTOR, _TIMES_CLEARED, _TIMES_ZEROED)
 """Names of what is equal on all ranks when a step ends, as errors say them."""
 _SAME_VALUES = "Make the same calls with the same values on all ranks."
 
@@ -80,6 +81,10 @@ class RankedStep:
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
         """Number of times that all ranks have, and this rank's pages have forgotten them."""
+        self.times_zeroed = 0
+        """Number of times that this rank has cleared its gradients by zero_grad(set_to_none=False)."""
+        self.settled = False
+        """Whether all ranks know which parameters have gradients: none has come since they agreed on it."""
         self._withdrawn = Withdrawals(self._name)
         self.added: Counter[tuple[int, int]] = Counter()
         """(unit, index of a parameter) -> number of gradients that this rank has added since it last cleared
@@ -115,7 +120,9 @@ class RankedStep:
             _OPTIONS: digest(groups),
             _FACTOR: repr(self._gradients.unscale),
             _TIMES_CLEARED: self._cleared[self._share.rank],
-            "content": bits_of(self._pages),
+            _TIMES_ZEROED: self.times_zeroed,
+            "content": bits_of(self._pages, lambda page: page.content),
+            "zeros": bits_of(self._pages, lambda page: page.zeros),
             **self._contributed(),
             "withdrawn": self._withdrawn.told(),
             "failure": None if failure is None else str(failure),
@@ -135,6 +142,12 @@ class RankedStep:
         for content in contents.values():
             for page, having in zip(self._pages.values(), content, strict=True):
                 page.content |= having
+        for said in heard.values():
+            for page, having in zip(
+                self._pages.values(), contents_of(self._pages, said["zeros"]), strict=True
+            ):
+                page.zeros |= having
+        self.settled = True
         if forgiving and any(said["lost"] for said in heard.values()):
             self._complete_contributions(heard)
             return ExactSum(nonfinite=math.inf)
@@ -246,6 +259,7 @@ class RankedStep:
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()
+        self.settled = False
         self._withdrawn.clear()
         self.added.clear()
         rank = self._share.rank
@@ -278,6 +292,7 @@ class RankedStep:
         self._gradients.check_addition(unit, parameter)
         if self._whole is not None:
             self._whole.check()
+        self.settled = False
         self._withdrawn.contributed(unit, parameter)
         self.added[unit, parameter] += 1
         if self.contributions is None:
@@ -305,8 +320,9 @@ class RankedStep:
             pass  # this rank has no gradients since its zero_grad()
         elif self.contributions is not None:
             after = self.contributions.ended
-            if after:
+            if after and not self.settled:
                 self._check_lazy(unit, parameter)
+            if after:
                 self.contributions.withdraw(unit, parameter)
         elif self._whole is not None and not self._whole.summed:
             self._gradients.drop(unit, parameter)
@@ -314,7 +330,18 @@ class RankedStep:
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
-        return self._gradients.has(unit, parameter) and not self._withdrawn.stands(unit, parameter)
+        if not self._gradients.has(unit, parameter):
+            return False
+        return parameter in self._pages[unit].zeros or not self._withdrawn.stands(unit, parameter)
+
+    @property
+    def any_stored(self) -> bool:
+        """Whether a gradient is stored that this rank has not withdrawn, as far as it knows."""
+        return any(
+            not self._withdrawn.stands(unit, parameter)
+            for unit, page in reversed(self._pages.items())
+            for parameter in page.content
+        )
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
         """Do what `Gradients.read` does for the sum over all ranks.
@@ -339,7 +366,7 @@ class RankedStep:
             return found
         ended = None if self.contributions is None else self.contributions.ended
         if self._forgotten < cleared or self._withdrawn.nothing_since(unit, parameter, ended):
-            return None
+            return self._gradients.zeros(unit, parameter)
         return self._gradients.read(unit, parameter, self._sum_of)
 
     def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ gradient. At stage 0, all ranks then pull the sums of the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -109,7 +109,7 @@ class WholeGradients:
 
 
 def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
-    """For each unit, the parameters with a gradient, from the text of `bits_of`."""
+    """For each unit, the indices of parameters that `bits_of` was given, from its text."""
     number, found = int(text, 16), []
     for page in pages.values():
         count = len(page.layout.parameters)
@@ -118,13 +118,12 @@ def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
     return found
 
 
-def bits_of(pages: Mapping[int, GradientPage]) -> str:
-    """The parameters that have gradients, as a hexadecimal number: a bit for each parameter of each unit."""
-    return f"{sum(1 << place for place in _places(pages)):x}"
-
-
-def _places(pages: Mapping[int, GradientPage]) -> Iterator[int]:
-    start = 0
+def bits_of(pages: Mapping[int, GradientPage], chosen: Callable[[GradientPage], set[int]]) -> str:
+    """The parameters whose indices `chosen` returns, as a hexadecimal number: a bit for each parameter of
+    each unit.
+    """
+    number = start = 0
     for page in pages.values():
-        yield from (start + index for index in page.content)
+        number |= sum(1 << (start + index) for index in chosen(page))
         start += len(page.layout.parameters)
+    return f"{number:x}"

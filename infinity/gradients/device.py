@@ -117,8 +117,17 @@ class DeviceUnits:
             self._store.let_depart(home, 0, home.nbytes)
         for parameter in updates:
             self._prepare(unit, parameter)
+            if parameter not in self._gradients[unit].content:
+                self._write_zeros(unit, parameter)
         self._note_uses(unit)
         self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
+
+    def _write_zeros(self, unit: int, parameter: int) -> None:
+        """Write a parameter's gradient of zeros, which is not stored, where the update reads it."""
+        self._updates.order()
+        for _, target, _ in self._gradients[unit].runs(parameter):
+            self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
+            target.zero_()
 
     def _note_uses(self, unit: int) -> None:
         """Tell the memory checker, which tests use, what memory an update of the unit reads and writes."""

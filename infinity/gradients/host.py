@@ -79,7 +79,12 @@ class Gradients:
 
     @property
     def any(self) -> bool:
-        """Whether any parameter has a gradient."""
+        """Whether any parameter has a gradient, stored or of zeros."""
+        return any(page.content or page.zeros for page in reversed(self.pages.values()))
+
+    @property
+    def any_stored(self) -> bool:
+        """Whether the gradient of any parameter is stored."""
         # A backward begins with the last pages, so the first comparison usually decides.
         return any(page.content for page in reversed(self.pages.values()))
 
@@ -268,6 +273,11 @@ class Gradients:
                 raise failure.again()
 
     @property
+    def clipped(self) -> bool:
+        """Whether `clip` was called since the last `clear`."""
+        return self._clipping is not None
+
+    @property
     def lost(self) -> bool:
         """Whether `check` raises an error."""
         return any(failure is not None for failure in self._failures())
@@ -295,7 +305,7 @@ class Gradients:
             return None
         pieces = page.layout.pieces(parameter)  # of a frozen or an empty parameter there are none
         if parameter not in page.content and (part is None or not pieces):
-            return None
+            return self.zeros(unit, parameter)
         if page.consumed:
             raise ConfigError(
                 f"The gradient of {page.layout.parameters[parameter].names[0]} is not kept: an eager update "
@@ -307,11 +317,20 @@ class Gradients:
         found = [(part or self.piece)(page, *each) for each in pieces]
         parts = [each.to(dtype) for each in found if each is not None]
         if found and not parts:
-            return None
+            return self.zeros(unit, parameter)
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
         if self.unscale != 1.0:
             flat.mul_(self.unscale)
         return flat.as_strided(layout.shape, layout.stride)
+
+    def zeros(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """Return a parameter's gradient of zeros, as `read` returns gradients; None if it has none."""
+        page = self.pages[unit]
+        if parameter not in page.zeros:
+            return None
+        layout = page.layout.parameters[parameter]
+        dtype = self._store.plan.precision.accumulate_dtype(layout.dtype)
+        return torch.zeros(layout.numel, dtype=dtype, device="cpu").as_strided(layout.shape, layout.stride)
 
     def on_device(self, unit: int) -> bool:
         """Whether the gradients of a unit stay on the device, which then updates the unit."""
@@ -330,7 +349,7 @@ class Gradients:
                 self.staged.drop(page, chunk_index)
 
     def clear(self) -> None:
-        """Forget all gradients and all failures."""
+        """Forget all stored gradients and all failures."""
         if self._ring is not None:
             self._ring.renew()
         for page in self.pages.values():
@@ -378,15 +397,15 @@ class Gradients:
         """Note that a gradient comes, of this rank or another. If it is the first of a step, all gradients of
         the step have the present loss scale.
         """
-        if not self.any:
+        if not self.any_stored:
             self._stored_at = self._loss_scale.value
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient."""
-        return unit in self.pages and parameter in self.pages[unit].content
+        """Whether a parameter has a gradient, stored or of zeros."""
+        return unit in self.pages and parameter in self.pages[unit].having
 
     def drop(self, unit: int, parameter: int) -> None:
-        """Forget the gradient of one parameter."""
+        """Forget the stored gradient of one parameter."""
         if unit in self.pages:
             page = self.pages[unit]
             page.content.discard(parameter)
@@ -412,7 +431,7 @@ class Gradients:
                 "A backward came between clip_grad_norm_ and zero_grad().",
                 "Clip once, after the last backward of a step, and call zero_grad() after step().",
             )
-        if not self.any:
+        if not self.any_stored:
             self._stored_at = self._loss_scale.value
         elif self._stored_at != self._loss_scale.value:
             raise ConfigError(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.model.paged_gradient import PagedGradient
 from infinity.pages.parameter_page import ParameterPage
 
 
@@ -48,8 +49,8 @@ class Pager(Protocol):
     def has_gradient(self, place: Place) -> bool:
         """Whether the parameter has a gradient in a gradient page."""
 
-    def drop_gradient(self, place: Place) -> None:
-        """Forget the parameter's gradient."""
+    def drop_gradient(self, place: Place, *, zeros: bool = False) -> None:
+        """Forget the parameter's gradient. zeros: whether it has a gradient of zeros then."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,18 +134,16 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None while the parameter has no gradient; else reading this property raises ConfigError.
+        """None while the parameter has no gradient; else a tensor without bytes, whose values cannot be read:
+        ConfigError says so.
 
-        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it. Setting the property to
-        None forgets the gradient; with several ranks all do it, after the same backward.
+        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it. `zero_()` replaces it by
+        zeros, and setting the property to None forgets it; with several ranks all do it, after the same
+        backward.
         """
         place = self._place
         if place.pager.has_gradient(place):
-            raise ConfigError(
-                f"The gradient of {place.name} is in a page, not in .grad.",
-                "Read a copy with runtime.grad(p); clip with runtime.clip_grad_norm_(); reset with "
-                "runtime.optimizer.zero_grad().",
-            )
+            return PagedGradient(self, place.name, lambda: place.pager.drop_gradient(place, zeros=True))
         return raw_gradient(self)
 
     @grad.setter
@@ -156,6 +155,7 @@ class PagedParameter(nn.Parameter):
                 "Scale the loss, or change what backward adds in a hook of the parameter (p.register_hook).",
             )
         take_gradient(self)
+        take_gradient(self)  # where Ctrl-C came before the hook that takes it
         place.pager.drop_gradient(place)
 
     @grad.deleter

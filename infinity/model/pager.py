@@ -15,7 +15,6 @@ from infinity.activations.heap import HeapGuard
 from infinity.activations.saved_tensors import PageReference, SavedBytes, saving
 from infinity.config import format_size
 from infinity.errors import BudgetError
-from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter, Place
@@ -27,15 +26,17 @@ from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 
 
-class GradientsOverRanks(Protocol):
-    """Knows which gradients this rank has withdrawn from the sums over ranks."""
+class StoredGradients(Protocol):
+    """The gradients of all parameters, (index of the unit, index of the parameter in it).
+    `infinity.training_step.TrainingStep` implements it.
+    """
 
-    def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient that this rank has not withdrawn."""
+    def has_gradient(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
         ...
 
-    def withdraw(self, unit: int, parameter: int) -> None:
-        """Withdraw this rank's gradients of a parameter."""
+    def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
+        """Forget a parameter's gradient. zeros: whether it has a gradient of zeros then."""
 
 
 class Pager:
@@ -51,7 +52,6 @@ class Pager:
         prefetch_engine: PrefetchEngine,
         edits: EditTracker,
         *,
-        gradients: Gradients | None,
         scale: LossScale,
         health: Health,
         heap: HeapGuard,
@@ -59,10 +59,9 @@ class Pager:
     ) -> None:
         """pages: the parameter pages, by index of the unit. addresses: address of the memory where a page is
         resident -> the page. prefetch_engine: brings pages where the model computes, and evicts them. edits:
-        writes to the pages' homes what user code changes in parameters. gradients: the gradient pages; None
-        for inference. scale: the loss scale of the gradients that arrive at parameters. health: raises an
-        error once the runtime is closed or lost. heap: counts the bytes of saved activations. lock: the
-        runtime's lock, which is reentrant; None: a new one.
+        writes to the pages' homes what user code changes in parameters. scale: the loss scale of the
+        gradients that arrive at parameters. health: raises an error once the runtime is closed or lost. heap:
+        counts the bytes of saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
         """
         self.pages = pages
         self.addresses = addresses
@@ -83,9 +82,8 @@ class Pager:
         """
         self.scale = scale
         self.refuse = health.check
-        self.over_ranks: GradientsOverRanks | None = None
-        """The gradients of all ranks; None with one rank, and for inference."""
-        self._gradients = gradients
+        self.gradients: StoredGradients | None = None
+        """The gradients of the parameters; None for inference."""
         self._alone = prefetch_engine.store.plan.share.ranks == 1
 
     # --- called by modules and operations --------------------------------------------------------------
@@ -249,17 +247,11 @@ class Pager:
         return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
-        if self.over_ranks is not None:
-            return self.over_ranks.has(place.page.index, place.index)
-        return self._gradients is not None and self._gradients.has(place.page.index, place.index)
+        return self.gradients is not None and self.gradients.has_gradient(place.page.index, place.index)
 
-    def drop_gradient(self, place: Place) -> None:
-        if self.over_ranks is not None:
-            with self.lock:
-                self.refuse()
-                self.over_ranks.withdraw(place.page.index, place.index)
-        elif self._gradients is not None:
-            self._gradients.drop(place.page.index, place.index)
+    def drop_gradient(self, place: Place, *, zeros: bool = False) -> None:
+        if self.gradients is not None:
+            self.gradients.drop_gradient(place.page.index, place.index, zeros=zeros)
 
     def _settle(self, places: Sequence[Place]) -> None:
         """Wait until the pending commit has the values of parameters that user code may change now."""
@@ -291,7 +283,7 @@ class Pager:
         """At the end of the runtime, drop all aliases of views that user code holds (see `_lend`), and the
         entries of `addresses`. Edits through these views are no longer noticed.
         """
-        self.over_ranks = None
+        self.gradients = None
         self.edits.forget()
         self.addresses.clear()
 

@@ -200,8 +200,10 @@ class Chain:
             rest = self._read_parameter(memory, present)
             if not self._gradient.nbytes:
                 self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
-                offset = self._gradient_page.offset(self.chunk_index)
-                self._reads.append(self._store.read(self._gradient_page.home, offset, self._gradient))
+                assert self.decision is not None
+                if self.update.reads_gradient(self.decision):
+                    offset = self._gradient_page.offset(self.chunk_index)
+                    self._reads.append(self._store.read(self._gradient_page.home, offset, self._gradient))
             if self._state_page.home.in_place:
                 self._states = self._state_page.home.view(self._state_offset, self.state_bytes)
             else:
@@ -278,11 +280,11 @@ class Chain:
             ledger.settle_chunk((self.unit, self.chunk_index))
             # A write of the values before may still read the memory that the update changes.
             self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
+        assert self.decision is not None
         link = self._store.link
         if link.checked:
-            link.uses(User.HOST, self._gradient, writes=False, label="update")
+            link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
             link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
-        assert self.decision is not None
         memory = (self._parameter, self._gradient, self._states)
         try:
             self.ticket = self.update.submit(self.decision, memory, awaited=awaited)

@@ -65,6 +65,8 @@ class ChunkUpdate:
             self._states.fill(self.state_page, self.chunk_index, memory[2])
         if decision.edited:
             self._follow_edits(decision, memory)
+        if decision.zeros:
+            self._write_zeros(decision, memory)
         chosen = decision.parameters
         segments = [
             (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
@@ -121,6 +123,20 @@ class ChunkUpdate:
             **self._states.rule.moments_of(arrays),
             **self._masters(self._typed(parameter), arrays),
         )
+
+    def reads_gradient(self, decision: Decision) -> bool:
+        """Whether the update needs the chunk's stored gradient: not all that it uses of it are zeros."""
+        chosen, zeros = decision.parameters, decision.zeros
+        return not zeros or any(
+            each.parameter in chosen and each.parameter not in zeros for each in self.chunk.pieces
+        )
+
+    def _write_zeros(self, decision: Decision, memory: Memory) -> None:
+        """Write the gradients of zeros, which are not stored, into `memory`, where the update reads them."""
+        gradient = self.gradient_page.typed(self.chunk_index, memory[1])
+        for piece in self.chunk.pieces:
+            if piece.parameter in decision.zeros:
+                gradient[piece.offset : piece.offset + piece.count] = 0
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
         """Set the fp32 masters in `memory` of parameters that user code has edited to the edited values."""

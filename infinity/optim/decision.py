@@ -36,6 +36,8 @@ class Decision:
     """Indices of the unit's chunks that have no moments yet. If the update changes such a chunk, it creates
     them.
     """
+    zeros: frozenset[int]
+    """Those of `parameters` whose gradient is zero and not stored."""
     edited: frozenset[int]
     """Indices in the unit of parameters that user code has edited since their last update. The update first
     sets their fp32 masters to the edited values.
@@ -52,7 +54,8 @@ def decide(unit: int, options: StepOptions, gradients: Gradients, states: States
     state = states.pages[unit]
     known: dict[tuple[int, int, bool], int] = {}
     parameters = {}
-    for index in gradients.pages[unit].content:
+    page = gradients.pages[unit]
+    for index in page.having:
         group = options.group(unit, index)
         if group is None:
             continue
@@ -68,6 +71,7 @@ def decide(unit: int, options: StepOptions, gradients: Gradients, states: States
         parameters=parameters,
         scale=gradients.unscale,
         fresh=frozenset(chunk_index for chunk_index, begun in enumerate(state.begun) if not begun),
+        zeros=frozenset(parameters.keys() - page.content) if page.zeros else frozenset(),
         edited=frozenset(state.edited),
     )
 

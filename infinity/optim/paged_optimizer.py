@@ -40,8 +40,8 @@ class OptimizerCore(Protocol):
     def step(self) -> None:
         """Update all parameters that have gradients. Raises errors of infinity/errors.py."""
 
-    def zero_grad(self) -> None:
-        """Forget all gradients."""
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget all gradients. set_to_none: if False, each parameter that had one has one of zeros then."""
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether the parameter has a state, so that `read_state` would not return {}. Reads no state."""
@@ -196,9 +196,10 @@ class PagedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients.
 
-        `set_to_none` changes nothing, because `step` skips parameters without a gradient in either case.
+        set_to_none: if False, each parameter that had a gradient has one of zeros afterwards, as in torch, so
+        that `step` updates it even if no backward brings another one. Such a gradient takes no memory.
         """
-        self._backend.zero_grad()
+        self._backend.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all states and param groups, in the form of torch's `Optimizer.state_dict()`.

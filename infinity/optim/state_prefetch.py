@@ -120,7 +120,7 @@ class ReadAhead:
             self._unlocked.popleft()
 
     def _before_gradients(self, pending: Callable[[int], bool]) -> Iterator[Sequence[Chain]]:
-        self._cleared = self._cleared or not self._gradients.any
+        self._cleared = self._cleared or not self._gradients.any_stored
         while self._next and self._cleared:
             unit = self._next[0]
             if not self._gradients.pages[unit].consumed and not self._complete(unit, self._accumulation):

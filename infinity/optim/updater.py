@@ -226,7 +226,7 @@ class Updater:
         for unit, counted in self._early.items():
             page = self._gradients.pages[unit]
             if page.consumed:
-                others = {each for each in page.content if options.group(unit, each) is not None} - counted
+                others = {each for each in page.having if options.group(unit, each) is not None} - counted
                 with torch._C.DisableTorchFunctionSubclass():
                     count_step(self._pages[unit], self._states, others, options)
         self._early.clear()

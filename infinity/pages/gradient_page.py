@@ -70,7 +70,11 @@ class GradientPage:
         self.layout = layout
         self.home = home
         self.content: set[int] = set()
-        """Indices of the parameters that have a gradient in this step."""
+        """Indices of the parameters whose gradient is stored in this step."""
+        self.zeros: set[int] = set()
+        """Indices of the parameters that have a gradient of zeros unless they are in `content`. Such a
+        gradient, which `zero_grad(set_to_none=False)` leaves, is not stored.
+        """
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.piece_arrivals: Counter[tuple[int, int]] = Counter()
@@ -104,6 +108,11 @@ class GradientPage:
         """Indices of parameters whose gradient is stored in the parameter's dtype because only one backward a
         step was declared, instead of in the accumulation dtype. A second gradient in a step is an error.
         """
+
+    @property
+    def having(self) -> set[int]:
+        """Indices of the parameters that have a gradient, stored or of zeros."""
+        return self.content | self.zeros if self.zeros else self.content
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
         """Check a new gradient of a parameter in `as_they_come`. dtype: the new gradient's dtype.

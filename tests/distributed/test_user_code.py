@@ -36,7 +36,7 @@ def ranks() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "program", ["withdrawn", "read_when_cleared", "discarded", "not_finite", "failed_step"]
+    "program", ["withdrawn", "read_when_cleared", "zeros", "discarded", "not_finite", "failed_step"]
 )
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
     for each in ranks:

@@ -332,8 +332,19 @@ def test_grad_says_where_gradients_are(tmp_path: Path) -> None:
     model = TIED.make()
     with opened(model, tmp_path) as runtime:
         loss_of(model).backward()
-        with pytest.raises(InfinityError, match=r"runtime\.grad"):
-            _ = model.get_parameter(WIDE).grad
+        wide = model.get_parameter(WIDE)
+        assert wide.grad.shape == wide.shape and wide.grad.dtype == wide.dtype
+        reads = (
+            torch.Tensor.norm,
+            torch.Tensor.numpy,
+            lambda each: each.mul_(2),
+            torch.zeros_like,
+            lambda each: each.data,
+            lambda each: torch.save(each, io.BytesIO()),
+        )
+        for read in reads:
+            with pytest.raises(InfinityError, match=r"runtime\.grad"):
+                read(wide.grad)
         with pytest.raises(InfinityError, match=r"runtime\.clip_grad_norm_|runtime\.grad"):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         copy_of_it = runtime.grad(model.get_parameter(WIDE))
