@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
 from infinity.model.paged_gradient import PagedGradient
@@ -104,6 +105,8 @@ class PagedParameter(nn.Parameter):
     """A Parameter whose values are in a page. Only `adopt` makes objects of this class."""
 
     _place: Place
+    _refusal: RemovableHandle | None = None
+    """The hook that refuses a gradient, of a parameter that was frozen in offload and requires one now."""
 
     @classmethod
     def __torch_function__(
@@ -268,15 +271,27 @@ def _no_conversion(parameter: PagedParameter, value: torch.Tensor) -> ConfigErro
 
 def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedParameter:
     place = parameter._place
-    if value and not place.page.layout.parameters[place.index].trainable:
-        raise ConfigError(
-            f"The parameter {place.name} was frozen when its model was offloaded, so it has no pages for a "
-            "gradient and optimizer states.",
-            "Offload it with requires_grad=True and freeze it afterwards.",
-        )
     with torch._C.DisableTorchFunctionSubclass():
         parameter.requires_grad = value
+        if value and parameter._refusal is None and not place.page.layout.parameters[place.index].trainable:
+            tensor: Any = parameter  # torch declares no types for the method
+            parameter._refusal = tensor.register_post_accumulate_grad_hook(_refuse_gradient)
     return parameter
+
+
+def _refuse_gradient(parameter: torch.Tensor) -> NoReturn:
+    """Raise ConfigError for the gradient of a parameter that was frozen when its model was offloaded.
+
+    Some libraries let all parameters require gradients for a moment, so this is no error before a gradient
+    comes.
+    """
+    take_gradient(parameter)
+    assert isinstance(parameter, PagedParameter)
+    raise ConfigError(
+        f"A gradient came for {parameter._place.name}, which was frozen when its model was offloaded, so it "
+        "has no pages for a gradient and optimizer states.",
+        "Offload it with requires_grad=True and freeze it afterwards, or freeze it before the backward.",
+    )
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

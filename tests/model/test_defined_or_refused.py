@@ -277,12 +277,26 @@ def test_a_parameter_frozen_later_is_left_alone(home: str, device: str, tmp_path
         torch.testing.assert_close(model.state_dict()[name], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_thawing_what_was_frozen_at_offload_is_refused(tmp_path: Path) -> None:
+def test_a_gradient_for_what_was_frozen_at_offload_is_refused(tmp_path: Path) -> None:
     model = TIED.make()
-    model.get_parameter(WIDE).requires_grad_(False)
-    with opened(model, tmp_path), pytest.raises(ConfigError):
-        model.get_parameter(WIDE).requires_grad_(True)
-        loss_of(model).backward()
+    wide = model.get_parameter(WIDE)
+    wide.requires_grad_(False)
+    with opened(model, tmp_path) as runtime:
+        with torch.no_grad():  # as PEFT does to an adapter
+            for _ in range(2):
+                wide.requires_grad_(True)
+                assert wide.requires_grad
+                wide.requires_grad = False
+        train_step(model, runtime)
+        wide.requires_grad = True
+        loss_of(model, 1)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"A gradient came for {WIDE}, which was frozen"):
+                loss_of(model, 1).backward()
+            assert wide.grad is None
+            runtime.optimizer.zero_grad()
+        wide.requires_grad_(False)
+        train_step(model, runtime, 1)
 
 
 def test_param_groups_cannot_be_added(tmp_path: Path) -> None:
