@@ -286,6 +286,7 @@ class TrainingStep:
             self._updater.complete(place.page.index)
             self._updater.complete_awaited()
             states.write(place.page.index, place.index, state)
+            states.given.pop((place.page.index, place.index), None)
             if "master" in state and parameter.dtype != torch.float32:
                 states.restore(place.page.index, place.index, self._values(place), state["master"])
 

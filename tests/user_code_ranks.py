@@ -411,6 +411,38 @@ def zeros() -> list[Any]:
     return found
 
 
+def edited_masters() -> list[Any]:
+    """For each partition, what training comes to with edits that leave most masters as they are, and whether
+    a training goes on with the same bits if its optimizer is loaded before its model.
+    """
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        for step in range(2):
+            micro_batches(training, 2 * step)
+            training.end()
+        weight = training.model.middle[0].weight
+        weight.data.clamp_(-0.09, 0.09)
+        with torch.no_grad():
+            weight[3] = 0.5
+            training.model.last.weight.copy_(training.model.last.weight.clone())
+        values = {name: each.clone() for name, each in training.model.state_dict().items()}
+        states = training.runtime.optimizer.state_dict()
+        masters = [float((each["master"] % 2**-14 != 0).float().mean()) for each in states["state"].values()]
+        micro_batches(training, 4)
+        end = training.end()
+        training.runtime.close()
+        again = Training(partition)
+        micro_batches(again, 6)
+        again.end()
+        again.runtime.optimizer.load_state_dict(states)
+        again.model.load_state_dict(values)
+        micro_batches(again, 4)
+        found.append([masters, end, again.end() == end])
+        again.runtime.close()
+    return found
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """The error that a call raises; "" if it raises none."""
     try:
@@ -426,6 +458,7 @@ def every_program() -> dict[str, Any]:
         withdrawn,
         read_when_cleared,
         zeros,
+        edited_masters,
         hooks,
         discarded,
         not_finite,

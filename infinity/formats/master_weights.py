@@ -45,10 +45,14 @@ def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     return master
 
 
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round flat float32 masters to parameters of a dtype, as updates do."""
+    return split(master)[0] if dtype == torch.bfloat16 else master.to(dtype)
+
+
 def rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether flat float32 masters round to the values of a parameter of the same shape, in any dtype."""
-    rounded = split(master)[0] if parameter.dtype == torch.bfloat16 else master.to(parameter.dtype)
-    return torch.equal(rounded, parameter)
+    return torch.equal(rounded(master, parameter.dtype), parameter)
 
 
 def _blocks(elements: int) -> Iterator[slice]:

@@ -110,8 +110,10 @@ class Pager:
             if not self.prefetch_engine.present(units):
                 self.prefetch_engine.demand(units, _kind_now())
             inside = self.inside
+            written: Sequence[Place] = ()
             if not inside or not torch.is_grad_enabled():  # else no operation may change a parameter
                 self._settle(places)
+                written = self._watch(function, args, kwargs)
             if inside and not self._alone:
                 function = self.prefetch_engine.yielding(function, units, self.lock)
             with torch._C.DisableTorchFunctionSubclass():
@@ -122,9 +124,27 @@ class Pager:
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
+                if written:
+                    self.edits.follow()
                 if not inside:
                     return self._lend(result, places)
         return result
+
+    def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
+        """Remember the values of a parameter that an operation in place is about to change, so that the fp32
+        masters of elements that it leaves alone are kept. Returns the parameter's place, if it is of ours.
+        """
+        name = getattr(function, "__name__", "")
+        in_place = name.startswith(("__i", "__setitem")) or (name.endswith("_") and name[-2:] != "__")
+        changed = [kwargs.get("out"), next(iter((*args, *kwargs.values())), None) if in_place else None]
+        found = [
+            each._place for each in changed if isinstance(each, PagedParameter) and each._place.pager is self
+        ]
+        if found:
+            self.edits.follow()
+            for place in found:
+                self.edits.watch(place.page, place.index)
+        return found
 
     @property
     def inside(self) -> bool:
@@ -238,9 +258,12 @@ class Pager:
             assert page.residency is not None
             present = page.view(place.index, page.residency)
             if value.data_ptr() != present.data_ptr() or value.stride() != present.stride():
+                self.edits.follow()
+                self.edits.watch(page, place.index)
                 with torch.no_grad():
                     present.copy_(value.clone() if _shares(value, present) else value)
                 self.edits.replaced(page, place.index)
+                self.edits.follow()
 
     def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return `gradient` divided by the loss scale."""

@@ -9,6 +9,13 @@ version counter has moved, the parameter was edited: the new value is written ho
 master. If no code but the runtime refers to the page's storage any more, the loans are forgotten and the
 page's bytes are free again.
 
+[Note: masters of edited values]
+An edit replaces the fp32 masters of the elements that it changes, and of no others. The memory that is edited
+may be the page's home, so the values before are remembered (`watch`): while an operation changes a parameter
+in place, and, of the last view that user code got, until it gets another one or edits are written home. Then
+the masters follow (`follow`). Of an edit that comes later, through a view that was kept, it is not known
+which elements it has changed: all values of the parameter become its masters.
+
 [Note: frozen parameters]
 A commit holds the only place on disk of a frozen parameter. After the first commit, an edit of such a
 parameter is undone when it is noticed: the parameter gets its committed values back, and ConfigError says so.
@@ -26,7 +33,7 @@ from infinity.checksum import crc32c
 from infinity.errors import ConfigError
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
-from infinity.pages.parameter_page import ParameterPage, Presence
+from infinity.pages.parameter_page import ParameterPage, Presence, parameter_version
 from infinity.pages.store import Store
 
 _LOANS_PER_PARAMETER = 4
@@ -41,6 +48,8 @@ class _Loan:
     version: int
     index: int
     """Index of the parameter in its page."""
+    followed: int
+    """The version up to which the fp32 masters have followed edits; see [Note: masters of edited values]."""
 
 
 class EditsOverRanks(Protocol):
@@ -89,6 +98,54 @@ class EditTracker:
 
         Their version counters need not have moved.
         """
+        self._watched: list[tuple[ParameterPage, int, torch.Tensor]] = []
+        """(page, index of a parameter, values before an edit, (numel,) in memory order); see `watch`."""
+        self._followed: dict[tuple[int, int], int] = {}
+        """(unit, index of a parameter) -> the version up to which the masters have followed edits."""
+
+    def watch(self, page: ParameterPage, index: int) -> None:
+        """Remember the values of a parameter of a present page, which user code may edit next. See
+        [Note: masters of edited values].
+        """
+        states = self._states
+        if states is None or not states.keeps_master(page.index, index) or self._unfollowed(page, index):
+            return
+        assert page.residency is not None
+        values = page.flat(index, page.residency)
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                before = values.clone()
+        except torch.OutOfMemoryError:
+            before = self._store.copied_to_host(values)
+        self._watched.append((page, index, before))
+
+    def follow(self) -> None:
+        """Have the fp32 masters of the watched parameters follow the edits, and end the watch."""
+        watched, self._watched = self._watched, []
+        for page, index, before in watched:
+            memory = page.living()
+            if memory is None or not (
+                self._unfollowed(page, index) or index in self._replaced.get(page.index, ())
+            ):
+                continue
+            assert self._states is not None
+            now = self._store.copied_to_host(page.flat(index, memory))
+            with torch.inference_mode(False), torch.no_grad():
+                self._states.edited(page.index, index, now, before.cpu())
+            self._followed[page.index, index] = parameter_version(page.parameters[index])
+            for loan in self._loans.get(page.index, ()):
+                if loan.index == index:
+                    loan.followed = loan.alias._version
+
+    def _unfollowed(self, page: ParameterPage, index: int) -> bool:
+        """Whether a parameter has edits that its fp32 masters have not followed."""
+        version = parameter_version(page.parameters[index])
+        if version not in (page.versions[index], self._followed.get((page.index, index))):
+            return True
+        return any(
+            each.index == index and each.alias._version not in (each.version, each.followed)
+            for each in self._loans.get(page.index, ())
+        )
 
     def replaced(self, page: ParameterPage, index: int) -> None:
         """Note that the values of parameter `index` of a present page were replaced.
@@ -107,6 +164,7 @@ class EditTracker:
         runtime refers to are dropped; see [Note: loans]. Raises ConfigError if a parameter was edited through
         a view whose bytes are no longer in memory, so that the edit is lost.
         """
+        self.follow()
         self._write_edits(page)
         self._forget_loans(page)
 
@@ -161,6 +219,7 @@ class EditTracker:
 
     def sync_edits(self) -> None:
         """Write user code's edits of all parameters to the homes of their pages, as `write_back` does."""
+        self.follow()
         for page in self._pages:
             self.write_back(page)
 
@@ -168,8 +227,11 @@ class EditTracker:
         """Note that an update has just changed the parameters of one unit, or of all units (None).
 
         The update moved the version counters of the loans; see [Note: loans]. Their new versions are
-        recorded, so that the update does not count as an edit.
+        recorded, so that the update does not count as an edit. Masters that were loaded before it and wait
+        for their values are forgotten.
         """
+        if self._states is not None:
+            self._states.given.clear()
         for loans in self._loans.values() if unit is None else [self._loans.get(unit, [])]:
             for loan in loans:
                 loan.version = loan.alias._version
@@ -196,13 +258,17 @@ class EditTracker:
             self._most[page.index] = max(2 * len(loans), fewest)
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             alias = view.detach()
-        loans.append(_Loan(alias, alias._version, index))
+        loans.append(_Loan(alias, alias._version, index, alias._version))
+        self.follow()
+        self.watch(page, index)
 
     def forget(self) -> None:
         """Drop all loans (aliases of views that user code holds) and forget all replaced values. No edit is
         written home.
         """
         self._loans.clear()
+        self._watched.clear()
+        self._followed.clear()
         self._replaced.clear()
         self._most.clear()
 
@@ -219,6 +285,7 @@ class EditTracker:
         edited = {*page.edits(), *self._replaced.get(page.index, ()), *(loan.index for loan, _ in moved)}
         if not edited:
             return
+        self.follow()
         if self._over_ranks is not None:
             self._over_ranks.await_all(page)
         memory = page.living()
@@ -268,8 +335,10 @@ class EditTracker:
             for each in page.shard.pieces(start, brought.nbytes):
                 done = each.page_start - start
                 self._store.patch(page.home, each.home_start, brought[done : done + each.nbytes])
-        if self._states is not None:
-            self._states.edited(page.index, index)
+        if self._states is not None and self._unfollowed(page, index):
+            given = (page.index, index) in self._states.given
+            now = self._store.copied_to_host(page.flat(index, memory)) if given else None
+            self._states.edited(page.index, index, now)
 
     def _is_held(self, page: ParameterPage, index: int) -> bool:
         """Whether a commit holds the values of a frozen parameter; see [Note: frozen parameters]."""

@@ -17,7 +17,7 @@ from infinity.checksum import crc32c
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.formats import moments
-from infinity.formats.master_weights import join, rounds_to, split
+from infinity.formats.master_weights import join, rounded, rounds_to, split
 from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scale_of
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
@@ -128,12 +128,66 @@ class States:
         self._store = store
         self._share = store.plan.share
         self._remote = remote
+        self.given: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit, index of a parameter) -> a master that was loaded since the last step and does not round to
+        the parameter's values, which may be loaded later: float32 (numel,) in memory order, in the caller's
+        own memory where that has this form.
+        """
 
-    def edited(self, unit: int, parameter: int) -> None:
-        """Note that user code edited a parameter, so that its present value counts as its fp32 master."""
+    def keeps_master(self, unit: int, parameter: int) -> bool:
+        """Whether the optimizer page has bits of a parameter's fp32 master that are not in its value."""
         page = self.pages.get(unit)
-        if page is not None and page.layout.parameters[parameter].trainable:
+        if page is None or parameter in page.edited:
+            return False
+        layout = page.layout.parameters[parameter]
+        return layout.trainable and layout.dtype != torch.float32
+
+    def edited(
+        self, unit: int, parameter: int, now: torch.Tensor | None = None, before: torch.Tensor | None = None
+    ) -> None:
+        """Have a parameter's fp32 masters follow an edit by user code.
+
+        An element's new master is the first of these that rounds to the new value: that in `given`, the
+        present one, the new value. A parameter that has had no update keeps all of its present masters or
+        none: values that are loaded into a new model must not be mixed with those of its initialisation.
+
+        now: the new values, (numel,) in memory order, in RAM; needed where there are others to compare with.
+        before: the values before the edit, likewise; None: they are not known, and no present master is kept.
+        """
+        page = self.pages.get(unit)
+        if page is None or not page.layout.parameters[parameter].trainable:
+            return
+        given = self.given.get((unit, parameter))
+        if before is not None:
+            assert now is not None
+            if given is None and torch.equal(_bits(now), _bits(before)):
+                return
+            if not page.steps[parameter]:
+                before = None
+        if page.layout.parameters[parameter].dtype == torch.float32 or (before is None and given is None):
             page.edited.add(parameter)
+            return
+        assert now is not None
+        for chunk_index, piece in page.pieces(parameter):
+            place = slice(piece.start, piece.start + piece.count)
+            values = now[place]
+            master = values.to(torch.float32)
+            if before is not None:
+                same = _bits(values) == _bits(before[place])
+                master = torch.where(same, self._master(page, chunk_index, piece, values), master)
+            if given is not None:
+                fits = _bits(rounded(given[place], values.dtype)) == _bits(values)
+                master = torch.where(fits, given[place], master)
+            _, name, stored = _divided(master, values.dtype)
+            self._store.patch(page.home, page.place(chunk_index, name, piece)[0], stored)
+        page.version += 1
+        page.edited.discard(parameter)
+
+    def _master(self, page: StatePage, chunk_index: int, piece: Piece, values: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 masters of a piece whose states are in this page. values: its present values."""
+        name = "remainder" if values.dtype == torch.bfloat16 else "master"
+        stored = self._store.fetch(page.home, *page.place(chunk_index, name, piece))
+        return join(values, stored.view(torch.int16)) if name == "remainder" else stored.view(torch.float32)
 
     def encode(self, unit: int, parameter: int, values: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Give elements of a parameter a new fp32 master, and return the values for the parameter page.
@@ -149,12 +203,9 @@ class States:
             return values.to(dtype)
         page.edited.discard(parameter)
         master = values.to(torch.float32)
-        if dtype == torch.bfloat16:
-            encoded, rest = split(master)
-            self._write(page, parameter, "remainder", rest, first)
-            return encoded
-        self._write(page, parameter, "master", master, first)
-        return master.to(dtype)
+        encoded, name, stored = _divided(master, dtype)
+        self._write(page, parameter, name, stored, first)
+        return encoded
 
     def master(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Return the fp32 master of a parameter, (numel,) in memory order.
@@ -172,7 +223,7 @@ class States:
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
         """Replace a parameter's fp32 master, but only if the new master rounds to the parameter's present
-        values. Otherwise do nothing.
+        values. Otherwise it waits, until the next step, for an edit that brings such values.
 
         values: the present values in the parameter page, (numel,) in memory order. master: the new master,
         in the parameter's shape and with any strides.
@@ -180,6 +231,8 @@ class States:
         flat = _flat(master, self.pages[unit].layout.parameters[parameter])
         if rounds_to(flat, values):
             self.encode(unit, parameter, flat)
+        else:
+            self.given[unit, parameter] = flat
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """Return copies of a parameter's "step" and moments, named as in torch, in its shape and strides.
@@ -341,6 +394,20 @@ class States:
     def _array(self, page: StatePage, parameter: int, name: str) -> StateArray:
         arrays = self.rule.arrays(page.layout.parameters[parameter].dtype)
         return next(array for array in arrays if array.name == name)
+
+
+def _divided(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, str, torch.Tensor]:
+    """Divide flat fp32 masters of bfloat16 or float16 parameters into (values for the parameter page, name of
+    the array of the optimizer page that holds what these lack, its entries).
+    """
+    if dtype == torch.bfloat16:
+        values, remainder = split(master)
+        return values, "remainder", remainder
+    return master.to(dtype), "master", master
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int16)
 
 
 def state_digest(layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> int:

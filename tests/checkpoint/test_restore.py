@@ -100,7 +100,7 @@ def test_edits_since_the_last_step(tmp_path: Path) -> None:
     ):
         train(model, runtime, of, range(1))
         with torch.no_grad():
-            model.head.weight.mul_(2)
+            torch._foreach_mul_([model.head.weight], 2)  # all values become masters
         copy_to(tmp_path / "copy", runtime)
         load_into(resumed, tmp_path / "copy")
         assert raw(resumed, again)["embedding.weight"]["edited"]

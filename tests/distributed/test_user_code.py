@@ -36,11 +36,25 @@ def ranks() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "program", ["withdrawn", "read_when_cleared", "zeros", "discarded", "not_finite", "failed_step"]
+    "program",
+    [
+        "withdrawn",
+        "read_when_cleared",
+        "zeros",
+        "edited_masters",
+        "discarded",
+        "not_finite",
+        "failed_step",
+    ],
 )
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
     for each in ranks:
         assert each[program] == alone[program]
+
+
+def test_an_optimizer_that_is_loaded_before_its_model(alone: Any) -> None:
+    assert all(same for _, _, same in alone["edited_masters"])
+    assert all(min(masters) > 0.5 for masters, _, _ in alone["edited_masters"])
 
 
 def test_a_withdrawn_gradient_is_gone(alone: Any) -> None:
