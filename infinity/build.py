@@ -353,13 +353,8 @@ def _limited(plan: Plan) -> HeapGuard:
 def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     rule = runtime.plan.rule
     assert rule is not None
-    groups = {}
-    for group_index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            place = parameter._place
-            groups[place.page.index, place.index] = group_index
     assert runtime.training_step is not None
-    runtime.training_step.attach(optimizer.param_groups, groups)
+    runtime.training_step.attach(optimizer.param_groups)
     runtime.take(PagedOptimizer(optimizer, rule, runtime.training_step))
     retire(optimizer)
     runtime.resumed()

@@ -51,6 +51,9 @@ class TrainingStep:
         self._param_groups: Sequence[Mapping[str, Any]] = ()
         """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
+        """(index of a unit, index of a parameter in it) -> index of its group, as of `_members`."""
+        self._members: list[list[int]] = []
+        """id() of the parameters of each group."""
         self._backward = -1
         self._trained = [
             parameter
@@ -77,13 +80,9 @@ class TrainingStep:
                 accumulation=parts.plan.accumulation,
             )
 
-    def attach(self, param_groups: Sequence[Mapping[str, Any]], groups: dict[tuple[int, int], int]) -> None:
-        """Set the param groups of the user's optimizer. Called once, by `infinity.offload`.
-
-        groups: (unit's index, parameter's index in the unit) -> index in `param_groups`.
-        """
+    def attach(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Set the param groups of the user's optimizer. Called once, by `infinity.offload`."""
         self._param_groups = param_groups
-        self._groups = groups
 
     def clip(self, max_norm: float) -> float:
         """Scale all gradients to a global 2-norm of at most `max_norm`; returns the norm before scaling.
@@ -126,6 +125,7 @@ class TrainingStep:
             parts.meter.entered(Phase.STEP)
             self._check_slots()
             if self._ranked is None:
+                self._group_of()
                 parts.store.settle()  # raises if a gradient was not written home; only this step is lost
             else:
                 norm = self._agreed_norm("step()")
@@ -406,7 +406,7 @@ class TrainingStep:
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
         exposed = self._exposed()
-        options = StepOptions(self._param_groups, self._groups, self._states.rule)
+        options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
         try:
             self._updater.step(options, order, self._edits.exposed)
         except BaseException as error:
@@ -475,7 +475,7 @@ class TrainingStep:
         for unit in left:
             self._begin_early(eager, unit)
         if units:
-            options = StepOptions(self._param_groups, self._groups, self._states.rule)
+            options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
             self._updater.count_elsewhere(options)
             self._tell_ranks([each for each in self._updated_units(options) if each in units], exposed)
         eager.stepped()
@@ -509,6 +509,7 @@ class TrainingStep:
         assert self._ranked is not None
         failure: InfinityError | None = None
         try:
+            self._group_of()
             self._components.store.settle()
             self._gradients.check()
             if self._eager is not None:
@@ -527,7 +528,7 @@ class TrainingStep:
     def _begin_early(self, eager: EagerStep, unit: int) -> None:
         """Begin the eager update of a unit."""
         parts = self._components
-        options = eager.options(self._param_groups, self._groups)
+        options = eager.options(self._param_groups, self._groups if eager.begun else self._group_of())
         if not parts.store.device.shares_host:
             parts.prefetch_engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
@@ -537,6 +538,26 @@ class TrainingStep:
             parts.health.interrupted(error)
             raise
         self._edits.updated(unit)
+
+    def _group_of(self) -> Mapping[tuple[int, int], int]:
+        """`_groups`, after changes that user code has made to the lists of the groups' parameters.
+
+        Raises ConfigError for a tensor that is no parameter of the model, or is in two places.
+        """
+        members = [[id(each) for each in group["params"]] for group in self._param_groups]
+        if members != self._members:
+            groups: dict[tuple[int, int], int] = {}
+            for index, group in enumerate(self._param_groups):
+                for parameter in group["params"]:
+                    place = self._place(parameter)
+                    if (place.page.index, place.index) in groups:
+                        raise ConfigError(
+                            f"The parameter {place.name} is in the optimizer's param groups twice.",
+                            "Let each parameter be in one group.",
+                        )
+                    groups[place.page.index, place.index] = index
+            self._groups, self._members = groups, members
+        return self._groups
 
     def _values(self, place: Place) -> torch.Tensor:
         """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.

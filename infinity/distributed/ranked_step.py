@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -44,10 +45,11 @@ from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.ranked_engine import RankedEngine
 
 _OPTIONS = "options of the param groups"
+_MEMBERS = "parameters of the param groups"
 _FACTOR = "factor of the gradients"
 _TIMES_CLEARED = "number of zero_grad calls"
 _TIMES_ZEROED = "number of zero_grad(set_to_none=False) calls"
-_EQUAL = (_OPTIONS, _FACTOR, _TIMES_CLEARED, _TIMES_ZEROED)
+_EQUAL = (_OPTIONS, _MEMBERS, _FACTOR, _TIMES_CLEARED, _TIMES_ZEROED)
 """Names of what is equal on all ranks when a step ends, as errors say them."""
 _SAME_VALUES = "Make the same calls with the same values on all ranks."
 
@@ -118,6 +120,7 @@ class RankedStep:
             self.contributions.pause(self._cleared[self._share.rank])
         facts = {
             _OPTIONS: digest(groups),
+            _MEMBERS: _members(groups),
             _FACTOR: repr(self._gradients.unscale),
             _TIMES_CLEARED: self._cleared[self._share.rank],
             _TIMES_ZEROED: self.times_zeroed,
@@ -467,3 +470,11 @@ class RankedStep:
         for rank, said in heard.items():
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
+
+
+def _members(groups: Sequence[Mapping[str, Any]]) -> str:
+    """A short text that is equal for equal parameters, by name, in each of the param groups."""
+    names = [
+        [getattr(getattr(each, "_place", None), "name", "") for each in group["params"]] for group in groups
+    ]
+    return f"{zlib.crc32(repr(names).encode()):08x}"

@@ -134,6 +134,11 @@ class EagerStep:
         self._stepped = True
 
     @property
+    def begun(self) -> bool:
+        """Whether a unit was updated in this step, so that its options are copied."""
+        return self._options is not None
+
+    @property
     def ended(self) -> bool:
         """Whether `stepped` was called for this step."""
         return self._stepped
@@ -153,12 +158,11 @@ class EagerStep:
 
 
 def _frozen(groups: Sequence[Group]) -> list[Group]:
-    """Copies of the options of all groups, without their parameters."""
+    """Copies of the options of all groups, with the identities of their parameters."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
+            for name, value in (*group.items(), ("params", [id(each) for each in group["params"]]))
         }
         for group in groups
     ]

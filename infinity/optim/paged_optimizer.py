@@ -170,6 +170,31 @@ class PagedOptimizer(torch.optim.Optimizer):
             }
         )
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The user's param groups, live: their options and lists of parameters may be changed between steps.
+
+        A list that is assigned gives its groups to the present list, which schedulers and the runtime hold.
+        """
+        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        return groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"][:] = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> PagedState:
+        """The states in pages. Assigning another mapping raises ConfigError."""
+        return self._paged
+
+    @state.setter
+    def state(self, value: Any) -> NoReturn:
+        raise ConfigError(
+            "The states of runtime.optimizer are in pages, and another mapping cannot take their place.",
+            "Use optimizer.state.clear(), optimizer.state[p] = ... or optimizer.load_state_dict().",
+        )
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Returns the result of `closure`, if there is one.
 
