@@ -124,7 +124,7 @@ class SavedTensors:
             return found
         if self._outer is not None:
             return Delegated(self._outer[0](tensor), self._outer[1])
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        if has_memory(tensor):
             self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)
 
@@ -143,6 +143,19 @@ class SavedTensors:
         if packed.tensor.layout is torch.strided:
             self._tally.unpacked(packed.tensor)
         return packed.tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain dense one, whose storage has an address.
+
+    Tensors of torch.func's transforms have none, nor have the zero tangents of forward-mode differentiation.
+    """
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor._is_zerotensor()
+    )
 
 
 def check_version(name: str, saved: int, now: int) -> None:
@@ -164,8 +177,12 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 
     find: function that returns the reference for a tensor in a page, and None for any other tensor. fetch:
     function that returns the tensor of a reference. tally: counts the bytes saved. Does nothing if hooks with
-    the same `find` are active already.
+    the same `find` are active already, and where torch allows none: in torch.func.grad autograd saves views
+    of pages, which keep them in memory.
     """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
     around = None if outer is None else getattr(outer[0], "__self__", None)
     if isinstance(around, SavedTensors) and around.find == find:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -48,6 +49,12 @@ class Hook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
+
+    @property
+    def __name__(self) -> str:
+        if sys._getframe(1).f_globals["__name__"].startswith("torch.jit."):  # which compiles hooks by name
+            raise _traced()
+        return type(self).__name__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert
@@ -138,16 +145,19 @@ class ModuleHooks:
         wanted = list(units)
 
         def access(module: nn.Module, args: Any) -> None:
+            _refuse_tracing()  # also of a child that is called alone
             self._pager.access(wanted)
 
         return Hook(access)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._pager.refuse()
-        if _tree(self._model) != self._tree:
+        _refuse_tracing()
+        if not _same(self._tree, _tree(self._model)):
             raise ConfigError(
                 "A module or parameter of the model was added, removed or replaced after it was offloaded.",
-                "Change the model first, then offload it (close the runtime and offload again).",
+                "Change the model first, then offload it (close the runtime and offload again). Give "
+                "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
         self._pager.begin_forward(_caller())
         return self._scale.incoming(tree_map_only(torch.Tensor, self._cast, (args, kwargs)))
@@ -181,17 +191,42 @@ def _caller() -> FrameType:
     return sys._getframe(3)
 
 
-def _tree(model: nn.Module) -> list[int]:
-    """List the id() of every parameter in the order of model.modules().
-
-    If two lists of one model differ, a parameter was added, removed or replaced in between.
-    """
+def _tree(model: nn.Module) -> list[torch.Tensor]:
+    """List every parameter in the order of model.modules()."""
     return [
-        id(parameter)
+        parameter
         for module in model.modules()
         for parameter in module._parameters.values()
         if parameter is not None
     ]
+
+
+def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+    """Whether no parameter was added, removed or replaced between two results of `_tree`.
+
+    torch.func.functional_call puts tensors that are no Parameters in the place of parameters for the time of
+    a call.
+    """
+    if len(before) != len(now):
+        return False
+    changed = (new for old, new in zip(before, now, strict=True) if new is not old)
+    return not any(isinstance(each, nn.Parameter) for each in changed)
+
+
+def _refuse_tracing() -> None:
+    """Raise ConfigError if torch makes a graph of the operations that are called, for another program."""
+    tracing: Any = torch.jit.is_tracing  # torch gives this function no types
+    if tracing() or torch.compiler.is_exporting() or get_proxy_mode() is not None:
+        raise _traced()
+
+
+def _traced() -> ConfigError:
+    return ConfigError(
+        "An offloaded model was given to torch.export, torch.jit, make_fx or torch.func.linearize, whose "
+        "graphs would keep the bytes of pages.",
+        "Trace a plain copy (copy.deepcopy(model)), or what runtime.export() writes; in place of linearize, "
+        "use torch.func.jvp.",
+    )
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from infinity.activations.heap import HeapGuard
-from infinity.activations.saved_tensors import PageReference, SavedBytes, saving
+from infinity.activations.saved_tensors import PageReference, SavedBytes, has_memory, saving
 from infinity.config import format_size
 from infinity.errors import BudgetError
 from infinity.gradients.loss_scale import LossScale
@@ -318,7 +318,7 @@ class Pager:
             if place.pager is not self:
                 return None
             byte = place.page.start(place.index)
-        elif type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.numel():
+        elif has_memory(tensor) and tensor.numel():
             found = self.addresses.get(tensor.untyped_storage().data_ptr())
             if found is None:
                 return None

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from infinity.aio import wait_for_dropped
 from infinity.config import format_size
 from infinity.errors import BudgetError
@@ -140,6 +142,13 @@ class PrefetchEngine:
         Raises StorageError if a page cannot be read. A page that has no room or cannot be read is AWAY
         afterwards.
         """
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            self._demand(units, kind)
+        else:  # inside of a transform of torch.func, which would wrap the memory of pages, too
+            with torch._C._DisableFuncTorch():
+                self._demand(units, kind)
+
+    def _demand(self, units: Sequence[int], kind: AccessKind) -> None:
         if self._current == (*units, kind) and self.present(units):
             if self._deferred:
                 self._look_ahead(units, {*units, *self._held})
