@@ -22,6 +22,7 @@ from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
+from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
@@ -53,12 +54,12 @@ class Runtime(Closing):
             parts.pager,
             parts.plan.layout.module_units,
             parts.plan.precision.compute_dtype,
-            parts.scale,
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )
         if parts.gradients is not None:
             self.training_step = TrainingStep(parts, self._check_capacity)
+        self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
         arrived = weakly(self._gradient_arrived)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(arrived)
@@ -113,9 +114,12 @@ class Runtime(Closing):
 
         They include bytes moved between tiers, seconds of waiting, the most bytes used of each pool, the
         share of uses for which the page was present or on its way, and the resource that limited the last
-        step.
+        step. In fp16 `loss_scale` is the factor by which gradients are larger in the backward of a
+        torch.autograd.Function.
         """
-        store = self._components.store
+        store, scale = self._components.store, self._components.scale
+        if scale.dynamic:
+            self._components.meter.scaled(scale.value)
         for name, pool in store.pools.items():
             self._components.meter.peak(name, pool.counters.peak)
         return self._components.meter.snapshot()
@@ -364,6 +368,8 @@ class Runtime(Closing):
                     ends.callback(parts.updater.abandon)
                 for handle in self._handles:
                     ends.callback(handle.remove)
+                if self._end_scaling is not None:
+                    ends.callback(self._end_scaling)
                 ends.callback(self._hooks.remove)
                 ends.callback(parts.pager.forwards.prune)
                 if parts.committer is not None:

@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
-from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Pager
 
 
@@ -95,7 +94,6 @@ class ModuleHooks:
         pager: Pager,
         module_units: dict[str, tuple[int, ...]],
         compute_dtype: torch.dtype,
-        scale: LossScale,
         *,
         check_copy: Callable[[nn.Module], None],
         forward_done: Callable[[], None],
@@ -104,15 +102,13 @@ class ModuleHooks:
 
         pager: fetches the pages that a module needs. module_units: path of a module -> indices of the units
         that hold its direct parameters. compute_dtype: the dtype to which the model's floating-point inputs
-        are cast. scale: the loss scale. Its views of the model's inputs and outputs scale the gradients that
-        pass through them. check_copy: function that raises an error if a module's state_dict does not fit in
-        RAM. forward_done: function that is called after each forward of the model.
+        are cast. check_copy: function that raises an error if a module's state_dict does not fit in RAM.
+        forward_done: function that is called after each forward of the model.
         """
         keep_out_of_graphs()
         self._model = model
         self._pager = pager
         self._dtype = compute_dtype
-        self._scale = scale
         self._check_copy = check_copy
         self._forward_done = forward_done
         self._tree = _tree(model)
@@ -160,13 +156,12 @@ class ModuleHooks:
                 "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
         self._pager.begin_forward(_caller())
-        return self._scale.incoming(tree_map_only(torch.Tensor, self._cast, (args, kwargs)))
+        return tree_map_only(torch.Tensor, self._cast, (args, kwargs))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._pager.end_forward()
         if not self._pager.forwards:
             self._forward_done()
-        return self._scale.outgoing(output)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor

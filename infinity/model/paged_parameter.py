@@ -18,12 +18,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
+from infinity.gradients.loss_scale import LossScale
 from infinity.model.paged_gradient import PagedGradient
 from infinity.pages.parameter_page import ParameterPage
 
 
 class Pager(Protocol):
     """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
+
+    scale: LossScale
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
         """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
@@ -43,9 +46,6 @@ class Pager(Protocol):
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
         """Carry out `p.data = value` by copying `value` into the parameter's page."""
-
-    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return `gradient` divided by the loss scale."""
 
     def has_gradient(self, place: Place) -> bool:
         """Whether the parameter has a gradient in a gradient page."""
@@ -295,17 +295,8 @@ def _refuse_gradient(parameter: torch.Tensor) -> NoReturn:
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Carry out torch.autograd.grad with paged parameters among `outputs` or `inputs`.
-
-    The gradients that it returns for paged parameters are divided by the loss scale.
-    """
-    found = torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
-    return tuple(
-        each._place.pager.unscale(gradient)
-        if isinstance(each, PagedParameter) and gradient is not None
-        else gradient
-        for each, gradient in zip(_listed(inputs), found, strict=True)
-    )
+    """Carry out torch.autograd.grad with paged parameters among `outputs` or `inputs`."""
+    return torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
 
 
 def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:

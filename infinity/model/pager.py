@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from infinity.activations.heap import HeapGuard
 from infinity.activations.saved_tensors import PageReference, SavedBytes, has_memory, saving
@@ -119,8 +118,6 @@ class Pager:
             with torch._C.DisableTorchFunctionSubclass():
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
-                        if self.scale.dynamic and not inside:
-                            args, kwargs = tree_map_only(PagedParameter, self.scale.borrowed, (args, kwargs))
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
@@ -264,10 +261,6 @@ class Pager:
                     present.copy_(value.clone() if _shares(value, present) else value)
                 self.edits.replaced(page, place.index)
                 self.edits.follow()
-
-    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return `gradient` divided by the loss scale."""
-        return gradient / self.scale.value if self.scale.dynamic else gradient
 
     def has_gradient(self, place: Place) -> bool:
         return self.gradients is not None and self.gradients.has_gradient(place.page.index, place.index)

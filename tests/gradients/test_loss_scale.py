@@ -1,60 +1,31 @@
-"""Tests of the loss scale: gradients are multiplied by it where they enter the root module, at its outputs.
-
-They are divided by it again where they leave the root module, at its inputs. Both hold for a tensor output
-and for outputs in lists, dictionaries and dataclasses, whose type is kept.
-"""
+"""Tests of the loss scale as a number: how it changes, and what it is with several ranks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
-import torch
 
 from infinity.gradients.loss_scale import LossScale
 
 
-@dataclass(frozen=True)
-class Output:
-    logits: torch.Tensor
-    extra: tuple[int, list[torch.Tensor]]
-
-
-def outputs(kind: str, tensor: torch.Tensor) -> tuple[Any, Any]:
-    """Put `tensor` into the output of a module, and return (output, function that gets the tensor from it).
-
-    kind: the kind of the output: "tensor", "list", "ordered", "dataclass", or "inside" for a list in a
-    dataclass.
-    """
-    return {
-        "tensor": (tensor, lambda found: found),
-        "list": ([None, tensor], lambda found: found[1]),
-        "ordered": (OrderedDict(a=tensor), lambda found: found["a"]),
-        "dataclass": (Output(tensor, (1, [])), lambda found: found.logits),
-        "inside": (Output(torch.zeros(1), (1, [tensor])), lambda found: found.extra[1][0]),
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["tensor", "list", "ordered", "dataclass", "inside"])
-def test_gradients_come_back_scaled_and_go_on_unscaled(kind: str) -> None:
-    scale = LossScale(dynamic=True)
-    outside = torch.ones(3, requires_grad=True)
-    (inside,) = scale.incoming((outside,))
-    weight = torch.full((3,), 2.0, requires_grad=True)
-    output, get = outputs(kind, inside * weight)
-    marked = scale.outgoing(output)
-    assert type(marked) is type(output)
-    get(marked).sum().backward()
-    assert torch.equal(weight.grad, torch.full((3,), scale.value))
-    assert torch.equal(outside.grad, torch.full((3,), 2.0))
-
-
-def test_without_scaling_nothing_is_touched() -> None:
+def test_without_scaling_it_stays_one() -> None:
     scale = LossScale(dynamic=False)
-    output = Output(torch.ones(2, requires_grad=True), (0, []))
-    assert scale.outgoing(output) is output and scale.value == 1.0
+    for finite in (True, False):
+        scale.step_was(finite=finite)
+    assert scale.value == 1.0
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_with_a_loss_in_fp16_it_stays_within_fp16(ranks: int) -> None:
+    """65504 is the largest number of fp16, so that 2^15 is the largest power of two."""
+    scale = LossScale(dynamic=True, ranks=ranks)
+    scale.limit_to_fp16()
+    for _ in range(3 * 2000):
+        scale.step_was(finite=True)
+    assert scale.of_one_rank == 2.0**15
+    scale.of_one_rank = 2.0**18  # a commit's, whose losses were in fp32
+    for _ in range(2000):
+        scale.step_was(finite=True)
+    assert scale.of_one_rank == 2.0**18
 
 
 @pytest.mark.parametrize(("ranks", "smaller"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4)])
