@@ -7,6 +7,7 @@ scale. A loss that bypasses the scale gives gradients that are zero, or that are
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+
+from infinity.model.unscaled_hooks import current
 
 TINY = 2.0**-20
 WIDTH = 16
@@ -375,6 +378,27 @@ def test_a_loss_in_fp16_loses_no_step(tmp_path: Path) -> None:
         assert torch.isfinite(runtime.grad(model.body.weight)).all()
         runtime.optimizer.step()
         assert runtime.stats.skipped_steps == 0
+
+
+def test_nothing_of_a_backward_stays(tmp_path: Path) -> None:
+    model, found = Net(), []
+
+    class Looking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            found.append(weakref.ref(current()))
+            return gradient
+
+    x = torch.ones(WIDTH, requires_grad=True)
+    with opened(model, tmp_path, home="unified", compute="fp16"):
+        y = Looking.apply(model(x))
+        y.retain_grad()
+        loss(y).backward()
+        assert current() is None and found[0]() is None and x.grad is not None
 
 
 def test_a_backward_that_fails_leaves_nothing(tmp_path: Path) -> None:

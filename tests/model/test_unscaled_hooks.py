@@ -142,8 +142,18 @@ def after_accumulation(model: Net, x: Tensor) -> Seen:
     return log
 
 
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 def inner_grad(model: Net, x: Tensor) -> Seen:
-    """A hook that differentiates something else by itself."""
+    """A hook on the output of a Function that differentiates something else by itself."""
     log: Log = []
     other = torch.full((3,), 0.5, requires_grad=True)
 
@@ -154,8 +164,9 @@ def inner_grad(model: Net, x: Tensor) -> Seen:
             log.extend(torch.autograd.grad(squared.sum(), [other]))
             (other * 3).sum().backward()
 
-    with_hook(model, hook)
-    loss(model, x).backward()
+    y = Identity.apply(model(x))
+    y.register_hook(hook)
+    y.square().mean().backward()
     return [*log, other.grad]
 
 
@@ -282,16 +293,16 @@ def of_plain_modules(model: Net, x: Tensor) -> Seen:
 
 
 def of_what_a_checkpoint_uses(model: Net, x: Tensor) -> Seen:
-    """A leaf that only the recomputed forward of a reentrant checkpoint reaches."""
-    factor = torch.full((WIDTH,), 0.5, requires_grad=True)
+    """Two leaves that the recomputed forward of a reentrant checkpoint reaches, one of them alone."""
+    factor, addend = (torch.full((WIDTH,), each, requires_grad=True) for each in (0.5, 0.25))
     factor.grad = torch.ones(WIDTH)
     x = x.requires_grad_()
 
     def part(x: Tensor) -> Tensor:
-        return model(x) * factor
+        return model(x) * factor + addend
 
-    checkpoint(part, x, use_reentrant=True).square().mean().backward()
-    return [factor.grad, x.grad]
+    (checkpoint(part, x, use_reentrant=True) + addend).square().mean().backward()
+    return [factor.grad, addend.grad, x.grad]
 
 
 def twice_differentiated(model: Net, x: Tensor) -> Seen:
@@ -377,8 +388,8 @@ def batch(dtype: torch.dtype) -> Tensor:
 def check(got: Tensor | None, expected: Tensor | None) -> None:
     assert (got is None) == (expected is None)
     if got is not None and expected is not None:
-        atol = 5e-3 * float(expected.abs().max())
-        torch.testing.assert_close(got.float(), expected.float(), rtol=2e-2, atol=atol)
+        atol = 5e-3 * expected.detach().abs().max().item()
+        torch.testing.assert_close(got.float(), expected.detach(), rtol=2e-2, atol=atol)
 
 
 @pytest.mark.parametrize("sight", SIGHTS, ids=lambda each: each.__name__)
