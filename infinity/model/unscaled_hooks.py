@@ -24,7 +24,9 @@ the running backward is noted in the thread-local state of torch, which autograd
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,10 +71,27 @@ def running(backward: ScaledBackward | None) -> Iterator[None]:
 
 
 def _note(backward: ScaledBackward | None) -> None:
-    if backward is not None or not hasattr(torch._C, "_remove_obj_from_tls"):  # which older torch lacks
-        torch._C._stash_obj_in_tls(_KEY, backward)
-    elif torch._C._is_key_in_tls(_KEY):
-        torch._C._remove_obj_from_tls(_KEY)
+    if backward is None and hasattr(torch._C, "_remove_obj_from_tls"):  # which older torch lacks
+        if torch._C._is_key_in_tls(_KEY):
+            torch._C._remove_obj_from_tls(_KEY)
+        return
+    if _steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backward))
+    torch._C._stash_obj_in_tls(_KEY, backward)
+
+
+@functools.cache
+def _steals() -> bool:
+    """Whether torch gives up a reference to a noted object that it has not taken, as older torch does."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    elif hasattr(torch._C, "_remove_obj_from_tls"):
+        torch._C._remove_obj_from_tls(f"{_KEY}.probe")
+    return steals
 
 
 class UnscaledHook:
