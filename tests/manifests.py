@@ -18,6 +18,7 @@ import torch
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import (
+    FORMAT,
     ChunkEntry,
     FrozenEntry,
     LossScale,
@@ -138,7 +139,7 @@ def scale() -> ParameterEntry:
     )
 
 
-def signed(body: bytes, version: int = 1) -> bytes:
+def signed(body: bytes, version: int = FORMAT) -> bytes:
     """The content of a manifest's file with this JSON text, and a first line that is right."""
     start = f"infinity-commit {version} {len(body)} ".encode()
     return start + f"{crc32c(body, crc32c(start)):08x}\n".encode() + body
@@ -158,7 +159,7 @@ def tree() -> Any:
 def contents(commit: Commit) -> tuple[bytes, bytes]:
     """The content of a commit's manifest and data file."""
     manifest, checksums, blobs = commit
-    data = commit_files.data_bytes(checksums, blobs)
+    data = commit_files.data_bytes(manifest, checksums, blobs)
     return commit_files.manifest_bytes(manifest, data), data
 
 

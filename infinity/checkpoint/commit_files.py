@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.block_identities import block_identities
 from infinity.checkpoint.json_nodes import CURE, LARGEST, Node, corrupt
 from infinity.checkpoint.manifest import FORMAT, Manifest
 from infinity.checkpoint.manifest_json import data_file, from_json, parsed, to_json
@@ -54,7 +55,7 @@ class SavedCommit:
 
     manifest: Manifest
     checksums: npt.NDArray[np.uint32]
-    """The CRC-32Cs to which `Place.checksum` refers; shape (n,), read-only."""
+    """The CRC-32Cs of blocks' bytes to which `Place.checksum` refers; shape (n,)."""
     blobs: Blobs
     """The bytes to which encoded values in the manifest refer."""
     skipped: tuple[str, ...] = ()
@@ -84,9 +85,9 @@ def write(
 ) -> None:
     """Write a commit into `directory`; when this returns, it is durable.
 
-    The pages that the manifest describes must be durable before the call. checksums: shape (n,). blobs: holds
-    the bytes to which the manifest's values refer. A data file and a temporary file of this generation, which
-    a crash left behind, are replaced.
+    The pages that the manifest describes must be durable before the call. checksums: CRC-32Cs of the bytes of
+    blocks, shape (n,). blobs: holds the bytes to which the manifest's values refer. A data file and a
+    temporary file of this generation, which a crash left behind, are replaced.
 
     Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
     this generation. After an error before the manifest has its name, neither file is left. Raises ConfigError
@@ -96,9 +97,9 @@ def write(
     path, data, temporary = (
         each(directory, generation) for each in (manifest_path, data_path, _temporary_path)
     )
-    content = data_bytes(checksums, blobs)
-    text = manifest_bytes(manifest, content)
     with _readable(generation):
+        content = data_bytes(manifest, checksums, blobs)
+        text = manifest_bytes(manifest, content)
         if len(text) > MANIFEST_LIMIT:
             raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
         from_json(parsed(text[text.index(b"\n") + 1 :], path.name), len(checksums), blobs)
@@ -119,11 +120,14 @@ def write(
     files.sync_directory(directory)
 
 
-def data_bytes(checksums: npt.NDArray[np.uint32], blobs: Blobs) -> bytes:
-    """The content of a data file: magic, number of checksums, checksums and blobs."""
-    table = np.ascontiguousarray(checksums, dtype="<u4")
-    header = _DATA_HEADER.pack(_DATA_MAGIC, len(table))
-    return b"".join((header, table.tobytes(), blobs.content()))
+def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], blobs: Blobs) -> bytes:
+    """The content of a data file: magic, number of checksums, checksums bound to what they are of, blobs.
+
+    checksums: as for `write`. Raises CorruptState as `block_identities` does.
+    """
+    bound = checksums ^ block_identities(manifest, len(checksums))
+    header = _DATA_HEADER.pack(_DATA_MAGIC, len(bound))
+    return b"".join((header, bound.astype("<u4").tobytes(), blobs.content()))
 
 
 def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
@@ -211,11 +215,12 @@ def _commit(tree: Node, path: Path, content: bytes, skipped: tuple[str, ...]) ->
     manifest = from_json(tree, len(checksums), blobs)
     if path.name != manifest_path("", manifest.generation).name:
         raise corrupt(path.name, f"is the manifest of generation {manifest.generation}")
-    return SavedCommit(manifest, checksums, blobs, skipped)
+    return SavedCommit(manifest, checksums ^ block_identities(manifest, len(checksums)), blobs, skipped)
 
 
 def split_data(content: bytes, where: str) -> tuple[npt.NDArray[np.uint32], Blobs]:
-    """The checksums and blobs in a data file's content, not copied. where: names the file in errors.
+    """The bound checksums and the blobs in a data file's content, not copied. where: names the file in
+    errors.
 
     Raises CorruptState for a content that does not begin as a data file, or ends inside the checksums.
     """

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from infinity.checkpoint.array_values import Json
 
-FORMAT = 1
+FORMAT = 2
 """The version of the format that is written, and the only one that is read."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
@@ -139,7 +139,7 @@ class Place:
     block_bytes: int
     """Bytes that belong to BLOCK elements of the parameter. The last block of a range may be shorter."""
     checksum: int
-    """Index of the first block's CRC-32C in the data file's table. The other blocks' follow it."""
+    """Index of the first block's checksum in the data file's table. The other blocks' follow it."""
 
 
 @dataclass(frozen=True)

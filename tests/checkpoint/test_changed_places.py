@@ -1,24 +1,30 @@
-"""Tests that flip bits in the slabs of a commit: each is noticed, or no value lies there."""
+"""Tests that flip bits in the slabs of a commit, exchange its places, or put old ones in: each is noticed, or
+no value lies there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from faulty import watchdog
+from manifests import put, signed
 from parity import differences
 from runs_on_disk import HOMES, Run, copied, everything
+from zoo import entry as zoo_entry
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, Damage, volume_record
+from infinity.checksum import crc32c
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -181,3 +187,100 @@ def test_a_resumed_run_never_uses_changed_bytes(home: str, tmp_path: Path) -> No
         with pytest.raises(CorruptState) as caught, other.opened(resume=True) as (model, runtime):
             everything(model, runtime)
         check_named(caught.value, places[owners[offset] - 1], offset)
+
+
+Table = np.ndarray[Any, np.dtype[np.uint32]]
+
+
+def content(run: Run) -> tuple[Any, Table, bytes]:
+    """The tree of the newest manifest, the table in its data file as it lies there, and the file's blobs."""
+    number = max(commit_files.generations(run.directory))
+    text = commit_files.manifest_path(run.directory, number).read_bytes().split(b"\n", 1)[1]
+    data = commit_files.data_path(run.directory, number).read_bytes()
+    table, _ = commit_files.split_data(data, "data")
+    return json.loads(text), table.copy(), data[16 + 4 * len(table) :]
+
+
+def forge(run: Run, tree: Any, table: Table, blobs: bytes) -> None:
+    """Write the newest commit anew with this content, and all that protects it as a whole."""
+    data = b"".join((b"INFDATA1", len(table).to_bytes(8, "little"), table.astype("<u4").tobytes(), blobs))
+    tree["data"] = {"nbytes": len(data), "crc32c": crc32c(data)}
+    put(run.directory, signed(json.dumps(tree).encode()), data, tree["generation"])
+
+
+def same_form(tree: Any) -> tuple[Any, Any]:
+    """The entries of two trained parameters of the same form."""
+    found: dict[Any, Any] = {}
+    for each in tree["parameters"]:
+        form = each["shape"], each["trainable"], [within[:2] for within in each["ranges"]]
+        if each["trainable"] and (other := found.setdefault(repr(form), each)) is not each:
+            return other, each
+    raise AssertionError("no two parameters have the same form")
+
+
+def exchange_places(tree: Any) -> None:
+    """Exchange what the manifest says of two parameters: their places with their indices of checksums."""
+    first, second = same_form(tree)
+    first["ranges"], second["ranges"] = second["ranges"], first["ranges"]
+
+
+def copy_places(tree: Any) -> None:
+    """Have two parameters lie in the same places, with the same checksums."""
+    first, second = same_form(tree)
+    first["ranges"] = second["ranges"]
+
+
+def exchange_arrays(tree: Any) -> None:
+    """Exchange the places of the two moments of a parameter."""
+    first, _ = same_form(tree)
+    for _, _, places in first["ranges"]:
+        places["exp_avg"], places["exp_avg_sq"] = places["exp_avg_sq"], places["exp_avg"]
+
+
+@pytest.mark.parametrize("change", (exchange_places, copy_places, exchange_arrays))
+def test_exchanged_places_are_found(change: Callable[[Any], None], tmp_path: Path) -> None:
+    """A manifest that is whole, and says that arrays lie where others do, is not believed."""
+    run = Run(tmp_path, of=zoo_entry("transformer"))
+    committed(run)
+    tree, table, blobs = content(run)
+    forge(run, tree, table, blobs)
+    saved, path = slab_of(run)
+    with opened(saved, path) as source:
+        assert check_all(saved, source) == [], "what was forged without a change is believed"
+    change(tree)
+    forge(run, tree, table, blobs)
+    saved, path = slab_of(run)
+    with opened(saved, path) as source:
+        names = {each["names"][0] for each in same_form(content(run)[0])}
+        assert {each.parameter for each in check_all(saved, source)} & names
+    with pytest.raises(CorruptState), run.opened(resume=True) as (model, runtime):
+        everything(model, runtime)
+
+
+def test_places_of_an_older_commit_are_found(tmp_path: Path) -> None:
+    """A parameter's places of the commit before, which still hold its bytes, do not pass with their own
+    checksums either.
+    """
+    run = Run(tmp_path, of=zoo_entry("transformer"))
+    with run.opened() as (model, runtime):
+        run.train(model, runtime, range(2))
+        runtime.save(state=2).wait()
+        old_tree, old_table, _ = content(run)
+        run.train(model, runtime, range(2, 3))
+        runtime.save(state=3).wait()
+    tree, table, blobs = content(run)
+    name = same_form(tree)[0]["names"][0]
+    old, new = (
+        next(each for each in of["parameters"] if each["names"][0] == name) for of in (old_tree, tree)
+    )
+    for before, now in zip(old["ranges"], new["ranges"], strict=True):
+        for array, place in before[2].items():
+            count = -(-before[1] // 4096)
+            assert place[0] != now[2][array][0], "the parts have two places each"
+            index = now[2][array][3]
+            table[index : index + count] = old_table[place[3] : place[3] + count]
+            now[2][array] = [*place[:3], index]
+    forge(run, tree, table, blobs)
+    saved, path = slab_of(run)
+    with opened(saved, path) as source:
+        assert {each.parameter for each in check_all(saved, source)} == {name}

@@ -18,9 +18,9 @@ from infinity.checkpoint.values import KINDS
 from infinity.checksum import crc32c
 from infinity.system.disk_files import DiskFiles
 
-FIRST_LINE = b"infinity-commit 1 2265 2f08f6c7\n"
+FIRST_LINE = b"infinity-commit 2 2265 34d55246\n"
 BODY = (
-    rb'{"format":1,"data":{"nbytes":91,"crc32c":3403583922},"generation":7,'
+    rb'{"format":2,"data":{"nbytes":91,"crc32c":2250998399},"generation":7,'
     rb'"created":"2026-01-02T03:04:05Z","versions":{"infinity":"0.1","torch":"2.13","python":"3.11"},'
     rb'"isa":"scalar","threads":2,"volume":{"stripe_bytes":8192,'
     rb'"slabs":[{"uuid":"0123456789abcdef0123456789abcdef","nbytes":131072,"weight":2},'
@@ -48,9 +48,19 @@ BODY = (
     rb'1.5]}]]},"identity":{"dict":[["text",{"bytes":[21,2,66625362]}]]}}'
 )
 DATA = bytes.fromhex(
-    "494e4644415441310d000000000000000000000011111111222222223333333344444444555555556666666677777777"
-    "8888888899999999aaaaaaaabbbbbbbbcccccccc0000803f000000c0000000000000803f00407261770102"
+    "494e4644415441310d000000000000004815ec2afffea6a77555566ac2be1ce705066415b2ed2e98ffca003048214abd"
+    "7d1e3f9f736db6ec566bd1c69f9486d0ec0b3f3d0000803f000000c0000000000000803f00407261770102"
 )
+BLOCKS = [
+    *(("values", "block.weight", 4096 * each) for each in range(2)),
+    *(("remainder", "block.weight", 4096 * each) for each in range(2)),
+    *(("momentum_buffer", "block.weight", 4096 * each) for each in range(2)),
+    *(("momentum_buffer.scale", "block.weight", 4096 * each) for each in range(2)),
+    *((array, "block.weight", 8192) for array in ("values", "remainder", "momentum_buffer")),
+    ("momentum_buffer.scale", "block.weight", 8192),
+    ("values", "block.scale", 0),
+]
+"""The array, parameter and first element of each block, in the order of the table."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "file-format.md"
 
 
@@ -81,7 +91,10 @@ def test_the_checksum_is_the_one_of_the_document() -> None:
 def test_the_data_file_is_as_in_the_document() -> None:
     magic, count = struct.unpack_from("<8sQ", DATA)
     assert (magic, count) == (b"INFDATA1", 13)
-    assert struct.unpack_from("<13I", DATA, 16)[:3] == (0, 0x11111111, 0x22222222)
+    table = struct.unpack_from("<13I", DATA, 16)
+    for index, (array, name, first) in enumerate(BLOCKS):
+        text = f"7\n2026-01-02T03:04:05Z\n{array}\n{name}\n".encode()
+        assert table[index] == index * 0x11111111 ^ crc32c(text + struct.pack("<Q", first))
     assert struct.unpack_from("<2f", DATA, 16 + 4 * 13) == (1.0, -2.0), "the first blob"
 
 

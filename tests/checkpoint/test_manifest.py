@@ -21,7 +21,7 @@ from typed_values import VALUES, same
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.commit_files import generations, newest, read, remove, write
-from infinity.checkpoint.manifest import Manifest, SlabEntry, Volume
+from infinity.checkpoint.manifest import FORMAT, Manifest, SlabEntry, Volume
 from infinity.checkpoint.manifest_json import from_json, parsed, to_json
 from infinity.checkpoint.values import decode, encode
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError, StorageFull
@@ -192,15 +192,15 @@ def test_a_manifest_of_another_generation_is_refused(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_not_passed_over(tmp_path: Path) -> None:
     write(*small(3), tmp_path, FILES)
-    put(tmp_path, signed(b"anything at all", version=2), b"", generation=8)
-    with pytest.raises(IncompatibleCheckpoint, match="version 2"):
+    put(tmp_path, signed(b"anything at all", version=FORMAT + 1), b"", generation=8)
+    with pytest.raises(IncompatibleCheckpoint, match=f"version {FORMAT + 1}"):
         newest(tmp_path, FILES)
 
 
 def test_a_version_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
     write(*small(3), tmp_path, FILES)
     manifest, data = contents(small(8))
-    put(tmp_path, manifest.replace(b"infinity-commit 1 ", b"infinity-commit 3 ", 1), data, generation=8)
+    put(tmp_path, manifest.replace(b"infinity-commit 2 ", b"infinity-commit 3 ", 1), data, generation=8)
     found = newest(tmp_path, FILES)
     assert found is not None and found.manifest.generation == 3 and len(found.skipped) == 1
 
@@ -275,7 +275,7 @@ def test_the_length_of_a_volume() -> None:
 
 WEIGHT = "parameters[0]"
 CHANGES: list[tuple[str, Any, str]] = [
-    ("format", 2, "format"),
+    ("format", FORMAT + 1, "format"),
     ("generation", -1, "generation"),
     ("generation", 7.0, "generation"),
     ("generation", True, "generation"),

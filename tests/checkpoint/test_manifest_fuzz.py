@@ -135,17 +135,22 @@ def test_small_nodes_take_memory_in_proportion(tmp_path: Path, node: Any) -> Non
 
 def test_reading_takes_memory_in_proportion(tmp_path: Path) -> None:
     """Reading a commit of two thousand ranges takes at most the allowed bytes, and is read whole."""
+
+    def place(checksum: int) -> Place:
+        return Place(0, 8192, 8192, CHECKSUMS + checksum)
+
     manifest, _, blobs = small()
     weight = manifest.parameters[0]
-    place = Place(0, 8192, 8192, 0)
     count = 2000
-    arrays = {"values": place, "remainder": place}
-    ranges = tuple(Range(4096 * each, 4096, arrays) for each in range(count))
+    ranges = tuple(
+        Range(4096 * each, 4096, {"values": place(2 * each), "remainder": place(2 * each + 1)})
+        for each in range(count)
+    )
     many = dataclasses.replace(
         weight, shape=(4096 * count,), stride=(1,), numel=4096 * count, moments=False, ranges=ranges
     )
     manifest = dataclasses.replace(manifest, parameters=(many, manifest.parameters[1]))
-    put(tmp_path, *contents((manifest, np.zeros(CHECKSUMS, np.uint32), blobs)))
+    put(tmp_path, *contents((manifest, np.zeros(2 * count + CHECKSUMS, np.uint32), blobs)))
     tracemalloc.start()
     try:
         found = read(tmp_path, 7, FILES)
