@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from typing_extensions import Buffer, Self
 
-from infinity.errors import StorageError
+from infinity.errors import InfinityError
 
 class TensorLike(Protocol):
     """A torch tensor or storage: contiguous, in host memory."""
@@ -51,7 +51,7 @@ class Future:
         """Sleep, without the GIL, until the request has ended.
 
         Returns False after `timeout` seconds, otherwise True. A signal (Ctrl-C) ends the sleep. Raises the
-        request's error (StorageError, StorageFull).
+        request's error (StorageError, StorageFull, CorruptState).
         """
 
     def watcher(self) -> Future:
@@ -60,7 +60,7 @@ class Future:
     def result(self, timeout: float | None = None) -> int:
         """Like `wait`, but returns the bytes moved, and raises TimeoutError after `timeout` seconds."""
 
-    def exception(self, timeout: float | None = None) -> StorageError | None:
+    def exception(self, timeout: float | None = None) -> InfinityError | None:
         """Like `result`, but returns the request's error instead of raising it.
 
         Returns None for a request without an error.
@@ -82,13 +82,21 @@ class File:
     way. Opening takes no lock on the file. The file's size changes only by writes.
     """
 
-    def read(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future:
+    def read(
+        self,
+        buffer: Bytes,
+        offset: int,
+        deadline: float | None = None,
+        describe: Callable[[int], str] | None = None,
+    ) -> Future:
         """Start to fill `buffer` from byte `offset` of the file.
 
-        The future raises an error where the file is too short. deadline: a time.monotonic() time in
-        seconds, by default now; requests with earlier deadlines go first. Raises ConfigError for an
-        unusable buffer or offset, a closed file or engine, and in a forked child. The future of a request
-        for zero bytes is done at once.
+        The future raises an error where the file is too short, and CorruptState for other bytes than were
+        written, if the file is verified. describe: function that is called for that error, with the offset
+        of the first such 4096 bytes in `buffer`, and returns words for what lies there. deadline: a
+        time.monotonic() time in seconds, by default now; requests with earlier deadlines go first. Raises
+        ConfigError for an unusable buffer or offset, a closed file or engine, and in a forked child. The
+        future of a request for zero bytes is done at once.
         """
 
     def write(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future:
@@ -139,7 +147,7 @@ class File:
         """
 
 class Faults:
-    """Rules that make transfers of an engine fail, stay short or wait, counts and a recording; for tests.
+    """Rules that make transfers of an engine fail, stay short, lie or wait, counts, a recording; for tests.
 
     One object can serve several engines, and is thread-safe. A transfer is one block that is handed to the
     kernel, and counts again when it is submitted again. Each method that adds a rule has these parameters.
@@ -159,6 +167,12 @@ class Faults:
         """Add a rule by which a transfer moves only its first `nbytes` bytes.
 
         The rule does nothing to a sync.
+        """
+
+    def tear(self, nth: int, nbytes: int = 0, times: int | None = 1, path: str | None = None) -> None:
+        """Add a rule by which a write moves only its first `nbytes` bytes, and ends as if it had moved all.
+
+        With nbytes=0 the write is dropped. `nth` counts writes.
         """
 
     def delay(
@@ -235,7 +249,7 @@ class Engine:
         write_slack: float,
         faults: Faults | None,
     ) -> None: ...
-    def open(self, path: str, write: bool = True) -> File: ...
+    def open(self, path: str, write: bool = True, verify: bool = False) -> File: ...
     def register_buffer(self, address: int, nbytes: int) -> bool:
         """Have the kernel pin a range of memory once, instead of at each request with a buffer in it.
 
@@ -282,7 +296,13 @@ class StripeMap:
 
 class Volume:
     def __init__(self, files: Sequence[File], map: StripeMap) -> None: ...
-    def read(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future: ...
+    def read(
+        self,
+        buffer: Bytes,
+        offset: int,
+        deadline: float | None = None,
+        describe: Callable[[int], str] | None = None,
+    ) -> Future: ...
     def write(self, buffer: Bytes, offset: int, deadline: float | None = None) -> Future: ...
     def sync(self, deadline: float | None = None) -> Future: ...
     @property

@@ -136,6 +136,8 @@ class EngineStats:
     short_transfers: int
     buffered_bytes: int
     """Bytes that went through the page cache instead of O_DIRECT."""
+    verified_bytes: int
+    """Bytes of reads that were those of their checksums, which were known; see `Engine.open`."""
     queue_peak: int
     """The largest number of requests that waited in the engine's queue at one time."""
     in_flight_peak: int
@@ -200,13 +202,19 @@ class Engine(_aio.Engine):
             faults,
         )
 
-    def open(self, path: str | os.PathLike[str], write: bool = True) -> File:
+    def open(self, path: str | os.PathLike[str], write: bool = True, verify: bool = False) -> File:
         """Open an existing regular file or block device.
 
-        write: False opens the file for reading only. Raises StorageError (with errno) where the system
-        refuses, ConfigError for pipes and other types of files.
+        write: False opens the file for reading only. verify: whether reads are compared with what was written
+        through this File. The engine then keeps a CRC-32C of each 4096 bytes that are written or read, up to
+        the present size of the file: 4 bytes of RAM each. Nobody else may write to the file, and 4096 bytes
+        that were not written yet must stay those of their first read. Not compared are 4096 bytes of which a
+        read covers a part, or of which only a part was written last.
+
+        Raises StorageError (with errno) where the system refuses, ConfigError for pipes and other types of
+        files.
         """
-        return super().open(os.fspath(path), write)
+        return super().open(os.fspath(path), write, verify)
 
     @property
     def stats(self) -> EngineStats:

@@ -89,6 +89,12 @@ class Budget:
     tier.
     """
 
+    verify: bool = True
+    """Whether every read from NVMe is compared with the checksum of its write, so that bytes that the disk
+    has lost or changed raise CorruptState, and are not used. It takes RAM beside the budget: 4 bytes for each
+    4096 bytes on NVMe. With commits on, reads are always verified.
+    """
+
     device_bytes: int | None = field(init=False, repr=False, default=None)
     """`device` as a number of bytes; None where `device` is None."""
 
@@ -99,6 +105,8 @@ class Budget:
     """`nvme` with absolute directories and numbers of bytes; empty where there is no NVMe tier."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.verify, bool):
+            raise ConfigError(f"The value of verify is {self.verify!r}.", "Give True or False.")
         if self.device is not None:
             object.__setattr__(self, "device_bytes", _positive(self.device, "device budget"))
         if self.host is not None:

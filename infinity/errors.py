@@ -123,7 +123,19 @@ class StorageFull(StorageError):
 
 
 class CorruptState(InfinityError, ValueError):
-    """A file of a checkpoint does not have the bytes that were committed: a checksum or a format is wrong."""
+    """A file does not have the bytes that were written to it: a checksum or a format is wrong.
+
+    `path` and `offset` (in bytes) say where, for bytes that a running runtime has read from its slabs. They
+    are None for files of checkpoints, which the cause names.
+    """
+
+    def __init__(self, cause: str, cure: str, *, path: str | None = None, offset: int | None = None) -> None:
+        super().__init__(cause, cure)
+        self.path = path
+        self.offset = offset
+
+    def _keywords(self) -> dict[str, Any]:
+        return {"path": self.path, "offset": self.offset}
 
 
 class IncompatibleCheckpoint(InfinityError, ValueError):
@@ -185,6 +197,21 @@ def storage_error(
         )
     kind = StorageFull if errno in (errno_codes.ENOSPC, errno_codes.EDQUOT) else StorageError
     return kind(cause, cure, path=path, offset=offset, errno=errno)
+
+
+def other_bytes(path: str, offset: int, what: str | None) -> CorruptState:
+    """The CorruptState for a read that has returned other bytes than this process wrote there, or read first.
+
+    offset: of the 4096 bytes in the file. what: words for what lies there, or None.
+    """
+    return CorruptState(
+        f"{path} has other bytes at byte {offset} than were written there"
+        f"{'' if what is None else f', where it holds {what}'}.",
+        "The drive has lost or changed them, or another program has: look at its SMART data and the kernel "
+        "log, and start again; with commits on, resume= goes on from the last commit.",
+        path=path,
+        offset=offset,
+    )
 
 
 @contextlib.contextmanager

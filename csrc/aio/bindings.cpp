@@ -41,6 +41,7 @@ nb::dict stats_of(const PyEngine& self) {
     result["retries"] = stats.retries;
     result["short_transfers"] = stats.short_transfers;
     result["buffered_bytes"] = stats.buffered_bytes;
+    result["verified_bytes"] = stats.verified_bytes;
     result["queue_peak"] = stats.queue_peak;
     result["in_flight_peak"] = stats.in_flight_peak;
     result["waits"] = stats.waits;
@@ -173,6 +174,16 @@ void bind_faults(nb::module_& m) {
             },
             "kind"_a, "nth"_a, "nbytes"_a, "times"_a.none() = 1, "path"_a = nb::none())
         .def(
+            "tear",
+            [](PyFaults& self, uint64_t nth, uint32_t bytes, std::optional<uint64_t> times,
+               std::optional<std::string> path) {
+                FaultRule rule;
+                rule.action = FaultRule::Action::tear;
+                rule.bytes = bytes;
+                add_rule(self, "write", nth, times, std::move(path), rule);
+            },
+            "nth"_a, "nbytes"_a = 0, "times"_a.none() = 1, "path"_a = nb::none())
+        .def(
             "delay",
             [](PyFaults& self, const std::string& kind, uint64_t nth, double seconds,
                std::optional<uint64_t> times, std::optional<std::string> path) {
@@ -236,11 +247,12 @@ void bind_requests(nb::class_<Self>& target) {
     target
         .def(
             "read",
-            [](const Self& self, nb::handle buffer, int64_t offset,
-               std::optional<double> deadline) {
-                return start(Kind::read, self, span_of(buffer, true), offset, deadline);
+            [](const Self& self, nb::handle buffer, int64_t offset, std::optional<double> deadline,
+               nb::object describe) {
+                return start(Kind::read, self, span_of(buffer, true), offset, deadline,
+                             std::move(describe));
             },
-            "buffer"_a.none(), "offset"_a, "deadline"_a = nb::none())
+            "buffer"_a.none(), "offset"_a, "deadline"_a = nb::none(), "describe"_a = nb::none())
         .def(
             "write",
             [](const Self& self, nb::handle buffer, int64_t offset,
@@ -283,14 +295,15 @@ void bind_engine(nb::module_& m) {
              "block_bytes"_a, "write_slack"_a, "faults"_a.none())
         .def(
             "open",
-            [](const PyEngine& self, const std::string& path, bool write) {
+            [](const PyEngine& self, const std::string& path, bool write, bool verify) {
                 const std::shared_ptr<Engine> engine = self.core();
                 if (engine->closed())
                     raise_config_error("The I/O engine is closed.", "Make a new one.");
-                std::shared_ptr<File> file = unlocked([&] { return engine->open(path, write); });
+                std::shared_ptr<File> file =
+                    unlocked([&] { return engine->open(path, write, verify); });
                 return PyFile{std::move(file), engine, path, write};
             },
-            "path"_a, "write"_a = true)
+            "path"_a, "write"_a = true, "verify"_a = false)
         .def(
             "register_buffer",
             [](const PyEngine& self, uintptr_t address, uint64_t bytes) {

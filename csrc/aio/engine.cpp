@@ -48,9 +48,10 @@ std::shared_ptr<Engine> Engine::create(Options options) {
 
 Engine::~Engine() { close(); }
 
-std::shared_ptr<File> Engine::open(const std::string& path, bool writable) {
+std::shared_ptr<File> Engine::open(const std::string& path, bool writable, bool verify) {
     const bool direct = facts_.chosen.direct || !options_.directory;
     std::shared_ptr<File> file = File::open(path, writable, direct);
+    if (verify) file->verify();
     if (!call([&] { backend_->attach(*file); }))
         throw BadRequest("The I/O engine is closed.", "Open files before closing it.");
     return file;

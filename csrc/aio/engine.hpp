@@ -59,7 +59,8 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    std::shared_ptr<File> open(const std::string& path, bool writable);
+    // verify: see [Note: verified reads]. Nobody else may write to the file then.
+    std::shared_ptr<File> open(const std::string& path, bool writable, bool verify = false);
     // Refuses further requests, and waits for the requests under way.
     void close_file(const std::shared_ptr<File>& file);
 

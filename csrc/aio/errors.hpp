@@ -14,12 +14,16 @@ struct Failure {
     std::string operation;  // a verb for people: "read", "open"
     std::string path;
     std::optional<uint64_t> offset;  // bytes
-    int error = 0;                   // errno; end_of_file for a read past the end
+    int error = 0;                   // errno; end_of_file for a read past the end, or other_bytes
+    uint64_t position = 0;           // other_bytes: of the first such byte in the request's memory
 };
 
 // The error of a read that met the end of the file. No errno exists for that, and disks do not
 // report this one.
 inline constexpr int end_of_file = 61;  // ENODATA
+
+// The error of a read that has returned other bytes than were written; see [Note: verified reads].
+inline constexpr int other_bytes = -1;
 
 class StorageFailure : public std::exception {
   public:

@@ -136,6 +136,13 @@ void Faulty::release(Transfer& transfer, const std::vector<FaultRule>& rules) {
             ready_.push_back({&transfer, bytes == 0 ? 0 : transfer_now(transfer, bytes, false)});
             return;
         }
+        if (rule.action == FaultRule::Action::tear && transfer.kind == Kind::write) {
+            // A disk that lies: it says that all bytes are written.
+            const uint32_t bytes = std::min(rule.bytes, transfer.bytes);
+            const int64_t moved = bytes == 0 ? 0 : transfer_now(transfer, bytes, false);
+            ready_.push_back({&transfer, moved < 0 ? moved : transfer.bytes});
+            return;
+        }
     }
     inner_->submit(transfer);
 }

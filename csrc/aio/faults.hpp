@@ -1,5 +1,5 @@
-// Faults on purpose: a backend that wraps another one, and fails, shortens, delays or holds
-// transfers, and records what went through it.
+// Faults on purpose: a backend that wraps another one, and fails, shortens, tears, delays or
+// holds transfers, and records what went through it.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 namespace infinity::aio {
 
 struct FaultRule {
-    enum class Action { fail, shorten, delay, hold };
+    enum class Action { fail, shorten, tear, delay, hold };
 
     std::optional<Kind> kind;         // the kind of transfers that the rule counts; none: all kinds
     std::optional<std::string> path;  // the file whose transfers it counts; none: all files
@@ -25,7 +25,7 @@ struct FaultRule {
     uint64_t times = 1;  // the number of transfers in a row
     Action action = Action::fail;
     int error = 0;                      // fail: errno
-    uint32_t bytes = 0;                 // shorten: the most bytes that move
+    uint32_t bytes = 0;                 // shorten, tear: the most bytes that move
     std::chrono::nanoseconds delay{0};  // delay: before the transfer is handed on
 };
 

@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "page_checksums.hpp"
 #include "request.hpp"
 
 namespace infinity::aio {
@@ -45,6 +47,12 @@ class File {
         buffered_slot_ = buffered_slot;
     }
 
+    // Has reads compared with what was written; see [Note: verified reads]. Called before the first
+    // request. Throws BadRequest.
+    void verify() { checksums_.emplace(size()); }
+    // Null if reads are not verified. For the engine's thread only.
+    PageChecksums* checksums() { return checksums_ ? &*checksums_ : nullptr; }
+
     // Guarded by the engine's mutex.
     uint64_t pending = 0;  // requests that have not landed yet
     bool closed = false;
@@ -60,6 +68,7 @@ class File {
     int direct_slot_ = -1;
     int buffered_slot_ = -1;
     Alignment alignment_;
+    std::optional<PageChecksums> checksums_;
 };
 
 }  // namespace infinity::aio

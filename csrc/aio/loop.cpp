@@ -35,6 +35,7 @@ Loop::Loop(Backend& backend, unsigned depth, uint32_t block_bytes)
 
 void Loop::add(std::unique_ptr<Request> request) {
     request->sequence = sequence_++;
+    if (request->memory == nullptr) request->memory = request->left.address;
     queue_.push(request.release());
     stats_.queue_peak = std::max<uint64_t>(stats_.queue_peak, queue_.size());
 }
@@ -68,11 +69,15 @@ void Loop::issue() {
         transfer.address = left.address;
         transfer.offset = left.offset;
         transfer.bytes = block.bytes;
+        transfer.block = {left.address, left.offset, block.bytes};
         transfer.tries = 0;
         left = {left.address + block.bytes, left.offset + block.bytes, left.bytes - block.bytes};
         request->started = true;
         ++request->in_flight;
         account(transfer.kind, 1);
+        if (PageChecksums* checksums = transfer.file->checksums();
+            checksums != nullptr && transfer.kind == Kind::write)
+            checksums->written(transfer.block);
         send(transfer);
         if (request->issued()) queue_.pop();
     }
@@ -115,14 +120,14 @@ void Loop::land(Transfer& transfer, int64_t result) {
 void Loop::advance(Transfer& transfer, uint32_t moved) {
     stats_.bytes[index(transfer.kind)] += moved;
     if (!transfer.direct) stats_.buffered_bytes += moved;
-    if (moved == transfer.bytes) return retire(transfer);
+    if (moved == transfer.bytes) return complete(transfer);
     ++stats_.short_transfers;
     transfer.address += moved;
     transfer.offset += moved;
     transfer.bytes -= moved;
     transfer.tries = 0;
     transfer.direct = transfer.direct && aligned(transfer);
-    if (transfer.request->failed) return retire(transfer);  // the rest is not wanted any more
+    if (transfer.request->failed) return fail(transfer, ECANCELED);  // the rest is not wanted
     send(transfer);
 }
 
@@ -134,14 +139,34 @@ void Loop::retry(Transfer& transfer, int error) {
     parked_.push_back(&transfer);
 }
 
+// Ends a transfer of which all bytes have moved.
+void Loop::complete(Transfer& transfer) {
+    PageChecksums* checksums = transfer.file->checksums();
+    if (checksums == nullptr || transfer.kind != Kind::read) return retire(transfer);
+    const uint64_t before = checksums->compared();
+    const std::optional<uint64_t> offset = checksums->difference(transfer.block);
+    stats_.verified_bytes += checksums->compared() - before;
+    if (!offset) return retire(transfer);
+    const std::byte* byte = transfer.block.address + (*offset - transfer.block.offset);
+    fail(transfer, {verb(transfer.kind), transfer.file->path(), offset, other_bytes,
+                    static_cast<uint64_t>(byte - transfer.request->memory)});
+}
+
+void Loop::fail(Transfer& transfer, int error) {
+    Failure failure{verb(transfer.kind), transfer.file->path(), {}, error};
+    if (transfer.kind != Kind::sync) failure.offset = transfer.offset;
+    fail(transfer, std::move(failure));
+}
+
 // Fails the transfer's request. The first failure counts. Blocks in flight still land before the
 // future does, since the kernel may use the memory until then.
-void Loop::fail(Transfer& transfer, int error) {
+void Loop::fail(Transfer& transfer, Failure failure) {
+    PageChecksums* checksums = transfer.file->checksums();
+    if (checksums != nullptr && transfer.kind == Kind::write) checksums->unknown(transfer.block);
     Request& request = *transfer.request;
     if (!request.failed) {
         request.failed = true;
-        request.failure = {verb(request.kind), request.file->path(), {}, error};
-        if (request.kind != Kind::sync) request.failure.offset = transfer.offset;
+        request.failure = std::move(failure);
     }
     retire(transfer);
 }

@@ -61,7 +61,9 @@ class Loop {
     void land(Transfer& transfer, int64_t result);
     void advance(Transfer& transfer, uint32_t moved);
     void retry(Transfer& transfer, int error);
+    void complete(Transfer& transfer);
     void fail(Transfer& transfer, int error);
+    void fail(Transfer& transfer, Failure failure);
     void retire(Transfer& transfer);
     void finish_if_landed(Request* request);
     void account(Kind kind, int change);

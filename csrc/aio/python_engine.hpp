@@ -121,18 +121,20 @@ inline uint64_t offset_of(int64_t offset, uint64_t bytes, uint64_t base = 0) {
 
 inline std::unique_ptr<Request> make_request(Kind kind, const PyFile& file, const Range& range,
                                              std::optional<double> deadline,
-                                             const std::shared_ptr<Future>& future) {
+                                             const std::shared_ptr<Future>& future,
+                                             const std::byte* memory) {
     auto request = std::make_unique<Request>();
     request->kind = kind;
     request->file = file.file;
     request->left = range;
     request->deadline = deadline_of(*file.engine, kind, deadline);
     request->future = future;
+    request->memory = memory;
     return request;
 }
 
 inline PyFuture start(Kind kind, const PyFile& self, Span span, int64_t offset,
-                      std::optional<double> deadline) {
+                      std::optional<double> deadline, nb::object describe = nb::none()) {
     check_usable(self, kind);
     orphans().reap(false);
     const Range range{span.address, offset_of(offset, span.bytes), span.bytes};
@@ -140,10 +142,10 @@ inline PyFuture start(Kind kind, const PyFile& self, Span span, int64_t offset,
     auto future = std::make_shared<Future>(something ? 1 : 0, span.bytes);
     if (something) {
         std::vector<std::unique_ptr<Request>> requests;
-        requests.push_back(make_request(kind, self, range, deadline, future));
+        requests.push_back(make_request(kind, self, range, deadline, future, span.address));
         self.engine->submit(std::move(requests));
     }
-    return {std::move(future), std::move(span.owner), {self.engine}};
+    return {std::move(future), std::move(span.owner), {self.engine}, std::move(describe)};
 }
 
 inline void close_file(PyFile& self) {
@@ -163,7 +165,7 @@ struct PyVolume {
 };
 
 inline PyFuture start(Kind kind, const PyVolume& self, Span span, int64_t offset,
-                      std::optional<double> deadline) {
+                      std::optional<double> deadline, nb::object describe = nb::none()) {
     for (const PyFile* file : self.files) check_usable(*file, kind);
     orphans().reap(false);
     std::vector<Extent> extents;
@@ -178,7 +180,7 @@ inline PyFuture start(Kind kind, const PyVolume& self, Span span, int64_t offset
     for (const Extent& extent : extents) {
         requests[extent.file].push_back(make_request(kind, *self.files[extent.file],
                                                      {address, extent.offset, extent.bytes},
-                                                     deadline, future));
+                                                     deadline, future, span.address));
         address += extent.bytes;
     }
     std::vector<std::shared_ptr<Engine>> held;
@@ -187,7 +189,7 @@ inline PyFuture start(Kind kind, const PyVolume& self, Span span, int64_t offset
         held.push_back(self.files[file]->engine);
         held.back()->submit(std::move(requests[file]));
     }
-    return {std::move(future), std::move(span.owner), std::move(held)};
+    return {std::move(future), std::move(span.owner), std::move(held), std::move(describe)};
 }
 
 }  // namespace infinity::aio

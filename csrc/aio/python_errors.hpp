@@ -30,6 +30,13 @@ inline nb::object make_storage_error(const Failure& failure) {
     return errors_of("storage_error")(failure.operation, failure.path, offset, failure.error);
 }
 
+// describe: as for PyFuture.
+inline nb::object make_error(const Failure& failure, const nb::object& describe) {
+    if (failure.error != other_bytes) return make_storage_error(failure);
+    nb::object what = describe.is_none() ? describe : describe(failure.position);
+    return errors_of("other_bytes")(failure.path, failure.offset.value_or(0), what);
+}
+
 // Runs an action that may throw the core's exceptions, with the GIL released.
 template <typename Action>
 auto unlocked(const Action& action) {

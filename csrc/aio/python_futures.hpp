@@ -46,9 +46,13 @@ class PyTiming {
 
 class PyFuture {
   public:
+    // describe: says what lies at a position of the request's memory, for errors; may be missing.
     PyFuture(std::shared_ptr<Future> future, nb::object owner,
-             std::vector<std::shared_ptr<Engine>> engines)
-        : future_(std::move(future)), owner_(std::move(owner)), engines_(std::move(engines)) {}
+             std::vector<std::shared_ptr<Engine>> engines, nb::object describe = nb::none())
+        : future_(std::move(future)),
+          owner_(std::move(owner)),
+          engines_(std::move(engines)),
+          describe_(std::move(describe)) {}
     PyFuture(PyFuture&&) = default;
     ~PyFuture() {
         // The kernel may still use the memory. In a forked child there is no request to wait for.
@@ -59,7 +63,7 @@ class PyFuture {
     bool done() const { return future_->done(); }
     PyTiming timing() const { return PyTiming(future_); }
     // Another future of the same request, which does not hold the request's memory.
-    PyFuture watcher() const { return {future_, nb::object(), engines_}; }
+    PyFuture watcher() const { return {future_, nb::object(), engines_, describe_}; }
 
     // Returns false after the time limit. Throws the exception of a signal handler.
     bool landed_by(TimePoint until) {
@@ -82,7 +86,7 @@ class PyFuture {
     // The error of a landed request, or None.
     nb::object error() const {
         const Failure* failure = future_->failure();
-        return failure ? make_storage_error(*failure) : nb::none();
+        return failure ? make_error(*failure, describe_) : nb::none();
     }
     void check() const {
         if (future_->failure()) raise(error());
@@ -94,6 +98,7 @@ class PyFuture {
     std::shared_ptr<Future> future_;
     nb::object owner_;
     std::vector<std::shared_ptr<Engine>> engines_;  // an engine closes when nobody holds it
+    nb::object describe_;
 };
 
 inline TimePoint limit_of(std::optional<double> timeout) {

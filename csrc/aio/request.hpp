@@ -60,6 +60,7 @@ struct Request {
     Range left;  // not yet handed to the backend
     TimePoint deadline;
     std::shared_ptr<Future> future;
+    const std::byte* memory = nullptr;  // the first byte of the caller's memory
 
     // For the engine's thread only, from here on.
     uint64_t sequence = 0;  // order of arrival, among equal deadlines
@@ -83,6 +84,7 @@ struct Transfer {
 
     // For the loop only, from here on.
     Request* request = nullptr;
+    Range block;         // the whole block, of which a part may have moved
     uint32_t tries = 0;  // attempts since bytes last moved
     TimePoint not_before;
 };

@@ -18,6 +18,7 @@ struct Stats {
     uint64_t retries = 0;                      // attempts after EAGAIN or EINTR
     uint64_t short_transfers = 0;
     uint64_t buffered_bytes = 0;  // bytes moved through the page cache
+    uint64_t verified_bytes = 0;  // bytes read whose checksums were known
     uint64_t queue_peak = 0;      // the most requests that waited for a free slot
     uint64_t in_flight_peak = 0;  // the most transfers in flight
     uint64_t waits = 0;           // times that the submission thread waited in the backend

@@ -26,6 +26,7 @@ from infinity.layout.shards import PageShard
 from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage, States
+from infinity.pages.page_content import content_at
 from infinity.pages.store import Store
 from infinity.pages.twins import parameter_twins, state_twins
 from infinity.planning.placement import Kind
@@ -206,4 +207,5 @@ class InitialPages:
         durable = self.plan.commits and kind is not Kind.GRADIENT
         home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
         home.computed = unit in self.plan.updated_on_device
+        home.describe = functools.partial(content_at, self.plan, unit, kind)
         return home

@@ -59,7 +59,7 @@ class DurableIO:
             else:
                 self.verify(part)
         transfers = [
-            self._read(place, into[start - offset : stop - offset], deadline)
+            self._read(home, start, place, into[start - offset : stop - offset], deadline)
             for place, start, stop in twins.extents(offset, end)
         ]
         if len(transfers) == 1 and not unchecked:
@@ -138,7 +138,7 @@ class DurableIO:
 
         Waiting for the transfer raises CorruptState if the bytes have other checksums.
         """
-        transfer = self._read(part.place, into, None)
+        transfer = self._read(part.home, part.start, part.place, into)
         return Joined([transfer], lambda: self._check([(part, into)]))
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ class DurableIO:
         low = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         memory = aligned_ram(round_up(offset + nbytes, PAGE_ALIGNMENT) - low)
         for place, start, stop in twins_of(home).extents(low, low + memory.nbytes):
-            self._read(place, memory[start - low : stop - low], None).wait()
+            self._read(home, start, place, memory[start - low : stop - low]).wait()
         return memory[offset - low : offset - low + nbytes].clone()
 
     def learn(self, part: Part) -> None:
@@ -190,7 +190,7 @@ class DurableIO:
         part.home.settle(part.start, part.end, writing=True)
         for offset in range(0, part.nbytes, _SCRATCH):
             piece = aligned_ram(min(_SCRATCH, part.nbytes - offset))
-            self._read(part.place + offset, piece, None).wait()
+            self._read(part.home, part.start + offset, part.place + offset, piece).wait()
             self._write(part.places[side] + offset, piece).wait()
         part.checksums = part.checksums.copy()
         part.side = side
@@ -221,13 +221,18 @@ class DurableIO:
                 first, count = start + done, min(step, nbytes - done)
                 low = first // PAGE_ALIGNMENT * PAGE_ALIGNMENT
                 piece = aligned_ram(min(part.nbytes, round_up(first + count, PAGE_ALIGNMENT)) - low)
-                self._read(part.place + low, piece, None).wait()
+                self._read(part.home, part.start + low, part.place + low, piece).wait()
                 row = np.array([(first - low, count, block)], dtype=np.int64)
                 found.append(crc32c_blocks(piece, row).astype(np.int64))
         return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
 
-    def _read(self, place: int, into: torch.Tensor, deadline: float | None) -> Transfer:
-        transfer = self.nvme.read(self.lease, into, offset=place, deadline=deadline)
+    def _read(
+        self, home: Home, offset: int, place: int, into: torch.Tensor, deadline: float | None = None
+    ) -> Transfer:
+        """Begin to read from `place` in the volume, which has the home's bytes from `offset` on."""
+        transfer = self.nvme.read(
+            self.lease, into, offset=place, deadline=deadline, describe=home.described(offset)
+        )
         self._meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         return transfer
 

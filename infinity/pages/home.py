@@ -64,6 +64,10 @@ class Home:
     """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
     that were queued before the copy.
     """
+    describe: Callable[[int], str] | None = None
+    """Function from an offset in the home to words for what lies in the 4096 bytes from there, for errors. It
+    must not refer to the home, which would never be freed then.
+    """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)
 
@@ -71,6 +75,11 @@ class Home:
     def of_nothing() -> Home:
         """Make the home of a page that has no bytes."""
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
+
+    def described(self, offset: int) -> Callable[[int], str] | None:
+        """What `describe` is for a read from byte `offset` of the home on."""
+        describe = self.describe
+        return None if describe is None else lambda position: describe(offset + position)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return a view of bytes [offset, offset + nbytes) of `memory`."""

@@ -166,6 +166,7 @@ class OpenTiers:
             files=self.files,
             shared=locks,
             spared=spared,
+            verify=budget.verify or plan.commits,
             faults=getattr(_injection, "faults", None),
         )
 

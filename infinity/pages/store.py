@@ -63,7 +63,8 @@ class Store(OpenTiers):
         offset: bytes from the home's start. into: contiguous uint8 host memory; its size is the number of
         bytes to read. deadline: time.monotonic() seconds, by default now; the disk serves requests with
         earlier deadlines first. Waits for writes in flight to the same bytes. Raises the error of a write
-        that has lost the home.
+        that has lost the home. The transfer raises CorruptState if the disk has other bytes than were
+        written, unless `Budget.verify` is off.
         """
         home.settle(offset, offset + into.nbytes, writing=False)
         if home.nvme_lease is not None:
@@ -72,7 +73,9 @@ class Store(OpenTiers):
             if durable := self._durable(home):
                 transfer = durable.read(home, offset, into, deadline)
             else:
-                transfer = self.nvme.read(home.nvme_lease, into, offset=offset, deadline=deadline)
+                transfer = self.nvme.read(
+                    home.nvme_lease, into, offset=offset, deadline=deadline, describe=home.described(offset)
+                )
                 self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
             # A watcher: a read that Ctrl-C leaves to nobody must not keep its memory.
             request = InFlightRequest(offset, offset + into.nbytes, False, watcher_of(transfer))

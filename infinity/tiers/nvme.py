@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -109,7 +109,8 @@ class NvmeTier(Closing):
 
     files: reaches the disk for headers, locks and removals. shared: locks of directories that the caller
     holds, by the directory without symbolic links, which this tier shares. spared: UUIDs of slabs that are
-    not removed from the directories, whatever their headers say.
+    not removed from the directories, whatever their headers say. verify: whether reads are compared with what
+    was written, as `Engine.open` says.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
     the files, unless `keep` says that they stay.
@@ -138,6 +139,7 @@ class NvmeTier(Closing):
         files: DiskFiles | None = None,
         shared: Mapping[Path, PathLock] | None = None,
         spared: Collection[str] = (),
+        verify: bool = False,
     ) -> None:
         if not budgets:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
@@ -185,7 +187,7 @@ class NvmeTier(Closing):
                 )
                 self.engines.append(cleanup.enter_context(engine))
             opened = [
-                engine.open(os.fspath(slab.path))
+                engine.open(os.fspath(slab.path), verify=verify)
                 for engine, slab in zip(self.engines, self.slabs, strict=True)
             ]
             parts = zip(opened, self._weights, strict=True)
@@ -268,17 +270,24 @@ class NvmeTier(Closing):
         return NvmeLease(self._spans, offset, nbytes)
 
     def read(
-        self, lease: NvmeLease, into: torch.Tensor, *, offset: int = 0, deadline: float | None = None
+        self,
+        lease: NvmeLease,
+        into: torch.Tensor,
+        *,
+        offset: int = 0,
+        deadline: float | None = None,
+        describe: Callable[[int], str] | None = None,
     ) -> Future:
         """Start to fill the CPU tensor `into` with the bytes of the lease from byte `offset` on.
 
         Returns a future. into: contiguous, of any dtype. If its address is a multiple of 4 KiB, as in
         leased memory, the bytes are not copied and do not pass through the page cache. deadline: a
-        time.monotonic() time in seconds, by default now; requests with earlier deadlines go first. Errors
-        of the disk are raised by the future. This call raises ConfigError for bytes outside the lease, a
-        released lease, a closed tier, or a tensor that is not contiguous host memory.
+        time.monotonic() time in seconds, by default now; requests with earlier deadlines go first. describe:
+        as for `File.read`. Errors of the disk are raised by the future, and CorruptState if the tier is
+        verified. This call raises ConfigError for bytes outside the lease, a released lease, a closed tier,
+        or a tensor that is not contiguous host memory.
         """
-        return self._open_volume().read(into, self._place(lease, offset, into.nbytes), deadline)
+        return self._open_volume().read(into, self._place(lease, offset, into.nbytes), deadline, describe)
 
     def write(
         self, lease: NvmeLease, source: torch.Tensor, *, offset: int = 0, deadline: float | None = None
