@@ -18,7 +18,7 @@ from infinity.errors import (
 _KINDS: dict[str, type[InfinityError]] = {
     each.__name__: each for each in (ConfigError, CorruptState, IncompatibleCheckpoint, RankDivergence)
 }
-"""The classes whose errors have no more than a cause and a cure."""
+"""The classes of whose errors other ranks need no more than the cause and the cure."""
 
 
 def told(failure: BaseException, again: str = "") -> dict[str, Any]:

@@ -205,10 +205,14 @@ class DurableIO:
         # A commit has no checksums of bytes without values: of moments that an update is only now to begin.
         wrong = np.flatnonzero((found != known) & (known != UNKNOWN))
         if len(wrong):
+            name, start = part.named(int(wrong[0]))
+            (where,) = self.nvme.extents(self.lease, part.place + start, 1)
             raise CorruptState(
-                f"The bytes of {part.named(int(wrong[0]))} are not those that were committed; "
-                f"{len(wrong)} of {len(found)} checksums of its chunk differ.",
+                f"The bytes of {name} at byte {where.offset} of {where.path} are not those that were "
+                f"committed; {len(wrong)} of {len(found)} checksums of its chunk differ.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
+                path=where.path,
+                offset=where.offset,
             )
         part.verified = True
 

@@ -22,7 +22,7 @@ def content_at(plan: Plan, unit: int, kind: Kind, offset: int) -> str:
     parameters and their elements.
     """
     found = []
-    for start, nbytes, array, parameter, first, count in _entries(plan, unit, kind):
+    for start, nbytes, array, parameter, first, count in sorted(_entries(plan, unit, kind)):
         low, high = max(start, offset), min(start + nbytes, offset + PAGE_ALIGNMENT)
         if low < high:
             begin = first + (low - start) * count // nbytes

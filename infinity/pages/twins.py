@@ -149,15 +149,18 @@ class Part:
         """Offset in the volume of the part's newest bytes on disk."""
         return self.places[self.side]
 
-    def named(self, block: int) -> str:
-        """Name a block, an index in `checksums`, for an error: its array, parameter and elements."""
-        for (_, nbytes, size), label in zip(self.segments.tolist(), self.labels, strict=True):
+    def named(self, block: int) -> tuple[str, int]:
+        """Name a block, an index in `checksums`, for an error: its array, parameter and elements, and where
+        it begins in the part.
+        """
+        for (start, nbytes, size), label in zip(self.segments.tolist(), self.labels, strict=True):
             blocks = -(-nbytes // size)
             if block < blocks:
                 elements = label.first + nbytes * BLOCK // size
                 first = label.first + block * BLOCK
                 end = min(first + BLOCK, elements)
-                return f"{label.array} of {label.parameter} for its elements {first} to {end}"
+                name = f"{label.array} of {label.parameter} for its elements {first} to {end}"
+                return name, start + block * size
             block -= blocks
         raise IndexError(block)
 

@@ -307,9 +307,13 @@ class NvmeTier(Closing):
         """
         return self._open_volume().sync()
 
-    def extents(self, lease: NvmeLease) -> list[NvmeExtent]:
-        """Return the ranges of slab files in which the lease's bytes lie, from its first byte to its last."""
-        pieces = self._open_volume().map.extents(lease.offset, lease.nbytes)
+    def extents(self, lease: NvmeLease, offset: int = 0, nbytes: int | None = None) -> list[NvmeExtent]:
+        """Return the ranges of slab files in which bytes of the lease lie, from the first to the last.
+
+        offset, nbytes: the range of the lease; by default all of it.
+        """
+        nbytes = lease.nbytes - offset if nbytes is None else nbytes
+        pieces = self._open_volume().map.extents(self._place(lease, offset, nbytes), nbytes)
         return [
             NvmeExtent(os.fspath(self.slabs[slab].path), offset, nbytes) for slab, offset, nbytes in pieces
         ]

@@ -124,7 +124,7 @@ def test_blocks_are_those_of_parameters(pages: DurablePages) -> None:
                     found[label.parameter, first] += 1
                     end = min(first + BLOCK, label.first + nbytes // itemsize)
                     said = f"values of {label.parameter} for its elements {first} to {end}"
-                    assert part.named(number) == said
+                    assert part.named(number) == (said, start + block * size)
                     number += 1
             assert number == len(part.checksums) == block_count(part.segments)
             with pytest.raises(IndexError):
