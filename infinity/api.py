@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.build import carry_out
+from infinity.casts.inputs import InputCast
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision, node_cache_limit
@@ -327,6 +328,7 @@ def plan_for(
     chosen = update_time(update, accumulation, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = as_model(model_or_config)
+    InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
     rule = None if optimizer is None else Rule.of(optimizer, precision.states)
     draft = functools.partial(
         make_plan,

@@ -22,6 +22,7 @@ _COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.
 NODE_CACHE_VARIABLE = "INFINITY_NODE_CACHE"
 _STATE_FORMATS = ("fp32", "bf16", "int8")
 _ACCUMULATION = ("fp32", "compute")
+_INPUTS = ("keep", "cast")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -161,17 +162,35 @@ class Precision:
     Gradients are stored in this dtype too, except where a step has only one backward; see `gradient_dtype`.
     """
 
+    inputs: str | tuple[str, ...] = "keep"
+    """What happens to floating-point arguments of the model's forward.
+
+    "keep": nothing. A tensor of another dtype is cast where it meets a parameter in an operation that
+    demands equal dtypes, such as a matrix product (see infinity/casts/operands.py). "cast": they are cast to
+    the dtype of `compute` when the model is called, in all containers, as FSDP2's `cast_forward_inputs`
+    does. A tuple of patterns (fnmatch, case-sensitive): only arguments with such a name are cast so.
+    Integers, booleans and complex numbers never change.
+    """
+
     def __post_init__(self) -> None:
         _one_of("compute precision", self.compute, tuple(_COMPUTE_DTYPES))
         _one_of("states precision", self.states, _STATE_FORMATS)
         _one_of("accumulation precision", self.accumulate, _ACCUMULATION)
-        keep = tuple(self.keep) if isinstance(self.keep, (tuple, list)) else (None,)
-        if not all(isinstance(pattern, str) and pattern for pattern in keep):
+        keep = _patterns(self.keep)
+        if keep is None:
             raise ConfigError(
                 f"The value {self.keep!r} of keep is not a tuple of patterns.",
                 'Give a tuple of parameter name patterns, such as ("*.norm.*",).',
             )
         object.__setattr__(self, "keep", keep)
+        named = isinstance(self.inputs, str) and self.inputs in _INPUTS
+        inputs = self.inputs if named else _patterns(self.inputs)
+        if not inputs:
+            raise ConfigError(
+                f"The value {self.inputs!r} of inputs is not known.",
+                'Give "keep", "cast", or a tuple of argument name patterns, such as ("pixel_*",).',
+            )
+        object.__setattr__(self, "inputs", inputs)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -201,6 +220,12 @@ class Precision:
         with all its bits.
         """
         return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
+
+
+def _patterns(value: object) -> tuple[str, ...] | None:
+    """`value` as a tuple of patterns; None if it is something else."""
+    patterns = tuple(value) if isinstance(value, (tuple, list)) else (None,)
+    return patterns if all(isinstance(pattern, str) and pattern for pattern in patterns) else None
 
 
 def _one_of(what: str, value: object, choices: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
+from infinity.casts.inputs import InputCast
 from infinity.checkpoint.commit import Commit, landed
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
@@ -53,7 +54,7 @@ class Runtime(Closing):
             parts.model,
             parts.pager,
             parts.plan.layout.module_units,
-            parts.plan.precision.compute_dtype,
+            InputCast(parts.model, parts.plan.precision),
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )

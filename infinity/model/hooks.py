@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from infinity.casts.inputs import InputCast
+from infinity.casts.operands import CastOperands, cast_sequences, hook_sequences
 from infinity.errors import ConfigError
+from infinity.model.open_calls import OpenCalls
+from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
 
 
@@ -93,7 +96,7 @@ class ModuleHooks:
         model: nn.Module,
         pager: Pager,
         module_units: dict[str, tuple[int, ...]],
-        compute_dtype: torch.dtype,
+        inputs: InputCast,
         *,
         check_copy: Callable[[nn.Module], None],
         forward_done: Callable[[], None],
@@ -101,14 +104,17 @@ class ModuleHooks:
         """Add the hooks to the model.
 
         pager: fetches the pages that a module needs. module_units: path of a module -> indices of the units
-        that hold its direct parameters. compute_dtype: the dtype to which the model's floating-point inputs
-        are cast. check_copy: function that raises an error if a module's state_dict does not fit in RAM.
-        forward_done: function that is called after each forward of the model.
+        that hold its direct parameters. inputs: casts arguments of the model's forward. check_copy: function
+        that raises an error if a module's state_dict does not fit in RAM. forward_done: function that is
+        called after each forward of the model.
         """
         keep_out_of_graphs()
         self._model = model
         self._pager = pager
-        self._dtype = compute_dtype
+        self._inputs = inputs
+        self._recomputed = OpenCalls()
+        """The calls of modules that a backward has begun (torch.utils.checkpoint) and that have not ended."""
+        self._casts_in_backward = False
         self._check_copy = check_copy
         self._forward_done = forward_done
         self._tree = _tree(model)
@@ -118,6 +124,7 @@ class ModuleHooks:
             self._before(modules[path], self._access(units))
         self._before(model, Hook(self._enter), with_kwargs=True)
         self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
+        self._handles += hook_sequences(model, Hook(cast_sequences))
         for module in model.modules():
             # This hook is never removed, so that loading into a closed model raises the error that it is
             # closed, instead of an error that lists every parameter.
@@ -155,16 +162,41 @@ class ModuleHooks:
                 "Change the model first, then offload it (close the runtime and offload again). Give "
                 "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
-        self._pager.begin_forward(_caller())
-        return tree_map_only(torch.Tensor, self._cast, (args, kwargs))
+        args, kwargs = self._inputs(args, kwargs)
+        mixed = self._inputs.mixed(args, kwargs)
+        if mixed and not self._casts_in_backward:
+            self._cast_in_backward()
+        self._pager.begin_forward(_caller(), self._casts() if mixed else None)
+        return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._pager.end_forward()
         if not self._pager.forwards:
             self._forward_done()
 
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+    def _casts(self) -> CastOperands:
+        return CastOperands(PagedParameter, self._inputs.dtype)
+
+    def _cast_in_backward(self) -> None:
+        """From now on, cast operands in modules that a backward calls again, too.
+
+        Most models do not need these hooks, which would cost time in every call of a module.
+        """
+        self._casts_in_backward = True
+        for module in self._model.modules():
+            if module is not self._model:
+                self._before(module, Hook(self._recompute))
+                self._handles.append(
+                    module.register_forward_hook(Hook(self._end_recompute), always_call=True)
+                )
+
+    def _recompute(self, module: nn.Module, args: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            outermost = not self._recomputed
+            self._recomputed.begin(_caller(), self._casts() if outermost else None)
+
+    def _end_recompute(self, *_: Any) -> None:
+        self._recomputed.end()
 
     def _before_loading(self, *_: Any) -> None:
         self._pager.refuse()

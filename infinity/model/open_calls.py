@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager, ExitStack
 from types import FrameType
+from typing import Any
 
 
 class OpenCalls:
@@ -22,16 +23,17 @@ class OpenCalls:
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def begin(self, caller: FrameType, inside: AbstractContextManager[None] | None = None) -> None:
+    def begin(self, caller: FrameType, *inside: AbstractContextManager[Any] | None) -> None:
         """Note that a call (a forward or a state_dict) begins in this thread.
 
-        caller: the frame that made the call. inside: a context manager to enter now and exit when the call
+        caller: the frame that made the call. inside: context managers to enter now and exit when the call
         ends. Calls of this thread that turn out to be over are ended first, as `prune` does.
         """
         self.prune()
         stack = ExitStack()
-        if inside is not None:
-            stack.enter_context(inside)
+        for each in inside:
+            if each is not None:
+                stack.enter_context(each)
         self._calls.append((caller, stack))
 
     def end(self) -> None:

@@ -4,7 +4,8 @@ Operations that need only metadata, such as the shape, fetch no page. `adopt` co
 because optimizers, tied weights and nn.LSTM's list of flat weights refer to the Parameter object itself.
 torch calls `__torch_function__` with each operation on a paged parameter and with its arguments, which may
 be nested in lists, tuples and dictionaries. The pages of all paged parameters among the arguments are
-fetched together. Then the operation runs as if these parameters were plain.
+fetched together. Then the operation runs as if these parameters were plain, with operands that have the
+dtype of the parameters where it demands equal dtypes (infinity/casts/operands.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from infinity.casts.operands import EQUAL_DTYPES, cast_operands
 from infinity.errors import ConfigError
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.paged_gradient import PagedGradient
@@ -119,6 +121,8 @@ class PagedParameter(nn.Parameter):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
+        if func in EQUAL_DTYPES:
+            args, kwargs = cast_operands(func, args, kwargs, PagedParameter)
         places: dict[int, Place] = {}
         _collect(args, places)
         _collect(kwargs.values(), places)

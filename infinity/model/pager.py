@@ -153,12 +153,16 @@ class Pager:
         """Whether this thread is in a call of state_dict."""
         return bool(self.copies)
 
-    def begin_forward(self, caller: FrameType) -> None:
-        """Note the beginning of a forward of the root module. caller: the frame that called the forward."""
+    def begin_forward(self, caller: FrameType, inside: AbstractContextManager[Any] | None = None) -> None:
+        """Note the beginning of a forward of the root module.
+
+        caller: the frame that called the forward. inside: a context manager that is entered until the
+        forward ends.
+        """
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.prefetch_engine.meter.entered(Phase.FORWARD)
-        self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes))
+        self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes), inside)
 
     def end_forward(self) -> None:
         """Note the end of this thread's innermost forward of the root module."""

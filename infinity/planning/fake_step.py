@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.casts.inputs import InputCast
+from infinity.casts.operands import CastOperands, cast_sequences, hook_sequences
 from infinity.config import Precision
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model
 from infinity.planning.operator_timing import Operations
@@ -72,7 +74,7 @@ def run_fake_step(
     infinity/planning/outside_state.py.
 
     example_inputs: positional or keyword arguments of the model's forward. precision: gives the dtypes of
-    parameters and of floating-point inputs. device: the device of the fake tensors. train: whether a
+    parameters, and says which inputs are cast. device: the device of the fake tensors. train: whether a
     backward follows the forward. A model that cannot be copied, or a step that cannot be run, raises no
     error: `FakeStep.unknown` tells the reason. So it does for the errors of a forward, for instance for
     wrong inputs, which the first real forward will raise again.
@@ -84,13 +86,17 @@ def run_fake_step(
         with same_generators(), _quiet(), _without_compiler():
             with mode:
                 fake, copier = fake_model(model, mode, precision, device)
-                args, kwargs = _fake_inputs(example_inputs, precision, device)
+                inputs = InputCast(model, precision, warn=False)
+                args, kwargs = inputs(*_fake_inputs(example_inputs, device))
+                hook_sequences(fake, cast_sequences)
+                mixed = inputs.mixed(args, kwargs)
+            casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
             outside = same_globals(
                 copier.classes,
                 copier.globals.values(),
                 lambda tensor: getattr(tensor, "fake_mode", None) is mode,
             )
-            with outside, mode, watch:
+            with outside, mode, watch, casts:
                 _step(fake, args, kwargs, watch, train)
     except Exception as error:
         unknown = _reason(error)
@@ -144,10 +150,10 @@ def _without_compiler() -> AbstractContextManager[Any]:
 
 
 def _fake_inputs(
-    example_inputs: tuple[Any, ...] | Mapping[str, Any], precision: Precision, device: torch.device
+    example_inputs: tuple[Any, ...] | Mapping[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make copies of the inputs, of all containers too, and return (positional, keyword arguments)."""
-    copier = Copier(lambda tensor: _fake_input(tensor, precision, device))
+    copier = Copier(lambda tensor: _fake_input(tensor, device))
     if isinstance(example_inputs, Mapping):
         return (), {name: copier.copy(each) for name, each in example_inputs.items()}
     if not isinstance(example_inputs, (tuple, list)):
@@ -155,9 +161,8 @@ def _fake_inputs(
     return tuple(copier.copy(each) for each in example_inputs), {}
 
 
-def _fake_input(tensor: torch.Tensor, precision: Precision, device: torch.device) -> torch.Tensor:
-    dtype = precision.compute_dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty_like(tensor, dtype=dtype, device=device).requires_grad_(tensor.requires_grad)
+def _fake_input(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
 
 def _backward(output: Any) -> None:

@@ -1,0 +1,1 @@
+"""Casts: where a value becomes another floating-point dtype because parameters have it."""

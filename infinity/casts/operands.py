@@ -1,0 +1,168 @@
+"""Operands: the tensors of one operation, and their cast to one dtype where it demands equal dtypes.
+
+A model whose parameters became bf16 still gets fp32 inputs, makes fp32 tables and has fp32 buffers. Where
+such a tensor meets one of the model's dtype in an operation that promotes dtypes (`+`, `torch.cat`), torch
+computes in the wider dtype, and nothing is cast here. Where torch would raise an error (`F.linear`), the
+tensor is cast for this one operation, under autograd, so that its gradient has the tensor's own dtype. No
+other value changes. torch.autocast does the same with lists of operations of its own, and inside of its
+regions nothing is cast here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+_CONVOLUTIONS = "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"
+_PRODUCTS = (
+    "bilinear matmul mm bmm mv dot vdot vecdot inner addmm addmv addbmm baddbmm einsum tensordot "
+    "chain_matmul multi_dot cross solve __matmul__ __rmatmul__"
+)
+_LAYERS = (
+    "prelu embedding_bag grid_sample lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
+    "rnn_relu_cell multi_head_attention_forward scaled_dot_product_attention"
+)
+_INDEXED = "index_add index_copy index_put index_reduce masked_scatter put scatter scatter_add scatter_reduce"
+
+
+def _functions(names: str) -> frozenset[Any]:
+    """The functions of torch that have one of the names. One that this torch does not have is left out."""
+    places = (torch, torch.Tensor, F, torch.linalg, torch.sparse)
+    found = ((place, name) for name in names.split() for place in places if hasattr(place, name))
+    return frozenset(getattr(place, name) for place, name in found)
+
+
+_WEIGHT_SECOND = _functions(f"linear {_CONVOLUTIONS}")
+"""Functions (input, weight, bias) that need no cast if input and weight have one dtype."""
+
+_ALL = _WEIGHT_SECOND | _functions(f"{_PRODUCTS} {_LAYERS} {_INDEXED} lerp")
+"""Functions that raise an error unless all their floating-point operands have one dtype."""
+
+_FIRST = _functions("layer_norm group_norm batch_norm instance_norm linear_cross_entropy")
+"""Functions that raise an error if their first operand has a wider dtype than the parameters. A narrower one,
+and buffers of another dtype (running means), are right for them.
+"""
+
+_IN_PLACE = _functions(" ".join(f"{name}_" for name in _INDEXED.split()) + " __setitem__")
+"""Functions that write into their first operand, and raise an error if values have another dtype."""
+
+EQUAL_DTYPES = _ALL | _FIRST | _IN_PLACE
+"""The functions for which `cast_operands` has something to do."""
+
+
+def cast_operands(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    parameters: type,
+    other: torch.dtype | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a function of `EQUAL_DTYPES`, with floating-point tensors in one dtype: that of
+    the parameters among them, or of the tensor that is written into.
+
+    parameters: the class of the model's parameters. They are not cast themselves, so nothing is cast where
+    they have several dtypes. other: the dtype if no parameter is among the operands, but a tensor of this
+    dtype is; None: nothing is cast then. The arguments stay as they are in a region of torch.autocast, and
+    where an argument `out` is given.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
+        dtypes = {each.dtype for each in found}
+        if len(dtypes) < 2 or "out" in kwargs or torch.is_autocast_enabled(found[0].device.type):
+            return args, kwargs
+        dtype = _dtype_for(function, found, parameters, other if other in dtypes else None)
+        if dtype is None:
+            return args, kwargs
+
+        def cast(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                differs = value.is_floating_point() and value.dtype != dtype
+                return value.to(dtype) if differs and not isinstance(value, parameters) else value
+            if isinstance(value, list):
+                return [cast(each) for each in value]
+            return tuple(map(cast, value)) if isinstance(value, tuple) else value
+
+        if function not in _FIRST:
+            return cast(tuple(args)), {name: cast(value) for name, value in kwargs.items()}
+        if args:
+            return (cast(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": cast(kwargs["input"])}
+
+
+def _dtype_for(
+    function: Callable[..., Any], found: list[torch.Tensor], parameters: type, other: torch.dtype | None
+) -> torch.dtype | None:
+    """The dtype that the operands `found`, which have several, are cast to; None: they are left alone."""
+    if function in _IN_PLACE:
+        return found[0].dtype
+    of_parameters = {each.dtype for each in found if isinstance(each, parameters)}
+    if len(of_parameters) > 1 or (function in _WEIGHT_SECOND and found[0].dtype == found[1].dtype):
+        return None
+    dtype = of_parameters.pop() if of_parameters else other
+    if dtype is not None and function in _FIRST and found[0].dtype.itemsize < dtype.itemsize:
+        return None
+    return dtype
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+class CastOperands(TorchFunctionMode):
+    """A mode that casts the operands of all operations, also of those without a parameter: a weight that was
+    computed from parameters, attention with an fp32 mask.
+    """
+
+    def __init__(self, parameters: type, dtype: torch.dtype | None) -> None:
+        """parameters, dtype: as `parameters` and `other` of `cast_operands`."""
+        super().__init__()
+        self._parameters = parameters
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in EQUAL_DTYPES:
+            args, kwargs = cast_operands(func, args, kwargs, self._parameters, self._dtype)
+        return func(*args, **kwargs)
+
+
+def cast_sequences(module: nn.RNNBase, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a recurrent module's forward in the dtype of its weights: a forward pre-hook.
+
+    nn.LSTM and its like compare dtypes themselves, and raise an error, before they call an operation.
+    """
+    weights = [each for each in module._flat_weights if each is not None]
+    dtypes = {each.dtype for each in weights}
+    if len(dtypes) != 1 or torch.is_autocast_enabled(weights[0].device.type):
+        return args, kwargs
+    (dtype,) = dtypes
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, (torch.Tensor, PackedSequence)):
+            data = value.data if isinstance(value, PackedSequence) else value
+            return value.to(dtype) if data.is_floating_point() and data.dtype != dtype else value
+        return tuple(map(cast, value)) if type(value) is tuple else value
+
+    return cast(args), {name: cast(value) for name, value in kwargs.items()}
+
+
+def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[RemovableHandle]:
+    """Add `hook`, which calls `cast_sequences`, to the recurrent modules of a model. Returns its handles."""
+    return [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in model.modules()
+        if isinstance(module, nn.RNNBase)
+    ]
