@@ -180,7 +180,8 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     the same `find` are active already, and where torch allows none: in torch.func.grad autograd saves views
     of pages, which keep them in memory.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd  # has no types for this function
+    if not autograd._saved_tensors_hooks_is_enabled():
         yield
         return
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -53,7 +53,7 @@ class Hook:
         return self._function(*args, **kwargs)
 
     @property
-    def __name__(self) -> str:
+    def __name__(self) -> Any:  # a str
         if sys._getframe(1).f_globals["__name__"].startswith("torch.jit."):  # which compiles hooks by name
             raise _traced()
         return type(self).__name__
@@ -242,8 +242,8 @@ def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
 
 def _refuse_tracing() -> None:
     """Raise ConfigError if torch makes a graph of the operations that are called, for another program."""
-    tracing: Any = torch.jit.is_tracing  # torch gives this function no types
-    if tracing() or torch.compiler.is_exporting() or get_proxy_mode() is not None:
+    jit: Any = torch.jit  # has no types for this function
+    if jit.is_tracing() or torch.compiler.is_exporting() or get_proxy_mode() is not None:
         raise _traced()
 
 
