@@ -60,6 +60,7 @@ class Runtime(Closing):
         )
         if parts.gradients is not None:
             self.training_step = TrainingStep(parts, self._check_capacity)
+            parts.pager.read_master = self.training_step.read_master
         self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
         arrived = weakly(self._gradient_arrived)
         self._handles = [
@@ -220,6 +221,23 @@ class Runtime(Closing):
             if isinstance(parameter, PagedParameter) and parameter._place.pager is self._components.pager
         }
         with self._components.pager.whole(sorted(units)):
+            yield
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """A context manager within which reads of bf16 and fp16 parameters give copies of their fp32 masters,
+        the exact values from which the optimizer updates them.
+
+        It is for averages of parameters by code of one's own, and for copies of the model: deepcopy(model)
+        and model.state_dict() are fp32 and exact within it. torch.optim.swa_utils.AveragedModel reads masters
+        without it. The copies are on the device of the parameters. A parameter without a master, such as a
+        frozen one, is converted to fp32. `p.dtype` is still the parameter's own. No gradients are computed.
+        Other threads are not concerned. Raises ConfigError if the model was offloaded without an optimizer,
+        and within the context for edits of these parameters and for calls of the model. Reads raise
+        BudgetError if a copy does not fit.
+        """
+        self._training()
+        with self._components.pager.masters():
             yield
 
     def save(

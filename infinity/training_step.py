@@ -25,6 +25,9 @@ from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
 
+_CHECKED = 1 << 20
+"""Bytes of a master from which on its copy is checked against free RAM. Asking for that takes 0.2 ms."""
+
 
 class TrainingStep:
     """The part of a runtime that only training needs.
@@ -250,9 +253,29 @@ class TrainingStep:
             layout = place.page.layout.parameters[place.index]
             stepped = states.pages[place.page.index].steps[place.index]
             if (found or stepped) and layout.trainable and parameter.dtype != torch.float32:
-                master = states.master(place.page.index, place.index, self._values(place))
-                found["master"] = master.as_strided(layout.shape, layout.stride)
+                found["master"] = self._master(place)
             return found
+
+    def read_master(self, place: Place) -> torch.Tensor:
+        """Copy a parameter's fp32 master to RAM and return it, in the parameter's shape and strides.
+
+        If the parameter has no master, because it is frozen, its values are copied and converted to float32.
+        Raises BudgetError if the copy does not fit in RAM.
+        """
+        with self._pager.lock:
+            self._refuse()
+            nbytes = 4 * place.page.layout.parameters[place.index].numel
+            if nbytes >= _CHECKED:
+                self.check_capacity(nbytes)
+            self._updater.complete(place.page.index)
+            return self._master(place)
+
+    def _master(self, place: Place) -> torch.Tensor:
+        layout = place.page.layout.parameters[place.index]
+        found = self._values(place)
+        if layout.trainable:
+            found = self._states.master(place.page.index, place.index, found)
+        return found.to(torch.float32).as_strided(layout.shape, layout.stride)
 
     def before_loading(self, states: Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
         """Wait until all ranks are about to replace the same optimizer states, so that none still reads the

@@ -5,6 +5,7 @@ tests/distributed/test_user_code.py.
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import rank_processes
 import torch
 from racing_ranks import RANK, SIZE, TOGETHER, Product, Training
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.message import Kind
@@ -443,6 +445,32 @@ def edited_masters() -> list[Any]:
     return found
 
 
+def averages() -> list[list[str]]:
+    """For each partition, an average of masters that all ranks keep, and one that the last rank keeps alone,
+    with training between their updates.
+    """
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        together = AveragedModel(training.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        alone = AveragedModel(training.model) if LAST or SIZE == 1 else None
+        for first in range(0, 6, TOGETHER):
+            micro_batches(training, first)
+            training.runtime.optimizer.step()
+            together.update_parameters(training.model)
+            if alone is not None:
+                alone.update_parameters(training.model)
+            training.runtime.optimizer.zero_grad()
+        training.runtime.close()
+        found.append(["" if each is None else digest_of(each) for each in (together, alone)])
+    return found
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    state = model.state_dict().values()
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest()
+
+
 def error_of(call: Callable[[], Any]) -> str:
     """The error that a call raises; "" if it raises none."""
     try:
@@ -464,6 +492,7 @@ def every_program() -> dict[str, Any]:
         not_finite,
         failed_step,
         replaced_states,
+        averages,
     )
     several = (refused, differing_edits, half_updated, other_calls)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}

@@ -10,12 +10,15 @@ dtype of the parameters where it demands equal dtypes (infinity/casts/operands.p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
 from infinity.casts.operands import EQUAL_DTYPES, cast_operands
@@ -37,8 +40,20 @@ class Pager(Protocol):
         the paged parameters among the arguments.
         """
 
-    def copy(self, place: Place) -> torch.Tensor:
-        """Return a copy of the parameter's values, in new memory on the parameter's device."""
+    def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
+        """Return a copy of the parameter's values, on its device (None) or on another one."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, so that trained parameters have fp32 masters."""
+
+    def reads_masters(self, place: Place) -> bool:
+        """Whether this thread's reads of the parameter give its fp32 master, as in `Runtime.masters`."""
+
+    def master(
+        self, place: Place, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Return a copy of the parameter's fp32 master, or of its values if it has no master."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
@@ -170,9 +185,20 @@ class PagedParameter(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy the parameter as a plain Parameter with a copy of the values."""
+        """Copy the parameter as a plain Parameter with a copy of the values.
+
+        The copy has the parameter's dtype. Where an AveragedModel makes the copy, or in `Runtime.masters`, it
+        has the values of the fp32 master ([Note: averages of masters]).
+        """
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
+            place, pager = self._place, self._place.pager
+            if pager.reads_masters(place) or (
+                pager.trains and is_rounded(place) and _called_by(_AVERAGE_MADE, sys._getframe(1))
+            ):
+                values = pager.master(place, device=self.device)
+            else:
+                values = pager.copy(place)
+            memo[id(self)] = nn.Parameter(values, self.requires_grad)
         copy: nn.Parameter = memo[id(self)]
         return copy
 
@@ -204,6 +230,46 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         _TENSOR.grad.__set__(parameter, None)
         return gradient
+
+
+def is_rounded(place: Place) -> bool:
+    """Whether the parameter is in bf16 or fp16, so that it is rounded if it has an fp32 master."""
+    return place.page.layout.parameters[place.index].dtype in (torch.bfloat16, torch.float16)
+
+
+_AVERAGE_MADE = AveragedModel.__init__.__code__
+_AVERAGE_UPDATED = AveragedModel.update_parameters.__code__
+
+
+def _called_by(code: CodeType, frame: FrameType | None) -> bool:
+    """Whether a function is running. code: the function's. frame: the innermost stack frame to look at."""
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _detach(parameter: PagedParameter) -> torch.Tensor:
+    """Carry out `parameter.detach()`.
+
+    [Note: averages of masters]
+    The parameters that a model computes with are rounded to bf16 or fp16. An average of them would keep none
+    of the changes that are smaller than the rounding, and torch cannot average values of one dtype into those
+    of another. So torch's AveragedModel, which copies a model with deepcopy and then reads each parameter by
+    `detach()`, gets the fp32 masters: its copy is fp32, and `detach()` gives a copy of the master in RAM, in
+    the dtype of the average that it is for. In fp32, too, the result is a copy: AveragedModel keeps what it
+    reads of all parameters, and views would keep all their pages resident.
+    """
+    place, caller = parameter._place, sys._getframe(2)
+    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
+        caller = caller.f_back  # of a TorchFunctionMode, such as `with torch.device(...)`
+    if caller.f_code is _AVERAGE_UPDATED:
+        average = caller.f_locals.get("p_averaged")
+        dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32
+        own = place.page.layout.parameters[place.index].dtype
+        if own == dtype != torch.float32:
+            return place.pager.copy(place, "cpu")
+        return place.pager.master(place, dtype)
+    return place.pager.run(torch.Tensor.detach, [place], (parameter,), {})  # type: ignore[no-any-return]
 
 
 def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
@@ -363,6 +429,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _SET_DATA: _set_data,
     _SET_REQUIRES_GRAD: _set_requires_grad,
     _REQUIRES_GRAD: _set_requires_grad,
+    torch.Tensor.detach: _detach,
     torch.Tensor.resize_: _no_other_storage,
     torch.Tensor.resize_as_: _no_other_storage,
     torch._cudnn_rnn_flatten_weight: _keep_weights_apart,

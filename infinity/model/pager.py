@@ -13,10 +13,10 @@ import torch
 from infinity.activations.heap import HeapGuard
 from infinity.activations.saved_tensors import PageReference, SavedBytes, has_memory, saving
 from infinity.config import format_size
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.open_calls import OpenCalls
-from infinity.model.paged_parameter import PagedParameter, Place
+from infinity.model.paged_parameter import PagedParameter, Place, is_rounded
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
@@ -83,6 +83,9 @@ class Pager:
         self.refuse = health.check
         self.gradients: StoredGradients | None = None
         """The gradients of the parameters; None for inference."""
+        self.read_master: Callable[[Place], torch.Tensor] | None = None
+        """Function that copies a parameter's fp32 master or values to RAM, in fp32; None for inference."""
+        self._exact = threading.local()
         self._alone = prefetch_engine.store.plan.share.ranks == 1
 
     # --- called by modules and operations --------------------------------------------------------------
@@ -108,6 +111,8 @@ class Pager:
             units = list(dict.fromkeys(place.page.index for place in places))
             if not self.prefetch_engine.present(units):
                 self.prefetch_engine.demand(units, _kind_now())
+            if self._reads_masters and any(is_rounded(place) for place in places):
+                return self._run_on_masters(function, args, kwargs)
             inside = self.inside
             written: Sequence[Place] = ()
             if not inside or not torch.is_grad_enabled():  # else no operation may change a parameter
@@ -143,6 +148,64 @@ class Pager:
                 self.edits.watch(place.page, place.index)
         return found
 
+    def _run_on_masters(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operation with copies of fp32 masters in place of parameters; `masters` says more."""
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(parameter: PagedParameter) -> torch.Tensor:
+            place = parameter._place
+            if place.pager is not self or not is_rounded(place):
+                return parameter
+            if id(parameter) not in copies:
+                device = "cpu" if self.copying else parameter.device
+                copies[id(parameter)] = self.master(place, device=device)
+            return copies[id(parameter)]
+
+        args, kwargs = tree_map_only(PagedParameter, copied, (args, kwargs))
+        versions = [copy._version for copy in copies.values()]
+        result = function(*args, **kwargs)
+        if [copy._version for copy in copies.values()] != versions:
+            raise _no_edit()
+        return result
+
+    def reads_masters(self, place: Place) -> bool:
+        """Whether this thread's reads of the parameter give its fp32 master, because of `masters`."""
+        return self._reads_masters and is_rounded(place)
+
+    @property
+    def _reads_masters(self) -> bool:
+        return getattr(self._exact, "depth", 0) > 0
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """Context in which this thread's reads of parameters give copies of their fp32 masters, or of their
+        values in fp32 if they have none, and in which no gradients are computed."""
+        self.refuse()
+        self._exact.depth = getattr(self._exact, "depth", 0) + 1
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._exact.depth -= 1
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, so that trained parameters have fp32 masters."""
+        return self.read_master is not None
+
+    def master(
+        self, place: Place, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Return a copy of a parameter's fp32 master, or of its values if it has no master.
+
+        dtype, device: of the copy, which has the parameter's shape and strides. Raises BudgetError if it does
+        not fit.
+        """
+        found = self.copy(place, "cpu") if self.read_master is None else self.read_master(place)
+        if found.dtype == dtype and found.device == torch.device(device):
+            return found
+        return _copied(place, found, dtype, device)
+
     @property
     def inside(self) -> bool:
         """Whether this thread is in the root module's forward, or in a backward."""
@@ -159,6 +222,11 @@ class Pager:
         caller: the frame that called the forward. inside: a context manager that is entered until the
         forward ends.
         """
+        if self._reads_masters:
+            raise ConfigError(
+                "The model was called in runtime.masters(), where its parameters are fp32 copies.",
+                "Call it outside, or call a copy of it that deepcopy makes there.",
+            )
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.prefetch_engine.meter.entered(Phase.FORWARD)
@@ -205,18 +273,7 @@ class Pager:
             self.prefetch_engine.demand([place.page.index], AccessKind.FORWARD)
             assert place.page.residency is not None
             view = place.page.view(place.index, place.page.residency)
-            with torch.inference_mode(False), torch.no_grad():
-                try:
-                    copy = torch.empty_strided(
-                        view.shape, view.stride(), dtype=view.dtype, device=device or view.device
-                    )
-                except torch.OutOfMemoryError as error:
-                    raise BudgetError(
-                        f"A copy of {place.name} ({format_size(view.nbytes)}) was asked for, and "
-                        f"{view.device} has no room for it.",
-                        "Take the model's state_dict(), which is in RAM, or give pages less of the device.",
-                    ) from error
-                return copy.copy_(view)
+            return _copied(place, view, view.dtype, device or view.device)
 
     def values(self, place: Place, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Return a parameter's elements [first, first + count), (count,) in memory order, in RAM: a view of
@@ -238,6 +295,9 @@ class Pager:
         """
         with self.lock:
             self.refuse()
+            if self.reads_masters(place):
+                device = "cpu" if self.copying else place.page.parameters[place.index].device
+                return self.master(place, device=device)
             if self.copying:
                 return self.copy(place, "cpu")
             self.prefetch_engine.demand([place.page.index], _kind_now())
@@ -253,6 +313,8 @@ class Pager:
         """Carry out `p.data = value` by copying `value` into the page; the parameter keeps its storage."""
         with self.lock:
             self.refuse()
+            if self.reads_masters(place):
+                raise _no_edit()
             page = place.page
             self.prefetch_engine.demand([page.index], _kind_now())
             self._settle([place])
@@ -304,6 +366,7 @@ class Pager:
         entries of `addresses`. Edits through these views are no longer noticed.
         """
         self.gradients = None
+        self.read_master = None
         self.edits.forget()
         self.addresses.clear()
 
@@ -351,6 +414,32 @@ class Pager:
                 )
                 view = view.conj() if reference.conjugate else view
                 return torch._neg_view(view) if reference.negative else view
+
+
+def _copied(
+    place: Place, values: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Return a copy of a parameter's values, with their shape and strides.
+
+    Raises BudgetError if a CUDA device has no room for the copy.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        try:
+            copy = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"A copy of {place.name} ({format_size(values.numel() * dtype.itemsize)}) was asked for, and "
+                f"{device} has no room for it.",
+                "Take the model's state_dict(), which is in RAM, or give pages less of the device.",
+            ) from error
+        return copy.copy_(values)
+
+
+def _no_edit() -> ConfigError:
+    return ConfigError(
+        "A parameter was edited in runtime.masters(), where parameters are copies; it is unchanged.",
+        "Edit it outside, under torch.no_grad() or in runtime.full_parameters(module).",
+    )
 
 
 def _kind_now() -> AccessKind:

@@ -113,6 +113,12 @@ def test_replaced_states_are_those_of_one_rank(ranks: list[Any], alone: Any) -> 
             ]
 
 
+def test_averages_of_masters_are_those_of_one_rank(ranks: list[Any], alone: Any) -> None:
+    assert ranks[-1]["averages"] == alone["averages"]
+    assert len({each for (each, _) in alone["averages"]}) == 1
+    assert [each for (each, _) in ranks[0]["averages"]] == [each for (each, _) in alone["averages"]]
+
+
 def test_hooks_see_the_gradients_of_the_own_rank(ranks: list[Any], alone: Any) -> None:
     assert [each["hooks"] for each in ranks] == [alone["hooks"][rank::SIZE] for rank in range(SIZE)]
 
