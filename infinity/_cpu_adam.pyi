@@ -6,6 +6,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+AVERAGED: int
 BLOCK: int
 CODE_BLOCK: int
 FIRST_SPAN: int
@@ -82,6 +83,9 @@ class AdagradHyper:
         self, lr: float, lr_decay: float, eps: float, weight_decay: float, step: int, maximize: bool
     ) -> None: ...
 
+class AverageStep:
+    def __init__(self, begins: bool, weight: float) -> None: ...
+
 class UpdateTicket:
     def done(self) -> bool: ...
     def times(self) -> tuple[int, int] | None: ...
@@ -123,6 +127,8 @@ class Pool:
         second_moment: int,
         first_scale: int,
         second_scale: int,
+        average: int,
+        average_step: AverageStep,
         segments: Sequence[tuple[int, int, int, int, int]],
         hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper],
         scale: float,

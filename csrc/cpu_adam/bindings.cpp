@@ -130,7 +130,8 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
                                    uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
                                    uintptr_t remainder, uintptr_t copy, uintptr_t first_moment,
                                    uintptr_t second_moment, uintptr_t first_scale,
-                                   uintptr_t second_scale,
+                                   uintptr_t second_scale, uintptr_t average,
+                                   const AverageStep& average_step,
                                    const std::vector<SegmentTuple>& segments,
                                    const std::vector<Hyper>& hypers, double scale, bool awaited) {
     UpdateRequest request{
@@ -144,7 +145,9 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
          pointer<uint8_t>(second_scale)},
         segments_of(segments),
         hypers,
-        scale};
+        scale,
+        pointer<float>(average),
+        average_step};
     return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
                        std::move(owners), awaited);
 }
@@ -253,6 +256,13 @@ void bind_formats(nb::module_& m) {
 }
 
 void bind_hypers(nb::module_& m) {
+    nb::class_<AverageStep>(m, "AverageStep")
+        .def(
+            "__init__",
+            [](AverageStep* self, bool begins, double weight) {
+                new (self) AverageStep{begins, static_cast<float>(weight)};
+            },
+            "begins"_a, "weight"_a);
     nb::class_<AdamHyper>(m, "AdamHyper")
         .def(nb::init<bool, double, double, double, double, double, int64_t, bool>(), "decoupled"_a,
              "lr"_a, "beta1"_a, "beta2"_a, "eps"_a, "weight_decay"_a, "step"_a, "maximize"_a);
@@ -274,8 +284,8 @@ void bind_pool(nb::module_& m) {
         .def("reap", &OwningPool::reap)
         .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
              "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
-             "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "segments"_a,
-             "hypers"_a, "scale"_a, "awaited"_a)
+             "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "average"_a,
+             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "awaited"_a)
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
              "segments"_a, "scale"_a, "awaited"_a)
@@ -318,6 +328,7 @@ NB_MODULE(_cpu_adam, m) {
     m.attr("MOST_HYPERS") = kMostHypers;
     m.attr("MOST_PARAMETERS") = kMostParameters;
     m.attr("NO_UPDATE") = kNoUpdate;
+    m.attr("AVERAGED") = kAveraged;
     m.attr("BLOCK") = kBlock;
     m.attr("CODE_BLOCK") = kCodeBlock;
     m.attr("FIRST_SPAN") = kFirstSpan;

@@ -119,6 +119,12 @@ struct UpdateArrays {
     uint8_t* second_scale = nullptr;
 };
 
+// How a step changes the running average of the masters. See average.inl.
+struct AverageStep {
+    bool begins;   // the average has no content yet, and becomes the master
+    float weight;  // of the master: 1 - decay
+};
+
 // The elements that one call updates, and the source of the random bits that round their moments.
 struct Range {
     size_t begin;    // index into the arrays
@@ -149,6 +155,9 @@ constexpr int kMaxStreamArrays = 8;
 
 // Returns true if a scaled gradient was not finite.
 using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, const Range&);
+// Averages the masters of the range, which an update kernel has updated before.
+using AverageKernel = void (*)(const UpdateArrays&, float* averages, const AverageStep&,
+                               const Range&);
 // If squares are requested, writes into `sums` one sum for each started block of kBlock elements.
 using GradientKernel = void (*)(const GradientArrays&, size_t begin, size_t count, double* sums);
 // Returns a digest of the bytes that were read, so that the compiler can leave no read out.
@@ -158,6 +167,7 @@ using StreamKernel = uint64_t (*)(const StreamArray*, int arrays, size_t granule
 struct KernelTable {
     const char* name;
     UpdateKernel update[kRules][kDtypes][kParameterFormats][kMomentFormats];
+    AverageKernel average[kParameterFormats];
     GradientKernel gradient[kDtypes];
     StreamKernel stream;
 };

@@ -175,10 +175,13 @@ std::vector<ByteRange> touched(const std::vector<Array>& arrays,
     return ranges;
 }
 
-std::vector<Array> arrays_of(const UpdateRequest& r, bool first_moment, bool second_moment) {
+std::vector<Array> arrays_of(const UpdateRequest& r, bool updates, bool first_moment,
+                             bool second_moment) {
     const bool split = r.format == ParameterFormat::kSplit;
-    std::vector<Array> arrays{{"grad", r.arrays.grad, dtype_bytes(r.grad_dtype), false},
-                              {"parameter", r.arrays.param, split ? 2U : 4U, true}};
+    std::vector<Array> arrays;
+    if (updates) arrays.push_back({"grad", r.arrays.grad, dtype_bytes(r.grad_dtype), false});
+    arrays.push_back({"parameter", r.arrays.param, split ? 2U : 4U, true});
+    if (r.averages != nullptr) arrays.push_back({"average", r.averages, 4, true});
     if (r.arrays.acc != nullptr) arrays.push_back({"accumulated", r.arrays.acc, 4, false});
     if (split) arrays.push_back({"remainder", r.arrays.remainder, 2, true});
     if (const size_t bytes = copy_bytes(r.format); bytes != 0) {
@@ -212,14 +215,21 @@ void UpdateJob::run(size_t chunk) noexcept {
     for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
         const Piece& piece = plan_.pieces[i];
         const Segment& segment = request_.segments[piece.segment];
-        const Folded& folded = folded_[segment.hyper];
-        const UpdateKernel kernel =
-            kernels_.update[static_cast<int>(folded.rule)][static_cast<int>(request_.grad_dtype)]
-                           [static_cast<int>(request_.format)][static_cast<int>(request_.moments)];
         const size_t index = segment.index + (piece.begin - segment.start);
         const Range range{piece.begin, piece.count, static_cast<uint32_t>(index), segment.seed};
-        if (kernel(request_.arrays, folded, range)) {
-            nonfinite_[piece.segment].store(true, std::memory_order_relaxed);
+        const auto format = static_cast<int>(request_.format);
+        if (segment.hyper != kAveraged) {
+            const Folded& folded = folded_[segment.hyper];
+            const auto rule = static_cast<int>(folded.rule);
+            const UpdateKernel kernel = kernels_.update[rule][static_cast<int>(request_.grad_dtype)]
+                                                       [format][static_cast<int>(request_.moments)];
+            if (kernel(request_.arrays, folded, range)) {
+                nonfinite_[piece.segment].store(true, std::memory_order_relaxed);
+            }
+        }
+        // The piece is small enough to be in a cache still.
+        if (request_.averages != nullptr) {
+            kernels_.average[format](request_.arrays, request_.averages, request_.average, range);
         }
     }
 }
@@ -285,9 +295,12 @@ std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateReq
     std::vector<Folded> folded;
     for (const Hyper& hyper : request.hypers) folded.push_back(fold(hyper, request.scale));
     check_segments(request.segments, request.elements);
+    bool updates = request.segments.empty();
     bool first_moment = false;
     bool second_moment = false;
     for (const Segment& s : request.segments) {
+        if (s.hyper == kAveraged && request.averages != nullptr) continue;
+        updates = true;
         if (s.hyper >= folded.size()) {
             throw ConfigError("A segment names hyper-parameters " + std::to_string(s.hyper) +
                                   " of " + std::to_string(folded.size()) + ".",
@@ -299,7 +312,7 @@ std::shared_ptr<UpdateJob> make_update_job(const KernelTable& kernels, UpdateReq
     if (request.moments == MomentFormat::kInt8 && (first_moment || second_moment)) {
         check_blocks(request.segments);
     }
-    const std::vector<Array> arrays = arrays_of(request, first_moment, second_moment);
+    const std::vector<Array> arrays = arrays_of(request, updates, first_moment, second_moment);
     check_arrays(arrays, request.elements);
     Chunks chunks = cut(request.segments, chunk);
     return std::make_shared<UpdateJob>(kernels, request, std::move(chunks), std::move(folded),

@@ -16,13 +16,16 @@ namespace infinity::cpu_adam {
 // handing the chunk out, and far less than a whole page.
 constexpr size_t kDefaultChunk = 16 * kBlock;
 
+// In place of the index of hyper-parameters: the segment is averaged and not updated.
+constexpr size_t kAveraged = SIZE_MAX;
+
 // A contiguous part of the arrays that belongs to one parameter. Blocks are counted from `start`,
 // so a parameter that is split over segments must be split at multiples of kBlock of its elements.
 // Only updates use the members after `count`.
 struct Segment {
     size_t start;
     size_t count;
-    size_t hyper = 0;   // index of the parameter's hyper-parameters
+    size_t hyper = 0;   // index of the parameter's hyper-parameters, or kAveraged
     size_t index = 0;   // index of the first element in its parameter
     uint32_t seed = 0;  // of the parameter and step, for moments that are rounded stochastically
 };
@@ -36,6 +39,8 @@ struct UpdateRequest {
     std::vector<Segment> segments;
     std::vector<Hyper> hypers;
     double scale;
+    float* averages = nullptr;  // running averages of the masters; null if there are none
+    AverageStep average{};
 };
 
 struct GradientRequest {

@@ -109,5 +109,6 @@ INFINITY_INLINE void prefetch_codes(const uint8_t* base, size_t i) {
 #include "moments.inl"
 #include "rules.inl"
 #include "update.inl"
+#include "average.inl"
 #include "gradient.inl"
 // clang-format on

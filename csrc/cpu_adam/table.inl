@@ -46,6 +46,11 @@ constexpr KernelTable make_table(const char* name, StreamKernel stream) {
     fill_dtypes<Rule::kSgd>(table);
     fill_dtypes<Rule::kSgdMomentum>(table);
     fill_dtypes<Rule::kAdagrad>(table);
+    table.average[0] = average<ParameterFormat::kPlain>;
+    table.average[1] = average<ParameterFormat::kPlainF32>;
+    table.average[2] = average<ParameterFormat::kPlainBf16>;
+    table.average[3] = average<ParameterFormat::kPlainF16>;
+    table.average[4] = average<ParameterFormat::kSplit>;
     table.gradient[0] = gradient<Dtype::kF32>;
     table.gradient[1] = gradient<Dtype::kBf16>;
     table.gradient[2] = gradient<Dtype::kF16>;

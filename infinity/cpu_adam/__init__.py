@@ -27,9 +27,11 @@ from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper, NativeHype
 from infinity.cpu_adam.placement import default_cpus
 from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
 from infinity.cpu_adam.work import (
+    AVERAGED,
     BLOCK,
     CODE_BLOCK,
     Array,
+    AverageStep,
     Gradient,
     GradientResult,
     Segment,
@@ -40,6 +42,7 @@ from infinity.cpu_adam.work import (
 )
 
 __all__ = [
+    "AVERAGED",
     "BLOCK",
     "CODE_BLOCK",
     "DEFAULT_CHUNK",
@@ -48,6 +51,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Array",
+    "AverageStep",
     "Gradient",
     "GradientResult",
     "Hyper",

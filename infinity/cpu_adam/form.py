@@ -24,6 +24,7 @@ _FIELDS = (
     "second_moment",
     "first_scale",
     "second_scale",
+    "average",
 )
 """The names of the fields of `Update` that hold arrays, in the order of `UpdateForm.places`."""
 

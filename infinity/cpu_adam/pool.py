@@ -29,6 +29,7 @@ from infinity.cpu_adam.placement import place
 from infinity.cpu_adam.work import (
     BLOCK,
     CODE_BLOCK,
+    AverageStep,
     Gradient,
     GradientResult,
     Stream,
@@ -37,6 +38,8 @@ from infinity.cpu_adam.work import (
 )
 from infinity.errors import ConfigError
 from infinity.system.closing import Closing
+
+_NO_AVERAGE = AverageStep(False, 0.0)
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
 """Default of ThreadPool's argument `chunk`: how many elements of a job a thread processes at a time."""
@@ -187,6 +190,7 @@ class ThreadPool(Closing):
         hypers: Sequence[NativeHyper],
         *,
         scale: float,
+        average_step: AverageStep | None = None,
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
@@ -195,11 +199,12 @@ class ThreadPool(Closing):
 
         form: made by `UpdateForm.of` from the earlier update. addresses: the addresses of this update's
         arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
-        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale: as in `Update`. owners:
-        the tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
-        Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
+        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale, average_step: as in
+        `Update`. owners: the tensors that own the arrays' memory; they are kept alive during the job.
+        awaited: as in `submit`. Raises ConfigError if the pool is closed, or if a hyper-parameter or a
+        segment is out of range.
         """
-        grad, parameter, remainder, copy, first, second, first_scale, second_scale = addresses
+        grad, parameter, remainder, copy, first, second, first_scale, second_scale, average = addresses
         native = self._native.submit_update(
             grad=grad,
             grad_dtype=form.grad_dtype,
@@ -213,6 +218,8 @@ class ThreadPool(Closing):
             second_moment=second,
             first_scale=first_scale,
             second_scale=second_scale,
+            average=average,
+            average_step=average_step or _NO_AVERAGE,
             segments=segments,
             hypers=hypers,
             scale=scale,
@@ -257,7 +264,7 @@ class ThreadPool(Closing):
             )
         native = self._native.submit_update(
             grad=page.add("grad", work.grad, *GRAD_DTYPES),
-            grad_dtype=GRAD_DTYPES[work.grad.dtype],
+            grad_dtype=GRAD_DTYPES[torch.float32 if work.grad is None else work.grad.dtype],
             format=parameter_format(work),
             moments=MOMENT_FORMATS[moment],
             accumulated=page.add("accumulated", work.accumulated, torch.float32),
@@ -268,6 +275,8 @@ class ThreadPool(Closing):
             second_moment=page.add("second_moment", work.second_moment, moment),
             first_scale=page.add("first_scale", work.first_scale, torch.uint8, per=CODE_BLOCK),
             second_scale=page.add("second_scale", work.second_scale, torch.uint8, per=CODE_BLOCK),
+            average=page.add("average", work.average, torch.float32),
+            average_step=work.average_step or _NO_AVERAGE,
             segments=segment_tuples(work.segments),
             hypers=[each.native() for each in work.hypers],
             scale=work.scale,

@@ -27,6 +27,15 @@ CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
 """Number of elements of a parameter that share one exponent in int8 moments."""
 
 
+AVERAGED: int = _cpu_adam.AVERAGED
+"""The value of `Segment.hyper` of a segment that is averaged and not updated."""
+
+AverageStep: TypeAlias = _cpu_adam.AverageStep
+"""How averages change in a step. AverageStep(begins, weight) -> the average becomes the master if it
+`begins`, or else torch.lerp(average, master, weight).
+"""
+
+
 @dataclass(frozen=True)
 class Span:
     """An array in memory that no tensor describes: `count` elements of `dtype` at `address`.
@@ -56,7 +65,8 @@ class Segment:
     start: int
     count: int
     hyper: int = 0
-    """Index of the segment's hyper-parameters in `Update.hypers`.
+    """Index of the segment's hyper-parameters in `Update.hypers`; AVERAGED for a segment that is not updated,
+    and whose masters are averaged as those of the others.
 
     Only updates use `hyper`, `index` and `seed`.
     """
@@ -84,8 +94,8 @@ class Update:
     zero.
     """
 
-    grad: Array
-    """The gradient: float32, bfloat16 or float16. It is only read."""
+    grad: Array | None
+    """The gradient: float32, bfloat16 or float16. It is only read. None if all segments are only averaged."""
     parameter: Array
     """The float32 masters; or, if `remainder` is given, the bfloat16 parameters. Updated in place."""
     segments: Sequence[Segment]
@@ -120,6 +130,13 @@ class Update:
     """
     scale: float = 1.0
     """The factor by which gradients are multiplied, for unscaling (loss scale) and clipping together."""
+    average: Array | None = None
+    """Running averages of the masters, float32; None if there are none.
+
+    After the update of a segment its average becomes torch.lerp(average, master, average_step.weight).
+    """
+    average_step: AverageStep | None = None
+    """How averages change; None if there are none."""
 
 
 @dataclass(frozen=True)

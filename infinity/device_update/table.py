@@ -180,6 +180,7 @@ class DeviceTable:
             *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),
             *(work.first_moment, work.second_moment, work.first_scale, work.second_scale),
         )
+        assert work.grad is not None
         pieces["arrays"] = [0 if each is None else _address(each) for each in arrays]
         pieces["start"] = [each.start for each in work.segments]
         pieces["count"] = [each.count for each in work.segments]
