@@ -50,6 +50,7 @@ def offload(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     update: str = "auto",
     accumulation: int | None = None,
+    average: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] | None = None,
     mesh: DeviceMesh | None = None,
@@ -76,6 +77,14 @@ def offload(
     in its parameter's dtype, which changes no bit of the training results. A second gradient of a parameter
     in one step raises ConfigError.
 
+    average: the decay, from 0 to 1, of a running average of each trainable parameter's fp32 master; None: no
+    averages. The averages take 4 bytes a parameter, in pages beside the optimizer's states. They have the
+    bits of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(average) over fp32 parameters on the
+    CPU, whose update_parameters is called after each step: the first step sets them to the masters. A step
+    that fp16 skips leaves them. They are part of commits and copies. `Runtime.average`, `Runtime.averaged`
+    and `Runtime.export` have them. They exclude updates on the device; with update="eager" and with several
+    ranks ConfigError is raised.
+
     checkpoint: a directory for commits, which turns `Runtime.save` on. Parameters and states then take their
     room on disk twice, in the directories of the budget's nvme, or in this one if the budget has none. It is
     made if it does not exist, and refused if it has the commits of another run. resume: a directory whose
@@ -100,6 +109,12 @@ def offload(
     budget, precision = check_kinds(budget, precision)
     stage = stage_of(partition)
     if several_ranks(mesh):
+        if average is not None:
+            raise ConfigError(
+                "Running averages were asked for with several ranks, for which they are not implemented.",
+                "Leave average= out; torch.optim.swa_utils.AveragedModel averages the masters of a model "
+                "that fits in RAM.",
+            )
         return _offload_with_others(
             model,
             optimizer,
@@ -130,6 +145,7 @@ def offload(
             device=device,
             update=update,
             accumulation=accumulation,
+            average=average,
             slab_directory=None if commits is None else str(commits.directory),
             prefer=None if commits is None or commits.saved is None else division_of(commits.saved),
         )
@@ -272,6 +288,7 @@ def plan(
     device: torch.device | str | None = None,
     update: str = "auto",
     accumulation: int | None = None,
+    average: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Make the plan by which `offload` would move a model with the same arguments; nothing is moved.
@@ -298,6 +315,7 @@ def plan(
         device=device,
         update=update,
         accumulation=accumulation,
+        average=average,
         slab_directory=None if checkpoint is None else path_text(checkpoint),
     )
 
@@ -313,6 +331,7 @@ def plan_for(
     update: str,
     accumulation: int | None,
     slab_directory: str | None,
+    average: float | None = None,
     prefer: Division | None = None,
     share: Share = ALONE,
     on_node: int = 1,
@@ -329,7 +348,14 @@ def plan_for(
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = as_model(model_or_config)
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
-    rule = None if optimizer is None else Rule.of(optimizer, precision.states)
+    if average is not None and optimizer is None:
+        raise ConfigError("Running averages were asked for without an optimizer.", "Leave average= out.")
+    if average is not None and chosen == "eager":
+        raise ConfigError(
+            "Running averages were asked for with eager updates, for which they are not implemented.",
+            'Give update="lazy", or leave average= out.',
+        )
+    rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
     draft = functools.partial(
         make_plan,
         model,

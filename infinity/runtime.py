@@ -240,6 +240,56 @@ class Runtime(Closing):
         with self._components.pager.masters():
             yield
 
+    def average(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return a copy, in host RAM, of the running average of a parameter's fp32 masters.
+
+        The copy is float32 and has the parameter's shape and strides. Before the first step it has the
+        master's values, and always has the parameter's own if that is frozen. Raises ConfigError if the
+        model was offloaded without average=.
+        """
+        return self._training().average(parameter)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context manager within which the model has the running averages of its masters as parameters, in
+        the dtypes in which it computes. Afterwards masters and averages have all their bits again.
+
+        Pages are exchanged in place, a parameter at a time, which takes no further memory, and once more at
+        the end. No gradients are computed. `export` writes averages within it. Steps, commits, copies, and
+        reads of averages or of optimizer states raise ConfigError there. Raises ConfigError for a model that
+        was offloaded without average=, wherever `save` raises it, and at the end if a parameter was edited:
+        the edit is then the parameter's average.
+        """
+        training = self._training()
+        with self._components.pager.lock:
+            self._check_between("averaged")
+            training.check_averages()
+            copies = self._copies()
+            copies.exchange_averages()
+            before = self._masters_edited()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            with self._components.pager.lock:
+                if not self._components.health.closed:
+                    copies.complete()
+                    edited = [unit for unit, now in self._masters_edited().items() if now != before[unit]]
+                    copies.exchange_averages()
+                    if edited and self._components.states.keeps_averages:
+                        name = self.plan.layout.units[edited[0]].name or "the model"
+                        raise ConfigError(
+                            f"A parameter of {name} was edited within averaged(); the edit is in its average "
+                            "now.",
+                            "Edit parameters outside of averaged().",
+                        )
+
+    def _masters_edited(self) -> dict[int, tuple[int, frozenset[int]]]:
+        """For each unit, what changes if user code edits the masters of its parameters."""
+        states = self._components.states
+        assert states is not None
+        return {unit: (page.version, frozenset(page.edited)) for unit, page in states.pages.items()}
+
     def save(
         self, path: str | os.PathLike[str] | None = None, *, state: Any = None, shard: Size = "4GiB"
     ) -> Commit:
@@ -344,12 +394,15 @@ class Runtime(Closing):
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
 
         dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
-        values from which the optimizer updates the parameters. shard: the most bytes of tensors in a file.
+        values from which the optimizer updates the parameters, "average" for the running averages of these.
+        shard: the most bytes of tensors in a file.
         infinity.checkpoint.export.export describes files and errors.
         """
         parts = self._components
         with parts.pager.lock:
             self._refuse()
+            if dtype == "average" and self.training_step is not None:
+                self.training_step.check_averages()
             if parts.updater is not None:
                 parts.updater.complete_all()
             parts.edits.sync_edits()
@@ -422,6 +475,8 @@ class Runtime(Closing):
             return "inside of a forward or a backward"
         if any(page.holds for page in pager.pages):
             return "inside of full_parameters"
+        if self._components.states is not None and self._components.states.exchanged:
+            return "inside of averaged"
         if self.training_step is not None and self.training_step.open:
             return "between the first backward of a step and its step()"
         return ""

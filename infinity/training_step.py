@@ -125,6 +125,7 @@ class TrainingStep:
         parts, gradients = self._components, self._gradients
         with self._pager.lock:
             self._refuse()
+            self._check_masters("step()")
             parts.meter.entered(Phase.STEP)
             self._check_slots()
             if self._ranked is None:
@@ -248,6 +249,7 @@ class TrainingStep:
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
+            self._check_masters("optimizer states")
             self._updater.complete(place.page.index)
             found = states.read(place.page.index, place.index)
             layout = place.page.layout.parameters[place.index]
@@ -265,10 +267,40 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             nbytes = 4 * place.page.layout.parameters[place.index].numel
+            self._check_masters("masters")
             if nbytes >= _CHECKED:
                 self.check_capacity(nbytes)
             self._updater.complete(place.page.index)
             return self._master(place)
+
+    def average(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Copy the running average of a parameter's masters to RAM, as `Runtime.average` says."""
+        place, states = self._place(parameter), self._states
+        layout = place.page.layout.parameters[place.index]
+        with self._pager.lock:
+            self._refuse()
+            self.check_averages()
+            self._updater.complete(place.page.index)
+            found = self._values(place)
+            if layout.trainable:
+                found = states.average(place.page.index, place.index, found)
+            return found.to(torch.float32).as_strided(layout.shape, layout.stride)
+
+    def check_averages(self) -> None:
+        """Raise ConfigError if the run keeps no averages, or masters are in their place now."""
+        self._check_masters("the averages")
+        if self._states.rule.average is None:
+            raise ConfigError(
+                "The averages were asked for, and the run keeps none.",
+                "Give infinity.offload average=, the decay of the averages.",
+            )
+
+    def _check_masters(self, what: str) -> None:
+        if self._states.exchanged:
+            raise ConfigError(
+                f"Within averaged(), {what} cannot be used: masters and averages have changed places.",
+                "Do it outside of averaged().",
+            )
 
     def _master(self, place: Place) -> torch.Tensor:
         layout = place.page.layout.parameters[place.index]
@@ -306,6 +338,7 @@ class TrainingStep:
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
+            self._check_masters("optimizer states")
             self._updater.complete(place.page.index)
             self._updater.complete_awaited()
             states.write(place.page.index, place.index, state)
@@ -357,6 +390,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             if gradient is not None:
+                self._check_masters("gradients")
                 self.open = True
                 self._updater.complete(place.page.index)
                 add = self.add if accumulator is None else accumulator.add
@@ -429,7 +463,7 @@ class TrainingStep:
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
         exposed = self._exposed()
-        options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
+        options = StepOptions(self._param_groups, self._group_of(), self._states.rule, self._states.averaged)
         try:
             self._updater.step(options, order, self._edits.exposed)
         except BaseException as error:

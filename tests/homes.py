@@ -82,6 +82,7 @@ def budget_for(
     device: str | torch.device = "cpu",
     accumulation: int | None = None,
     checkpoint: Path | None = None,
+    average: float | None = None,
 ) -> Any:
     """Return an infinity.Budget under which every page of the model rests at `home`.
 
@@ -89,7 +90,8 @@ def budget_for(
     "mixed" has room for half of the parameter pages on the device and half of the other pages in RAM, and
     the disk takes the rest. "mirrored" is the layout of ZeRO-Offload: parameters on the device and in RAM,
     gradients and states in RAM. accumulation: the number of backwards a step that will be declared to
-    `offload`, or None. checkpoint: the directory of commits that `offload` will be given, or None.
+    `offload`, or None. checkpoint, average: what `offload` will be given as the directory of commits and as
+    the decay of running averages, or None.
     """
     nvme = {str(directory): ROOMY}
     if home == "unified":
@@ -104,6 +106,7 @@ def budget_for(
         device=device,
         accumulation=accumulation,
         checkpoint=checkpoint,
+        **({} if average is None else {"average": average}),  # other commits' packages lack the argument
     )
     smallest = planned(budget=roomy).smallest
     host = smallest[Tier.HOST]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from infinity.formats.optimizer_rules import Rule, StateArray, state_arrays
+from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.layout.chunks import ModelLayout
 from infinity.pages.optimizer_page import States
 
@@ -33,11 +33,17 @@ class SavedOptimizer:
     """The format of the moments: "fp32", "bf16" or "int8"."""
     moments: tuple[str, ...]
     """The keys of the moments in torch's state, in the order in which a page holds the moments."""
+    averaged: int | None
+    """Number of steps of which running averages of masters have the values, or 0 if they have none yet. None
+    if the run keeps no averages.
+    """
 
     @staticmethod
-    def of(rule: Rule) -> SavedOptimizer:
-        """The optimizer whose rule is `rule`."""
-        return SavedOptimizer(rule.name, rule.states, rule.moments)
+    def of(states: States) -> SavedOptimizer:
+        """The optimizer of a running model. states: the model's optimizer states."""
+        rule = states.rule
+        averaged = None if rule.average is None else states.averaged
+        return SavedOptimizer(rule.name, rule.states, rule.moments, averaged)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ class SavedParameter:
         """The state arrays that the checkpoint holds of the parameter. optimizer: that of the saved run."""
         if optimizer is None or not self.trainable:
             return ()
-        return state_arrays(self.dtype, optimizer.moments if self.has_moments else (), optimizer.states)
+        moments = optimizer.moments if self.has_moments else ()
+        return state_arrays(self.dtype, moments, optimizer.states, average=bool(optimizer.averaged))
 
 
 class ArraySource(Protocol):

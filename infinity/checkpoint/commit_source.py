@@ -92,7 +92,7 @@ class CommitSource:
     @property
     def optimizer(self) -> SavedOptimizer | None:
         rule = self._saved.manifest.rule
-        return SavedOptimizer(rule.name, rule.states, rule.moments)
+        return SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
 
     def parameters(self) -> Mapping[str, SavedParameter]:
         return {name: saved_parameter(each) for name, each in self._entries.items()}
@@ -228,4 +228,4 @@ def _arrays(saved: SavedCommit, entry: ParameterEntry) -> tuple[StateArray, ...]
     if not entry.trainable:
         return values
     rule = saved.manifest.rule
-    return (*values, *state_arrays(dtype, rule.moments, rule.states))
+    return (*values, *state_arrays(dtype, rule.moments, rule.states, average=bool(rule.averaged)))

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from infinity.checkpoint.averages import exchange_averages
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.copy_source import CopySource
@@ -141,6 +142,21 @@ class Copies:
                 run.set_generators()
         restored.tell(stacklevel=3)
         return user_state
+
+    def exchange_averages(self) -> None:
+        """Exchange the masters of a running model with their running averages, as `Runtime.averaged` does.
+
+        Raises StorageError; after an error in the exchange the runtime cannot be used.
+        """
+        states, store = self._source.states, self._source.store
+        assert states is not None
+        self.complete()
+        if self._committer is not None:
+            self._committer.land()
+        with self._poisoning():
+            exchange_averages(self._pages, states, store)
+            self._prefetch_engine.homes_replaced()
+            show(self._pages, self._edits, store)
 
     def complete(self) -> None:
         """Complete all updates, reads ahead and writes, and write the user's edits home. Raises StorageError

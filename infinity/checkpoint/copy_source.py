@@ -173,7 +173,10 @@ def _optimizer(said: Any) -> SavedOptimizer | None:
         return None
     if not isinstance(said["name"], str) or said["states"] not in MOMENT_DTYPES:
         raise ValueError(said)
-    return SavedOptimizer(said["name"], said["states"], tuple(_strings(said["moments"])))
+    averaged = said.get("averaged")
+    if not (averaged is None or _is_count(averaged)):
+        raise ValueError(said)
+    return SavedOptimizer(said["name"], said["states"], tuple(_strings(said["moments"])), averaged)
 
 
 def _parameters(said: Any, optimizer: SavedOptimizer | None) -> Iterator[tuple[str, SavedParameter]]:

@@ -35,13 +35,14 @@ from infinity.checkpoint.tensor_files import (
 from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
+from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import Piece
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
-_EXPORTED = ("compute", "fp32")
+_EXPORTED = ("compute", "fp32", "average")
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,22 @@ class Source:
     states: States | None
     compute_dtype: torch.dtype
 
-    def parts(self, place: Place, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    def parts(self, place: Place, dtype: torch.dtype, *, average: bool = False) -> Iterator[torch.Tensor]:
         """Yield a parameter's elements in memory order, as flat CPU tensors of up to WINDOW elements.
 
         The tensors have memory of their own. place: the parameter's page, and its index in the page. dtype:
         the parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32
-        master. The elements of a parameter without a master are converted to float32.
+        master. The elements of a parameter without a master are converted to float32. average: whether they
+        are those of the running average of a trainable parameter's masters instead, in float32.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]
+        if average and layout.trainable and self.states is not None and self.states.keeps_averages:
+            state = self.states.pages[page.index]
+            for chunk_index, piece in page.layout.pieces(index):
+                for part in piece.parts(tensor_files.WINDOW):
+                    yield self._state(state, chunk_index, AVERAGE, part).view(torch.float32)
+            return
         master = self._master(place, dtype)
         pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
         for chunk_index, piece in pieces:
@@ -118,7 +126,8 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
 
     dtype: "compute" writes parameters in the dtype in which the model computes. "fp32" writes the fp32
     masters of trainable floating-point parameters, and converts the other floating-point parameters to fp32.
-    Buffers keep their dtype.
+    "average" writes the running averages of these masters instead, which a run keeps that was offloaded with
+    average=. Buffers keep their dtype.
 
     For a transformers model, config.json and generation_config.json are written too. A config has only one
     dtype. Therefore from_pretrained casts parameters that `Precision(keep=...)` kept in fp32 to that dtype,
@@ -132,7 +141,7 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     limit = shard_bytes(shard)
     target, entries = check_export(source, path, dtype=dtype)
     with storing("export to", target), published(target) as directory, Writer() as writer:
-        save_config(source.model, directory, torch.float32 if dtype == "fp32" else source.compute_dtype)
+        save_config(source.model, directory, source.compute_dtype if dtype == "compute" else torch.float32)
         for name, pieces in model_files(entries, limit).items():
             with storing("write", target / name):
                 writer.write(directory / name, pieces)
@@ -149,7 +158,12 @@ def check_export(
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
     target = check_destination(path)
-    entries = model_entries(source, as_masters=dtype == "fp32")
+    if dtype == "average" and (source.states is None or source.states.rule.average is None):
+        raise ConfigError(
+            "The averages were asked for, and the run keeps none.",
+            "Give infinity.offload average=, the decay of the averages.",
+        )
+    entries = model_entries(source, as_masters=dtype != "compute", average=dtype == "average")
     check_room(target, sum(each.nbytes for each in entries))
     return target, entries
 
@@ -168,8 +182,9 @@ def model_files(entries: Sequence[Entry], limit: int) -> dict[str, Iterable[byte
     return contents
 
 
-def model_entries(source: Source, *, as_masters: bool) -> list[Entry]:
+def model_entries(source: Source, *, as_masters: bool, average: bool = False) -> list[Entry]:
     """List tensors to export, in the order of state_dict. as_masters: whether to write parameters in fp32.
+    average: whether to write running averages of masters, in fp32.
 
     Raises ConfigError if safetensors cannot hold a tensor, or if a parameter was added or replaced after the
     model was offloaded.
@@ -178,7 +193,7 @@ def model_entries(source: Source, *, as_masters: bool) -> list[Entry]:
     for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
         if isinstance(tensor, PagedParameter) and tensor._place.pager is source.pager:
-            entry = _of_parameter(source, name, tensor._place, as_masters)
+            entry = _of_parameter(source, name, tensor._place, as_masters, average)
         elif isinstance(tensor, nn.Parameter):
             raise ConfigError(
                 f"The parameter {name} was added or replaced after the model was offloaded.",
@@ -190,12 +205,12 @@ def model_entries(source: Source, *, as_masters: bool) -> list[Entry]:
     return entries
 
 
-def _of_parameter(source: Source, name: str, place: Place, as_masters: bool) -> Entry:
+def _of_parameter(source: Source, name: str, place: Place, as_masters: bool, average: bool) -> Entry:
     layout = place.page.layout.parameters[place.index]
     dtype = torch.float32 if as_masters and layout.dtype.is_floating_point else layout.dtype
 
     def parts() -> Iterable[torch.Tensor]:
-        found = source.parts(place, dtype)
+        found = source.parts(place, dtype, average=average)
         if torch.empty_strided(layout.shape, layout.stride, device="meta").is_contiguous():
             return found
         whole = torch.empty(layout.numel, dtype=dtype, device="cpu")

@@ -75,6 +75,11 @@ class OptimizerRule:
     """The keys of the moments in torch's state."""
     states: str
     """The format of moments: "fp32", "bf16" or "int8" (infinity/formats/moments.py)."""
+    averaged: int | None = None
+    """Number of steps of which running averages of masters have the values. With more than 0, all ranges of
+    trainable parameters have the array "average". None if the run keeps no averages: then the file has no
+    such entry.
+    """
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,9 @@ class Range:
     """Index of the first element in the parameter: a multiple of BLOCK."""
     count: int
     places: Mapping[str, Place]
-    """By array: "values", "master" or "remainder", and the moments' names, with ".scale" for exponents."""
+    """By array: "values", "master" or "remainder", the moments' names, with ".scale" for exponents, and
+    "average".
+    """
 
 
 @dataclass(frozen=True)
@@ -267,7 +274,8 @@ def array_layout(name: str, dtype_bytes: int, rule: OptimizerRule) -> tuple[int,
         return MOMENT_BYTES[rule.states], 1
     if rule.states == "int8" and name.removesuffix(".scale") in rule.moments:
         return 1, SCALE_BLOCK
-    return {"values": (dtype_bytes, 1), "master": (4, 1), "remainder": (2, 1)}.get(name)
+    others = {"values": (dtype_bytes, 1), "master": (4, 1), "remainder": (2, 1), "average": (4, 1)}
+    return others.get(name)
 
 
 def blocks(count: int) -> int:

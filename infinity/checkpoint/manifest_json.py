@@ -52,6 +52,8 @@ _ROWS = (ChunkEntry, FrozenEntry, Place, Range)
 def to_json(manifest: Manifest, data: Mapping[str, int]) -> bytes:
     """The JSON text of a manifest, in ASCII. data: the fields "nbytes" and "crc32c" of its data file."""
     tree = {"format": FORMAT, "data": dict(data), **tree_of(manifest)}
+    if manifest.rule.averaged is None:
+        del tree["rule"]["averaged"]
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -176,8 +178,14 @@ def _volume(node: Node) -> Volume:
 
 
 def _rule(node: Node) -> OptimizerRule:
-    name, moments, states = node.fields("name", "moments", "states")
-    return OptimizerRule(name.text(), _names(moments), states.choice(*MOMENT_BYTES))
+    more = ("averaged",) if "averaged" in node.has(dict) else ()
+    name, moments, states, *averaged = node.fields("name", "moments", "states", *more)
+    return OptimizerRule(
+        name.text(),
+        _names(moments),
+        states.choice(*MOMENT_BYTES),
+        averaged[0].integer() if averaged else None,
+    )
 
 
 def _precision(node: Node) -> PrecisionEntry:
@@ -287,6 +295,8 @@ class _Parameters:
             arrays.update(self._rule.moments)
             if self._rule.states == "int8":
                 arrays.update(f"{name}.scale" for name in self._rule.moments)
+        if trainable and self._rule.averaged:
+            arrays.add("average")
         return ParameterEntry(
             names=names,
             shape=shape,

@@ -220,7 +220,7 @@ class MovedParts:
         """What reads the part of a rank from its holder."""
         entries = {each.names[0]: saved_parameter(each) for each in saved.manifest.parameters}
         rule = saved.manifest.rule
-        optimizer = SavedOptimizer(rule.name, rule.states, rule.moments)
+        optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
 
         def read(name: str, array: str, first: int, count: int) -> torch.Tensor:
             saved = entries[name]
@@ -298,7 +298,7 @@ def commit_of_all(
 def _arrays(saved: SavedCommit) -> list[tuple[str, str]]:
     """(parameter, array) of all arrays of a commit, in an order that all ranks share."""
     rule = saved.manifest.rule
-    optimizer = SavedOptimizer(rule.name, rule.states, rule.moments)
+    optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
     return [
         (each.names[0], array)
         for each in saved.manifest.parameters

@@ -33,7 +33,8 @@ class PartsSource:
         """
         self._generation = manifest.generation
         self._entries = {each.names[0]: saved_parameter(each) for each in manifest.parameters}
-        self._optimizer = SavedOptimizer(manifest.rule.name, manifest.rule.states, manifest.rule.moments)
+        rule = manifest.rule
+        self._optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
         self._parts = parts
 
     @property

@@ -19,10 +19,12 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.checkpoint import manifest as form
+from infinity.checkpoint.array_source import SavedOptimizer
 from infinity.checkpoint.array_values import DTYPE_NAMES
 from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import capture
+from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.shards import PageShard
 from infinity.pages.home import twins_of
@@ -115,6 +117,7 @@ class Recorder:
         created: when the commit was begun, in UTC and ISO 8601.
         """
         plan, rule = self._plan, self._states.rule
+        optimizer = SavedOptimizer.of(self._states)
         run = capture(self._model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
         return Draft(
             Manifest(
@@ -126,7 +129,7 @@ class Recorder:
                 volume=self._volume,
                 codecs=CODECS,
                 chunk_elements=plan.layout.chunk_elements,
-                rule=form.OptimizerRule(rule.name, rule.moments, rule.states),
+                rule=form.OptimizerRule(rule.name, rule.moments, rule.states, optimizer.averaged),
                 rank=plan.share.rank,
                 world_size=plan.share.ranks,
                 precision=form.PrecisionEntry(
@@ -156,11 +159,12 @@ class Recorder:
             tables.append(checksums)
             end += len(checksums)
         parameters = []
+        averaged = draft.manifest.rule.averaged
         entries = iter(draft.manifest.parameters)
         for ranges in self._ranges:
             for of_parameter in ranges:
                 entry = next(entries)
-                found = tuple(_range(each, entry.moments, pending, base) for each in of_parameter)
+                found = tuple(_range(each, entry.moments, averaged, pending, base) for each in of_parameter)
                 parameters.append(replace(entry, ranges=found))
         units = tuple(self._unit(page, pending) for page in self._pages)
         table = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
@@ -226,12 +230,17 @@ def _versions() -> dict[str, str]:
     return {"infinity": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _range(each: StoredRange, moments: bool, pending: Pending, base: Mapping[Part, int]) -> form.Range:
-    """Say where a range lies. moments: whether the parameter has moments, which are left out otherwise."""
+def _range(
+    each: StoredRange, moments: bool, averaged: int | None, pending: Pending, base: Mapping[Part, int]
+) -> form.Range:
+    """Say where a range lies. moments: whether the parameter has moments, which are left out otherwise.
+    averaged: as in `OptimizerRule`; without averaged steps there are no averages.
+    """
     places = {}
     for array in each.arrays:
         side, _, begun = pending.captured[array.part]
-        if array.name not in ("values", "remainder", "master") and not (moments and begun):
+        held = bool(averaged) if array.name == AVERAGE else moments and begun
+        if array.name not in ("values", "remainder", "master") and not held:
             continue
         offset = array.part.places[side] + array.offset
         places[array.name] = form.Place(

@@ -25,7 +25,7 @@ import torch
 from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer, SavedParameter
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
-from infinity.formats.optimizer_rules import StateArray, scale_of, state_arrays
+from infinity.formats.optimizer_rules import AVERAGE, StateArray, scale_of, state_arrays
 from infinity.layout.chunks import ModelLayout, ParameterLayout, Piece
 from infinity.layout.shards import PageShard
 from infinity.layout.strides import in_memory_order, same_order
@@ -108,7 +108,7 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
     for (unit, index), fills in found.items():
         _check(layout.units[unit].parameters[index], fills)
     if states is not None and source.optimizer is not None:
-        _check_optimizer(source.optimizer, SavedOptimizer.of(states.rule))
+        _check_optimizer(source.optimizer, SavedOptimizer.of(states))
     return found
 
 
@@ -171,6 +171,8 @@ def restore(
     found = match(source, layout, states)
     store.link.drain()  # copies of pages on their way to a device still read homes in RAM
     fresh, left_out = [], []
+    if states is not None:
+        states.averaged = (source.optimizer.averaged or 0) if source.optimizer is not None else 0
     for unit, unit_layout in enumerate(layout.units):
         page = None if states is None else states.pages[unit]
         shard = PageShard(unit_layout, store.plan.share)
@@ -186,6 +188,8 @@ def restore(
                 _note(page, index, saved, source.optimizer)
                 for array in held:
                     _write(page, index, array, copier, store)
+                if states is not None and states.keeps_averages and not saved.trainable:
+                    _write(page, index, StateArray(VALUES, each.dtype), copier, store, into=AVERAGE)
                 if not saved.trainable or source.optimizer is None:
                     fresh.append(each.names[0])
             elif held:
@@ -308,15 +312,27 @@ class _Copier:
         return in_memory_order(view, self._layout.stride)
 
 
-def _write(page: StatePage, parameter: int, array: StateArray, copier: _Copier, store: Store) -> None:
-    """Write a parameter's entries of a state array to its optimizer page, as far as this rank keeps them."""
+def _write(
+    page: StatePage,
+    parameter: int,
+    array: StateArray,
+    copier: _Copier,
+    store: Store,
+    *,
+    into: str | None = None,
+) -> None:
+    """Write a parameter's entries of an array to its optimizer page, as far as this rank keeps them.
+
+    into: AVERAGE if running averages begin with the parameter's values; None: they go into the same array.
+    """
     pieces = page.pieces(parameter)
     read = copier.reader(array) if pieces else None
     for chunk_index, piece in pieces:
         assert read is not None
         for part in piece.parts(WINDOW):
-            offset, _ = page.place(chunk_index, array.name, part)
-            store.patch(page.home, offset, read(part.start, part.count))
+            offset, _ = page.place(chunk_index, into or array.name, part)
+            values = read(part.start, part.count)
+            store.patch(page.home, offset, values.to(torch.float32) if into else values)
 
 
 def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: SavedOptimizer | None) -> None:
@@ -336,10 +352,14 @@ def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: Sav
 
 
 def _begin(states: States, page: StatePage, store: Store) -> None:
-    """Record which chunks have moments, and give those of their parameters without any initial ones."""
+    """Record which chunks have moments or averages, and give those of their parameters without any moments
+    initial ones.
+    """
     for chunk_index in page.kept:
         chunk = page.layout.chunks[chunk_index]
-        page.begun[chunk_index] = any(piece.parameter in page.has_moments for piece in chunk.pieces)
+        page.begun[chunk_index] = states.keeps_averages or any(
+            piece.parameter in page.has_moments for piece in chunk.pieces
+        )
         if page.begun[chunk_index]:
             without = [piece for piece in chunk.pieces if piece.parameter not in page.has_moments]
             for part in itertools.chain.from_iterable(piece.parts(WINDOW) for piece in without):
@@ -378,3 +398,8 @@ def _check_optimizer(saved: SavedOptimizer, here: SavedOptimizer) -> None:
     for what, (ours, theirs) in pairs.items():
         if ours != theirs:
             raise IncompatibleCheckpoint(f"The {what} is {ours}, and {theirs} in the checkpoint.", _SAME)
+    if saved.averaged is not None and here.averaged is None:
+        raise IncompatibleCheckpoint(
+            "The checkpoint has running averages of masters, and this run keeps none.",
+            "Give infinity.offload average=, the decay of the averages.",
+        )

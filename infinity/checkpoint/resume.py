@@ -95,6 +95,8 @@ def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
     rule = plan.rule.name, plan.rule.moments, plan.rule.states
     if rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
         return False
+    if (plan.rule.average is None) != (manifest.rule.averaged is None):
+        return False
     if manifest.chunk_elements != plan.layout.chunk_elements or len(manifest.units) != len(plan.layout.units):
         return False
     entries = {each.names[0]: each for each in manifest.parameters}
@@ -185,6 +187,7 @@ def _note_parts(
     """Note what the commit's manifest says: steps, sides, and checksums."""
     entries = {each.names[0]: each for each in saved.manifest.parameters}
     table = saved.checksums.astype(np.int64)
+    states.averaged = saved.manifest.rule.averaged or 0
     for unit, (shard, entry) in enumerate(zip(shards, saved.manifest.units, strict=True)):
         page = states.pages[unit]
         chunks = dict(zip(page.kept, entry.chunks, strict=True))

@@ -4,8 +4,9 @@
 - model*.safetensors with its index, and config.json: what `export` writes in the dtype of compute.
 - states-00001-of-0000N.safetensors: the state arrays of every trainable parameter, each under the name
   `parameter|array` and with the bits that the optimizer page has, flat and in memory order: the array
-  "remainder" or "master" (`StateArray`), and the moments if they have values. int8 moments are codes, with
-  one exponent for each 64 elements in the array `moment.scale`. There is no such file without an optimizer.
+  "remainder" or "master" (`StateArray`), the moments if they have values, and the array "average" if running
+  averages have values. int8 moments are codes, with one exponent for each 64 elements in the array
+  `moment.scale`. There is no such file without an optimizer.
 - run.json: the version of the format, the parameters, the optimizer, the names of the files above, and
   `record`, which is the runtime's.
 - run.data: bytes to which `record` refers, if there are any.
@@ -87,7 +88,7 @@ def write_copy(
     said = {
         "format": FORMAT,
         "version": VERSION,
-        "optimizer": None if source.states is None else _described(SavedOptimizer.of(source.states.rule)),
+        "optimizer": None if source.states is None else _described(SavedOptimizer.of(source.states)),
         "parameters": [_parameter(each) for each in parameters.values()],
         "buffers": [entry.name for entry in model if entry.name not in parameters],
         "files": [name for name in contents if name.endswith(".safetensors")],
@@ -114,7 +115,7 @@ def state_name(parameter: str, array: str) -> str:
 def _state_entries(
     layout: ModelLayout, states: States, parameters: Mapping[str, SavedParameter]
 ) -> Iterator[Entry]:
-    optimizer = SavedOptimizer.of(states.rule)
+    optimizer = SavedOptimizer.of(states)
     for unit, unit_layout in enumerate(layout.units):
         for index, each in enumerate(unit_layout.parameters):
             for array in parameters[each.names[0]].state_arrays(optimizer):
@@ -135,7 +136,8 @@ def _state_entry(states: States, page: StatePage, parameter: int, array: StateAr
 
 
 def _described(optimizer: SavedOptimizer) -> dict[str, Any]:
-    return {"name": optimizer.name, "states": optimizer.states, "moments": list(optimizer.moments)}
+    said = {"name": optimizer.name, "states": optimizer.states, "moments": list(optimizer.moments)}
+    return said if optimizer.averaged is None else said | {"averaged": optimizer.averaged}
 
 
 def _parameter(saved: SavedParameter) -> dict[str, Any]:

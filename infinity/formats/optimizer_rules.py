@@ -25,6 +25,9 @@ _MASTERS = {
     torch.float32: (),
 }
 
+AVERAGE = "average"
+"""The name of the state array that holds the running averages of fp32 masters, in fp32."""
+
 TRAINABLE = tuple(_MASTERS)
 """The dtypes that parameters in training may have in their pages."""
 
@@ -39,7 +42,8 @@ class StateArray:
     "master" holds the fp32 masters of fp16 parameters. "remainder" holds the low 16 bits of fp32 masters,
     which bf16 parameters lack (infinity/formats/master_weights.py). The array of a moment is named by the
     moment's key in torch's state, such as "exp_avg". A moment of int8 codes has a second array for the
-    exponents of the codes, named by the same key with ".scale" appended.
+    exponents of the codes, named by the same key with ".scale" appended. AVERAGE holds the running averages
+    of masters.
     """
     dtype: torch.dtype
     per: int = 1
@@ -101,11 +105,14 @@ def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
     return StateFormat(tuple(arrays), count)
 
 
-def state_arrays(dtype: torch.dtype, moments: Sequence[str], states: str) -> tuple[StateArray, ...]:
+def state_arrays(
+    dtype: torch.dtype, moments: Sequence[str], states: str, *, average: bool = False
+) -> tuple[StateArray, ...]:
     """The state arrays of parameters whose dtype in their page is `dtype`, in the order of a page.
 
     moments: the keys of the moments in torch's state. states: the format of the moments, as in
-    `Precision.states`. Raises ConfigError if parameters of this dtype cannot be trained.
+    `Precision.states`. average: whether running averages of masters are kept. Raises ConfigError if
+    parameters of this dtype cannot be trained.
     """
     if dtype not in _MASTERS:
         raise ConfigError(
@@ -117,6 +124,8 @@ def state_arrays(dtype: torch.dtype, moments: Sequence[str], states: str) -> tup
         found.append(StateArray(name, DTYPES[states]))
         if states == "int8":
             found.append(StateArray(scale_of(name), torch.uint8, CODE_BLOCK))
+    if average:
+        found.append(StateArray(AVERAGE, torch.float32))
     return tuple(found)
 
 
@@ -146,10 +155,13 @@ class Rule:
     """
     states: str = "fp32"
     """The format of the moments: "fp32", "bf16" or "int8", as in `Precision.states`."""
+    average: float | None = None
+    """The decay of the running averages of masters; None if there are none."""
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, states: str = "fp32") -> Rule:
-        """The rule of `optimizer`. states: the format of the moments, as in `Precision.states`.
+    def of(optimizer: torch.optim.Optimizer, states: str = "fp32", average: float | None = None) -> Rule:
+        """The rule of `optimizer`. states: the format of the moments, as in `Precision.states`. average: the
+        decay of running averages of masters, from 0 to 1; None for no averages.
 
         Raises UnsupportedOptimizer if the optimizer's type is not exactly AdamW, Adam, SGD or Adagrad of
         torch.optim, or if an option of a group is not implemented here. Raises ConfigError if the value of
@@ -169,7 +181,9 @@ class Rule:
                 f"The optimizer is a {kind.__module__}.{kind.__qualname__}, which is not implemented here.",
                 f"Use one of torch.optim's {known} itself, not a subclass.",
             )
-        rule = dataclasses.replace(make(optimizer), states=states)
+        if average is not None and not (type(average) in (int, float) and 0 <= average <= 1):
+            raise ConfigError(f"The decay of averages is {average!r}.", "Give average= a number from 0 to 1.")
+        rule = dataclasses.replace(make(optimizer), states=states, average=average)
         rule.check(optimizer.param_groups)
         return rule
 
@@ -178,7 +192,7 @@ class Rule:
 
         Raises ConfigError if parameters of this dtype cannot be trained.
         """
-        return state_arrays(dtype, self.moments, self.states)
+        return state_arrays(dtype, self.moments, self.states, average=self.average is not None)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The moments of a chunk, with the exponents of int8 codes, as arguments of `cpu_adam.Update`.

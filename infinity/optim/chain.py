@@ -83,6 +83,8 @@ class Chain:
         """The update's inputs in RAM, each uint8. NOTHING stands for one that has no place in RAM yet."""
         self._kept = NOTHING
         """The gradient if it was in RAM when the gate opened, kept even after zero_grad(); else NOTHING."""
+        self._takes_gradient = True
+        """Whether the update that was decided last takes the gradient. Otherwise it only averages masters."""
         self._room = NOTHING
         """Staging, uint8, into which the parameter slice will be read when the gate opens."""
         self._version = 0
@@ -108,7 +110,7 @@ class Chain:
     def needed(self, present: Present | None) -> int:
         """Bytes of staging that a DUE chain needs to begin. present: the result of the method `present`."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
-        if not self._gradient.nbytes:
+        if self._takes_gradient and not self._gradient.nbytes:
             nbytes += self.gradient_bytes
         if not self.page.home.in_place and present is None:
             nbytes += self.parameter_bytes
@@ -125,7 +127,8 @@ class Chain:
         """Whether a DUE chain has its gradient in host RAM, and its parameters and states at home there."""
         if self.rests:
             return True
-        return self.page.home.in_place and self._state_page.home.in_place and bool(self._gradient.nbytes)
+        there = bool(self._gradient.nbytes) or not self._takes_gradient
+        return self.page.home.in_place and self._state_page.home.in_place and there
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -172,6 +175,10 @@ class Chain:
         staging, and False if it is READING.
         """
         assert self.decision is None
+        if decision.averaged:
+            self._takes_gradient = any(each.parameter in decision.parameters for each in self.chunk.pieces)
+        else:
+            self._takes_gradient = True
         if self.rests:
             self.decision = decision
             self._to(ChainState.DUE)
@@ -180,7 +187,7 @@ class Chain:
         if self.state is not ChainState.IDLE and not self._still_right(present):
             self.revoke()
         self.decision = decision
-        kept = self._gradient_page.in_ram(self.chunk_index)
+        kept = self._gradient_page.in_ram(self.chunk_index) if self._takes_gradient else None
         self._gradient = self._kept = NOTHING if kept is None else kept
         if self.state is ChainState.IDLE:
             self._to(ChainState.DUE)
@@ -198,7 +205,7 @@ class Chain:
         """
         try:
             rest = self._read_parameter(memory, present)
-            if not self._gradient.nbytes:
+            if self._takes_gradient and not self._gradient.nbytes:
                 self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
                 assert self.decision is not None
                 if self.update.reads_gradient(self.decision):

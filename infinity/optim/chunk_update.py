@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import cpu_adam
+from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
@@ -73,7 +74,15 @@ class ChunkUpdate:
             for each in self.chunk.pieces
             if each.parameter in chosen
         ]
+        averages = [
+            (each.offset, each.count, cpu_adam.AVERAGED, each.start, 0)
+            for each in self.chunk.pieces
+            if each.parameter in decision.averaged
+        ]
         self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
+        if not segments:  # without a gradient there is no form for later updates
+            return self._threads.submit(self._work(decision, memory, averages), awaited=awaited)
+        segments += averages
         if self._form is None:
             return self._submit_first(self._work(decision, memory, segments), memory, awaited)
         return self._threads.submit_again(
@@ -82,6 +91,7 @@ class ChunkUpdate:
             segments,
             decision.native,
             scale=decision.scale,
+            average_step=decision.average,
             owners=memory,
             awaited=awaited,
         )
@@ -110,16 +120,19 @@ class ChunkUpdate:
     ) -> cpu_adam.Update:
         """Return the full description of an update, with all its arrays. decision, memory: as in `submit`.
 
-        segments: for each parameter in the chunk that the update changes, the fields of a cpu_adam.Segment:
-        (start, count, hyper, index, seed).
+        segments: for each parameter in the chunk that the update changes, and behind them for each that is
+        only averaged, the fields of a cpu_adam.Segment: (start, count, hyper, index, seed).
         """
         parameter, gradient, state = memory
         arrays = self.state_page.arrays(self.chunk_index, state)
+        updates = segments[0][2] != cpu_adam.AVERAGED
         return cpu_adam.Update(
-            grad=self.gradient_page.typed(self.chunk_index, gradient),
+            grad=self.gradient_page.typed(self.chunk_index, gradient) if updates else None,
             segments=[cpu_adam.Segment(*each) for each in segments],
             hypers=decision.hypers,
             scale=decision.scale,
+            average=arrays.get(AVERAGE),
+            average_step=decision.average,
             **self._states.rule.moments_of(arrays),
             **self._masters(self._typed(parameter), arrays),
         )

@@ -15,14 +15,25 @@ class StepOptions:
     many updates, not once for each unit.
     """
 
-    def __init__(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int], rule: Rule) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        group_of: Mapping[tuple[int, int], int],
+        rule: Rule,
+        averaged: int = 0,
+    ) -> None:
         """groups: the options of each param group. They must not change while this object is in use.
 
         group_of: (index of a unit, index of a parameter in this unit) -> index of the parameter's group.
+        averaged: `States.averaged` before the step.
         """
         self.groups = groups
         self._group_of = group_of
         self._rule = rule
+        self.average = (
+            None if rule.average is None else cpu_adam.AverageStep(averaged == 0, 1 - float(rule.average))
+        )
+        """How running averages of masters change in the step; None if there are none."""
         self._hypers: dict[tuple[int, int, bool], tuple[cpu_adam.Hyper, cpu_adam.NativeHyper]] = {}
 
     def group(self, unit: int, parameter: int) -> int | None:

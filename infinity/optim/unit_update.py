@@ -38,12 +38,13 @@ class UnitUpdate:
         return UnitUpdate(chains, parameters, rests=all([chain.rests for chain in chains]))
 
     def changed_by(self, decision: Decision) -> Sequence[Chain]:
-        """Return the chains that the update has to run: those with elements of an updated parameter.
+        """Return the chains that the update has to run: those with elements of an updated or averaged
+        parameter.
 
         decision: says which of the unit's parameters are updated, and how.
         """
-        parameters = decision.parameters
-        if parameters.keys() >= self.parameters:
+        parameters = decision.parameters.keys() | decision.averaged
+        if parameters >= self.parameters:
             return self.chains
         return [
             chain

@@ -179,6 +179,8 @@ class Updater:
         visible = {unit for unit in later if exposed(unit)}
         for unit in later:
             self._open(unit, options)
+        if options.average is not None:
+            self._states.averaged += 1
         if self._early:
             self.count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
@@ -375,7 +377,7 @@ class Updater:
             group.left = len(chosen)
         counted = decision.parameters.keys()
         with torch._C.DisableTorchFunctionSubclass():
-            count_step(self._pages[unit], self._states, counted, options)
+            count_step(self._pages[unit], self._states, counted, options, decision.averaged)
         return counted
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:

@@ -18,7 +18,7 @@ from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.formats import moments
 from infinity.formats.master_weights import join, rounded, rounds_to, split
-from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat, scale_of
+from infinity.formats.optimizer_rules import AVERAGE, Rule, StateArray, StateFormat, scale_of
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.strides import in_memory_order
 from infinity.pages.home import Home
@@ -45,6 +45,8 @@ class StatePage:
         """Index of a chunk -> whether the chunk's moments have values. They get values from `States.write`,
         or as soon as it is decided that the chunk is updated, even before the update has run.
         """
+        self.trainable = frozenset(index for index, each in enumerate(layout.parameters) if each.trainable)
+        """Indices of the unit's trainable parameters."""
         self.steps = [0] * len(layout.parameters)
         """Index of a parameter -> number of updates that the parameter has had."""
         self.has_moments: set[int] = set()
@@ -125,6 +127,12 @@ class States:
         """
         self.pages = pages
         self.rule = rule
+        self.averaged = 0
+        """Number of steps of which running averages of masters have the values. With 0 they have no values
+        yet. All trainable parameters are averaged in each step.
+        """
+        self.exchanged = False
+        """Whether running averages and masters have changed places; see `Runtime.averaged`."""
         self._store = store
         self._share = store.plan.share
         self._remote = remote
@@ -220,6 +228,24 @@ class States:
         if values.dtype == torch.bfloat16:
             return join(values, self._read(page, parameter, "remainder"))
         return self._read(page, parameter, "master")
+
+    @property
+    def keeps_averages(self) -> bool:
+        """Whether running averages have values: the run has them, and has taken a step with them."""
+        return self.rule.average is not None and self.averaged > 0
+
+    def average(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
+        """Return the running average of a trainable parameter's masters, float32 (numel,) in memory order.
+
+        values: as for `master`. Before the first step the average is the master.
+        """
+        if not self.keeps_averages:
+            return self.master(unit, parameter, values)
+        return self._read(self.pages[unit], parameter, AVERAGE)
+
+    def write_average(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+        """Replace the running average of a trainable parameter. values: float32 (numel,) in memory order."""
+        self._write(self.pages[unit], parameter, AVERAGE, values)
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
         """Replace a parameter's fp32 master, but only if the new master rounds to the parameter's present

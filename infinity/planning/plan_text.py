@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from infinity.config import format_size
 from infinity.planning.placement import Kind
 from infinity.planning.table import render
@@ -27,6 +29,7 @@ def text_of(plan: Plan) -> str:
         *_unknown(plan),
         *_ranks(plan),
         *_share(plan),
+        *_averages(plan),
         *_headroom(plan),
         *_commits(plan),
         f"smallest budgets that would do: {smallest}",
@@ -97,6 +100,18 @@ def _share(plan: Plan) -> list[str]:
     trained = plan.page_sizes[Kind.GRADIENT]
     share = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
     return [f"updates: {share:.0%} on the device"]
+
+
+def _averages(plan: Plan) -> list[str]:
+    """The line with the bytes of running averages. No line if there are none."""
+    if plan.rule is None or plan.rule.average is None:
+        return []
+    trained = (each for unit in plan.layout.units for each in unit.parameters if each.trainable)
+    nbytes = sum(each.numel * torch.float32.itemsize for each in trained)
+    return [
+        f"averages of fp32 masters, decay {plan.rule.average:g}: {format_size(nbytes)} of optimizer; they "
+        "exclude updates on a device"
+    ]
 
 
 def _headroom(plan: Plan) -> list[str]:

@@ -212,7 +212,8 @@ class _Draft:
         )
         found = planned(placement)
         alone = self.share.ranks == 1
-        if alone and not self.unified and twin_flow.has_kernels(device):
+        averages = found.rule is not None and found.rule.average is not None  # not in the device's kernels
+        if alone and not self.unified and not averages and twin_flow.has_kernels(device):
             found = self._with_updates_on_device(
                 found, self.room(reserve), planned, preferred=self.search.prefers(placement)
             )

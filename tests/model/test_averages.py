@@ -52,7 +52,7 @@ def updated(average: AveragedModel, plain: nn.Module, values: dict[str, torch.Te
 @pytest.mark.parametrize(
     ("kind", "compute", "home"),
     [
-        ("ema", "bf16", "nvme"),
+        ("ema", "bf16", "host"),
         ("ema, heavy", "fp16", "host"),
         ("ema, one by one", "bf16", "unified"),
         ("swa", "fp16", "unified"),
