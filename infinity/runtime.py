@@ -264,9 +264,10 @@ class Runtime(Closing):
         with self._components.pager.lock:
             self._check_between("averaged")
             training.check_averages()
-            copies = self._copies()
+            copies, states = self._copies(), self._components.states
+            assert states is not None
             copies.exchange_averages()
-            before = self._masters_edited()
+            before = states.edits
         try:
             with torch.no_grad():
                 yield
@@ -274,21 +275,16 @@ class Runtime(Closing):
             with self._components.pager.lock:
                 if not self._components.health.closed:
                     copies.complete()
-                    edited = [unit for unit, now in self._masters_edited().items() if now != before[unit]]
+                    edited = [unit for unit, now in states.edits.items() if now != before[unit]]
                     copies.exchange_averages()
-                    if edited and self._components.states.keeps_averages:
+                    assert states is not None  # mypy forgets it at the yield
+                    if edited and states.keeps_averages:
                         name = self.plan.layout.units[edited[0]].name or "the model"
                         raise ConfigError(
                             f"A parameter of {name} was edited within averaged(); the edit is in its average "
                             "now.",
                             "Edit parameters outside of averaged().",
                         )
-
-    def _masters_edited(self) -> dict[int, tuple[int, frozenset[int]]]:
-        """For each unit, what changes if user code edits the masters of its parameters."""
-        states = self._components.states
-        assert states is not None
-        return {unit: (page.version, frozenset(page.edited)) for unit, page in states.pages.items()}
 
     def save(
         self, path: str | os.PathLike[str] | None = None, *, state: Any = None, shard: Size = "4GiB"

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from infinity.activations.heap import HeapGuard
 from infinity.activations.saved_tensors import PageReference, SavedBytes, has_memory, saving

@@ -230,6 +230,11 @@ class States:
         return self._read(page, parameter, "master")
 
     @property
+    def edits(self) -> dict[int, tuple[int, frozenset[int]]]:
+        """Unit -> what changes if the masters of its parameters are edited."""
+        return {unit: (page.version, frozenset(page.edited)) for unit, page in self.pages.items()}
+
+    @property
     def keeps_averages(self) -> bool:
         """Whether running averages have values: the run has them, and has taken a step with them."""
         return self.rule.average is not None and self.averaged > 0
