@@ -80,7 +80,7 @@ class ChunkUpdate:
             if each.parameter in decision.averaged
         ]
         self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
-        if not segments:  # without a gradient there is no form for later updates
+        if averages and not segments:  # without a gradient there is no form for later updates
             return self._threads.submit(self._work(decision, memory, averages), awaited=awaited)
         segments += averages
         if self._form is None:
@@ -125,7 +125,7 @@ class ChunkUpdate:
         """
         parameter, gradient, state = memory
         arrays = self.state_page.arrays(self.chunk_index, state)
-        updates = segments[0][2] != cpu_adam.AVERAGED
+        updates = not segments or segments[0][2] != cpu_adam.AVERAGED
         return cpu_adam.Update(
             grad=self.gradient_page.typed(self.chunk_index, gradient) if updates else None,
             segments=[cpu_adam.Segment(*each) for each in segments],
