@@ -24,6 +24,7 @@ from torch import nn
 from zoo import entry
 
 from infinity.aio import Faults
+from infinity.checkpoint import export as exporting
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.pages.store import Store
 
@@ -215,7 +216,7 @@ def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.Monk
                 del caught
 
 
-def test_a_disk_that_is_full_for_real(out: Path) -> None:
+def test_a_disk_that_is_full_for_real(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounted = out.parent / "small"
     mounted.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mounted)]
@@ -225,6 +226,9 @@ def test_a_disk_that_is_full_for_real(out: Path) -> None:
         with paged(entry("tied").make(), out) as runtime, nothing_left(out):
             with pytest.raises(ConfigError, match="file system is mounted"):
                 runtime.export(mounted)
+            with pytest.raises(StorageFull, match="has 64 KiB free"):
+                runtime.export(mounted / "a" / "b", shard="16KiB")
+            monkeypatch.setattr(exporting, "check_room", lambda *_: None)  # as if others took it meanwhile
             with pytest.raises(StorageFull) as caught:
                 runtime.export(mounted / "a" / "b", shard="16KiB")
             assert caught.value.path.startswith(str(mounted / "a" / "b" / "model-0000"))
