@@ -44,6 +44,10 @@ class Pager(Protocol):
         """Return a copy of the parameter's values, on its device (None) or on another one."""
 
     @property
+    def inside(self) -> bool:
+        """Whether this thread is in the root module's forward, or in a backward."""
+
+    @property
     def trains(self) -> bool:
         """Whether there is an optimizer, so that trained parameters have fp32 masters."""
 
@@ -136,13 +140,15 @@ class PagedParameter(nn.Parameter):
         special = _SPECIAL.get(func)
         if special is not None:
             return special(*args, **kwargs)
-        if func in EQUAL_DTYPES:
-            args, kwargs = cast_operands(func, args, kwargs, PagedParameter)
         places: dict[int, Place] = {}
         _collect(args, places)
         _collect(kwargs.values(), places)
         taken = list(places.values())
         pager = taken[0].pager
+        if func in _AVERAGING:
+            _check_average(taken, args)
+        if func in EQUAL_DTYPES and not pager.reads_masters(taken[0]):
+            args, kwargs = cast_operands(func, args, kwargs, PagedParameter)
         if len(taken) > 1 and any(place.pager is not pager for place in taken):
             return _run_in_all(func, taken, args, kwargs)
         return pager.run(func, taken, args, kwargs)
@@ -270,6 +276,33 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
             return place.pager.copy(place, "cpu")
         return place.pager.master(place, dtype)
     return place.pager.run(torch.Tensor.detach, [place], (parameter,), {})  # type: ignore[no-any-return]
+
+
+_AVERAGING = frozenset(
+    getattr(place, name)
+    for place in (torch, torch.Tensor)
+    for name in ("lerp", "lerp_", "_foreach_lerp", "_foreach_lerp_")
+    if hasattr(place, name)
+)
+
+
+def _check_average(places: Iterable[Place], args: Any) -> None:
+    """Raise ConfigError if a rounded parameter is to be averaged with fp32 values: in no_grad, and outside of
+    the model's forward. places, args: of an operation of `_AVERAGING`.
+    """
+    if torch.is_grad_enabled():
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        first = args[0] if args else None
+        averages = first if isinstance(first, (list, tuple)) else (first,)
+        wide = any(isinstance(each, torch.Tensor) and each.dtype == torch.float32 for each in averages)
+    for place in places if wide else ():
+        pager = place.pager
+        if is_rounded(place) and pager.trains and not (pager.inside or pager.reads_masters(place)):
+            raise ConfigError(
+                f"An average in fp32 was given the rounded values of {place.name}.",
+                "Update it within `with runtime.masters():`, where parameters are read as fp32 masters.",
+            )
 
 
 def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:

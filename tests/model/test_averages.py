@@ -186,11 +186,22 @@ def test_averages_of_ones_own_read_masters(tmp_path: Path) -> None:
             for mine, parameter in zip(shadow, model.parameters(), strict=True):
                 mine.sub_(0.25 * (mine - parameter))
             for name, mine in twin.named_parameters():
+                expected = exact[name].lerp(later[name], 0.25)
+                assert torch.equal(mine.lerp(model.get_parameter(name), 0.25), expected)
                 mine.lerp_(model.get_parameter(name).data, 0.25)
         for mine, (name, values) in zip(shadow, later.items(), strict=True):
             assert torch.equal(mine, exact[name] - 0.25 * (exact[name] - values))
             assert torch.equal(twin.get_parameter(name), exact[name].lerp(values, 0.25))
-        assert model.norm.weight.detach().dtype == torch.bfloat16
+        weight, average = model.norm.weight, twin.norm.weight
+        assert weight.detach().dtype == torch.bfloat16
+        with torch.no_grad():
+            for update in (
+                lambda: torch.lerp(average, weight, 0.25),
+                lambda: average.lerp_(weight, 0.25),
+                lambda: torch._foreach_lerp_([average], [weight], 0.25),
+            ):
+                with pytest.raises(infinity.ConfigError, match=r"within `with runtime\.masters"):
+                    update()
 
 
 def test_masters_are_copies_to_be_read(tmp_path: Path) -> None:
