@@ -58,16 +58,34 @@ class BudgetError(InfinityError):
 
     `needed` is the smallest sufficient budget in bytes, or None where it is not known. `tier` is the tier
     whose budget is too small ("device", "host" or "nvme"), or None where no single tier's budget is too
-    small.
+    small. `with_nvme` is a budget of that tier in bytes that is enough if an nvme budget is added: 0 if the
+    present one is, and None where an nvme budget does not help. `smaller_batch` is whether the budget would
+    do if activations took no memory.
     """
 
-    def __init__(self, cause: str, cure: str, *, needed: int | None = None, tier: str | None = None) -> None:
+    def __init__(
+        self,
+        cause: str,
+        cure: str,
+        *,
+        needed: int | None = None,
+        tier: str | None = None,
+        with_nvme: int | None = None,
+        smaller_batch: bool = False,
+    ) -> None:
         super().__init__(cause, cure)
         self.needed = needed
         self.tier = tier
+        self.with_nvme = with_nvme
+        self.smaller_batch = smaller_batch
 
     def _keywords(self) -> dict[str, Any]:
-        return {"needed": self.needed, "tier": self.tier}
+        return {
+            "needed": self.needed,
+            "tier": self.tier,
+            "with_nvme": self.with_nvme,
+            "smaller_batch": self.smaller_batch,
+        }
 
 
 class KernelError(InfinityError, RuntimeError):

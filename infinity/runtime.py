@@ -521,7 +521,6 @@ class Runtime(Closing):
                 f"A copy of {format_size(nbytes)} was asked for, and {format_size(usable)} of RAM are free.",
                 "Read single parameters and states instead (runtime.full_parameters(module), "
                 "runtime.optimizer.state[p]).",
-                needed=nbytes,
             )
 
     def _training(self) -> TrainingStep:

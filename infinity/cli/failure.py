@@ -9,6 +9,7 @@ import sys
 import torch.distributed as dist
 
 from infinity.cli.signals import signal_of
+from infinity.config import parse_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, RankDivergence, RankFailure
 from infinity.system import launcher
 
@@ -81,17 +82,22 @@ def _cure(error: InfinityError, options: argparse.Namespace) -> str:
     if error.tier == "nvme":
         return f"Give --budget-nvme PATH:{size}."
     other = ""
-    if error.tier == "host" and not options.budget_nvme:
-        other = ", or add --budget-nvme PATH:SIZE, to which pages can go"
+    if error.with_nvme is not None:
+        less = f"give --budget-{error.tier} {_enough(error.with_nvme)} and" if error.with_nvme else "add"
+        other = f", or {less} --budget-nvme PATH:SIZE, to which pages can go"
+    if error.smaller_batch and hasattr(options, "batch"):
+        other += ", or lower --batch or --seq"
     return f"Give --budget-{error.tier} {size}{other}."
 
 
 def _enough(nbytes: int) -> str:
     """Return `nbytes` as text that a budget option takes, such as "160MiB".
 
-    It is rounded up to whole MiB, or to whole KiB below 8 MiB. Below 8 KiB it is exact.
+    It is rounded up to whole TiB from 1024 TiB on, to whole GiB from 1024 GiB on, to whole MiB from 8 MiB on,
+    and to whole KiB from 8 KiB on. Below 8 KiB it is exact.
     """
-    for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= 8 * factor:
+    for unit, least in (("TiB", 1024), ("GiB", 1024), ("MiB", 8), ("KiB", 8)):
+        factor = parse_size(f"1{unit}")
+        if nbytes >= least * factor:
             return f"{-(-nbytes // factor)}{unit}"
     return str(nbytes)

@@ -13,6 +13,8 @@ from infinity.planning.search import Search
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
+_WORTH_NAMING = 8
+"""An error names what takes at least the needed bytes divided by this number."""
 _STRIPING = (33, 32)
 """The ratio 33 to 32: on several paths, 33 bytes of NVMe budget hold 32 bytes of pages. Some 3% of the
 budget is lost because every path holds whole periods of the pattern in which pages are striped over the
@@ -72,30 +74,63 @@ def shortage(
     bytes of each NVMe directory's slab file that hold no page, and that `room` does not contain.
     """
     nothing = Reserve(0)
+
+    def error(tier: Tier, pages: int, with_nvme: int | None = None) -> BudgetError:
+        reserve = reserves.get(tier, nothing)
+        return _error(tier, pages, what, budgets[tier], reserve, with_nvme=with_nvme)
+
     if room.device is not None:
         alone = search.needed(Tier.DEVICE, replace(room, host=_ENDLESS, nvme=_ENDLESS))
         if alone is not None and alone > room.device:
             exact = search.needed(Tier.DEVICE, room)
-            needed = reserves[Tier.DEVICE].budget_for(alone if exact is None else exact)
-            return _error(Tier.DEVICE, needed, what, budgets)
+            return error(Tier.DEVICE, alone if exact is None else exact)
     host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
     nvme = search.needed(Tier.NVME, room)
     if paths and nvme is not None and host is not None and host <= room.host:
-        return _error(Tier.NVME, nvme_budget_for(nvme, paths, header), what, budgets)
+        return _error(Tier.NVME, nvme_budget_for(nvme, paths, header), what, budgets[Tier.NVME], nothing)
     pages = search.needed(Tier.HOST, room)
     pages = host if pages is None else pages
     assert pages is not None  # host memory alone can hold everything, and endless NVMe what commits need
-    return _error(Tier.HOST, reserves.get(Tier.HOST, nothing).budget_for(pages), what, budgets)
+    return error(Tier.HOST, pages, None if Tier.NVME in budgets else host)
 
 
-def _error(tier: Tier, needed: int, what: str, budgets: Mapping[Tier, int]) -> BudgetError:
-    cure = f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes)."
-    if tier is Tier.HOST and Tier.NVME not in budgets:
-        cure = f"{cure[:-1]}, or add an nvme budget, to which pages can go."
+def _error(
+    tier: Tier, pages: int, what: str, budget: int, reserve: Reserve, *, with_nvme: int | None = None
+) -> BudgetError:
+    """Make the error for a tier that needs `pages` bytes for pages and working buffers.
+
+    budget: the tier's, in bytes. reserve: what else the tier needs. with_nvme: bytes that pages and working
+    buffers need if an nvme budget is added; None if there is one, or if it does not help.
+    """
+    needed = reserve.budget_for(pages)
+    others = [
+        f"{format_size(nbytes)} are {name}"
+        for nbytes, name in (
+            (reserve.buffers, "buffers, which go to no other tier"),
+            (reserve.activations, "activations"),
+        )
+        if nbytes * _WORTH_NAMING >= needed
+    ]
+    of = f", of which {' and '.join(others)}" if others else ""
+    cure = f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes)"
+    less = None if with_nvme is None else reserve.budget_for(with_nvme)
+    if less is not None and less <= budget:
+        less = 0
+        cure += ", or add an nvme budget, to which pages can go"
+    elif less is not None and less * _WORTH_NAMING <= needed * (_WORTH_NAMING - 1):
+        cure += f", or one of {format_size(less)} ({less} bytes) and an nvme budget, to which pages can go"
+    else:
+        less = None
+    without = replace(reserve, nbytes=reserve.nbytes - reserve.activations)
+    smaller_batch = reserve.activations > 0 and without.budget_for(pages) <= budget
+    if smaller_batch:
+        cure += ", or lower the batch size or the length of sequences"
     return BudgetError(
-        f"{what} need at least {format_size(needed)} in the {tier.value} tier; the budget is "
-        f"{format_size(budgets[tier])}.",
-        cure,
+        f"{what} need at least {format_size(needed)} in the {tier.value} tier{of}; the budget is "
+        f"{format_size(budget)}.",
+        f"{cure}.",
         needed=needed,
         tier=tier.value,
+        with_nvme=less,
+        smaller_batch=smaller_batch,
     )

@@ -28,6 +28,10 @@ class Reserve:
     """Bytes, counted in `nbytes`, that torch takes on a CUDA device in addition to live tensors; see
     infinity/planning/headroom.py.
     """
+    activations: int = 0
+    """Bytes of activations, counted in `nbytes`; 0 if unknown."""
+    buffers: int = 0
+    """Bytes of the model's buffers, counted in `nbytes`."""
 
     @staticmethod
     def of(
@@ -42,7 +46,13 @@ class Reserve:
         live = (activations or 0) + buffers
         beside = headroom.beside(live)
         nbytes = round_up(live + beside, PAGE_ALIGNMENT)
-        return Reserve(nbytes, unknown if activations is None else None, headroom=beside)
+        return Reserve(
+            nbytes,
+            unknown if activations is None else None,
+            headroom=beside,
+            activations=activations or 0,
+            buffers=buffers,
+        )
 
     def within(self, budget: int) -> int:
         """Return how many bytes of a budget of `budget` bytes no page may take."""

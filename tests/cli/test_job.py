@@ -186,9 +186,11 @@ def test_a_budget_error_names_the_option_and_the_least_size_that_does(
     line, _, error = run_error(capsys, arguments, 1)
     assert error["error"] == "BudgetError"
     what = "--budget-nvme PATH:" if tier == NVME else f"--budget-{tier} "
-    found = re.search(rf"Give {what}(\d+)([A-Za-z]*)(\.|, or add --budget-nvme PATH:SIZE)", line)
+    found = re.search(rf"Give {what}(\d+)([A-Za-z]*)(\.|, or )", line)
     assert found, line
-    assert ("or add" in line) == (tier == "host" and NVME not in sizes)
+    assert ("--budget-nvme PATH:SIZE, to which pages can go" in line) == (
+        tier == "host" and NVME not in sizes
+    )
     number, unit = int(found[1]), found[2]
     job.plan(capsys, "--batch", 1, *budget_options(job, {**sizes, tier: f"{number}{unit}"}))
     fewer = {**sizes, tier: (number - 1) * UNITS[unit]}
