@@ -41,7 +41,6 @@ from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.meter import Meter
-from infinity.tiers import Tier
 
 if TYPE_CHECKING:  # a runtime of one rank does not import the package
     from infinity.distributed.communicator import Communicator
@@ -252,9 +251,9 @@ class _Wiring:
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
 
-        Returns the pages as a list, indexed by unit. Permanent pages (see `_stays`) are resident afterwards.
-        addresses: an empty dict that the pages keep up to date; it maps the address of each resident page's
-        first byte to the page.
+        Returns the pages as a list, indexed by unit. Permanent pages (see `Plan.stays`) are resident
+        afterwards. addresses: an empty dict that the pages keep up to date; it maps the address of each
+        resident page's first byte to the page.
         """
         placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
         pages = [
@@ -268,7 +267,7 @@ class _Wiring:
                 ],
                 shard=self.initial.shards[unit],
                 addresses=addresses,
-                permanent=self._stays(unit),
+                permanent=self.plan.stays(unit),
             )
             for unit, layout in enumerate(self.plan.layout.units)
         ]
@@ -280,13 +279,6 @@ class _Wiring:
                 assert memory is not None
                 page.land(self.store.mirror(page.home) if page.index in self.plan.mirrored else memory)
         return pages
-
-    def _stays(self, unit: int) -> bool:
-        """Whether a unit's parameter page is permanent: always in the memory where the model computes."""
-        near = Tier.HOST if self.plan.unified else Tier.DEVICE
-        if not self.plan.share.whole_parameters:
-            return False
-        return self.initial.homes[unit].tier is near or unit in self.plan.mirrored
 
     def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:
         return {

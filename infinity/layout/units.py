@@ -61,7 +61,7 @@ class _Node:
     """
 
     path: str
-    module: nn.Module
+    kind: type[nn.Module]
     own: list[int] = field(default_factory=list)
     children: list[_Node] = field(default_factory=list)
     nbytes: int = 0
@@ -208,11 +208,11 @@ def _check_overlap(names: dict[nn.Parameter, str]) -> None:
 
 
 def _tree(model: nn.Module, parameters: tuple[SurveyedParameter, ...]) -> _Node:
-    root = _Node("", model)
+    root = _Node("", type(model))
     nodes = {"": root}
     for path, module in model.named_modules():
         if path:
-            nodes[path] = _Node(path, module)
+            nodes[path] = _Node(path, type(module))
             nodes[path.rpartition(".")[0]].children.append(nodes[path])
     for index, parameter in enumerate(parameters):
         nodes[parameter.names[0].rpartition(".")[0]].own.append(index)
@@ -225,7 +225,7 @@ def _tree(model: nn.Module, parameters: tuple[SurveyedParameter, ...]) -> _Node:
 
 def _holds_experts(node: _Node) -> bool:
     name = node.path.rpartition(".")[2]
-    return isinstance(node.module, nn.ModuleList) and fnmatch.fnmatchcase(name, "*experts*")
+    return issubclass(node.kind, nn.ModuleList) and fnmatch.fnmatchcase(name, "*experts*")
 
 
 def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -237,14 +237,14 @@ def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, t
     if node.own:
         yield node.path, tuple(node.own)
     alike = set()
-    if isinstance(node.module, BLOCK_LISTS):
-        alike = {type(child.module) for child in node.children if _needs_cut(child, unit_bytes)}
+    if issubclass(node.kind, BLOCK_LISTS):
+        alike = {child.kind for child in node.children if _needs_cut(child, unit_bytes)}
     for child in node.children:
-        yield from _cut(child, unit_bytes, forced=type(child.module) in alike)
+        yield from _cut(child, unit_bytes, forced=child.kind in alike)
 
 
 def _cuttable(node: _Node) -> bool:
-    return bool(node.children) and not isinstance(node.module, _WHOLE)
+    return bool(node.children) and not issubclass(node.kind, _WHOLE)
 
 
 def _needs_cut(node: _Node, unit_bytes: int) -> bool:

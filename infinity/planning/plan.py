@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,6 +137,10 @@ class Plan:
     node_cache_bytes: int = 0
     """Bytes of host RAM in which this rank keeps parameters of other nodes for the ranks of its node; 0 if
     each rank of the node asks for its own.
+    """
+    replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
+    """Makes the plan for another budget, in bytes, of the tier in which the model computes, with all else as
+    for this plan. It returns None if the model does not fit.
     """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
@@ -403,23 +407,16 @@ class Plan:
             for tier, budget in self.budgets.items()
         ]
 
-    def budget_for_pages(self, nbytes: int) -> int:
-        """Bytes of a budget, for the tier in which the model computes, with which the pool of resident pages
-        holds `nbytes` bytes.
+    def stays(self, unit: int) -> bool:
+        """Whether a unit's parameter page is permanent: always in the memory where the model computes."""
+        if not self.share.whole_parameters:
+            return False
+        return self.homes[unit][Kind.PARAMETER] is self.computes_in or unit in self.mirrored
 
-        Where homes hold parts of parameter pages it is not the smallest such budget: in that tier it has room
-        for all pages too, and for larger working buffers.
-        """
-        budget = self.budgets[Tier.HOST if self.unified else Tier.DEVICE]
-        if self.share.whole_parameters:
-            return budget + nbytes - self.resident_bytes
-        largest = max(
-            sum(sizes[unit] for sizes in self.page_sizes.values()) for unit in range(len(self.homes))
-        )
-        pages = sum(self.home_bytes.values()) + 2 * largest + self.transit_bytes + self.reserved + nbytes
-        pages += self.relayed_bytes
-        # An eighth is more than the exchange takes, and a quarter is left to unknown activations.
-        return max(budget, round_up(pages * 8 // (7 if self.activations is not None else 5), PAGE_ALIGNMENT))
+    @property
+    def computes_in(self) -> Tier:
+        """The tier in which the model computes."""
+        return Tier.HOST if self.unified else Tier.DEVICE
 
     def shortfall(self, activations: int) -> int:
         """Bytes that are missing from a budget if activations take `activations` bytes; 0 if the

@@ -5,7 +5,8 @@ Pure, except for `Available.now`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,23 +149,21 @@ def make_plan(
     smallest[draft.computes_in] = reserve.budget_for(smallest[draft.computes_in])
     if commits and paths:
         smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths, header)
-    return draft.made(
-        placement,
-        reserve,
-        precision=precision,
-        rule=rule,
-        device=device,
-        smallest=smallest,
-        activations=activations,
-        activations_unknown=activations_unknown,
-        speeds=speeds,
-        compute=compute,
-        update=update,
-        accumulation=accumulation,
-        commits=commits,
-        slab_directory=slab_directory if commits and not paths else None,
-        slab_header_bytes=paths * header,
-    )
+    options: dict[str, Any] = {
+        "precision": precision,
+        "rule": rule,
+        "device": device,
+        "smallest": smallest,
+        "activations": activations,
+        "activations_unknown": activations_unknown,
+        "update": update,
+        "accumulation": accumulation,
+        "commits": commits,
+        "slab_directory": slab_directory if commits and not paths else None,
+        "slab_header_bytes": paths * header,
+    }
+    replan = functools.partial(draft.replanned, reserve, options)
+    return draft.made(placement, reserve, speeds=speeds, compute=compute, replan=replan, **options)
 
 
 @dataclass(frozen=True)
@@ -195,6 +194,15 @@ class _Draft:
         budget = self.budgets[self.computes_in]
         left = {**self.budgets, self.computes_in: budget - reserve.within(budget)}
         return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
+
+    def replanned(self, reserve: Reserve, options: Mapping[str, Any], budget: int) -> Plan | None:
+        """Make the plan for a budget of `budget` bytes in the tier that computes; None if nothing fits.
+
+        reserve, options: the arguments of `made`. The plan has no prediction.
+        """
+        other = replace(self, budgets={**self.budgets, self.computes_in: budget})
+        placement = other.search.place(other.room(reserve))
+        return None if placement is None else other.made(placement, reserve, **options)
 
     def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
         """Make the plan from a placement, and add what is chosen after it: units that the device updates,
@@ -229,10 +237,19 @@ class _Draft:
         """Return the plan with what is left of the tier that computes in the pool of resident pages.
 
         Every page comes from other ranks, and pages that stay from forward to backward come once. There is
-        never more room than for all pages.
+        never more room than for all pages. With several ranks the CPU runs all updates, so gradients and
+        optimizer states go from the device to host RAM that is free if the pool can use their room.
         """
-        left = self._left(plan, self.computes_in, reserve)
         whole = sum(unit.nbytes for unit in plan.layout.units)
+        left = self._left(plan, self.computes_in, reserve)
+        host, homes = self._left(plan, Tier.HOST, reserve), [dict(home) for home in plan.homes]
+        for kind, unit in itertools.product((Kind.OPTIMIZER, Kind.GRADIENT), range(len(homes))):
+            nbytes = plan.page_bytes(unit, kind)
+            near = not self.unified and homes[unit][kind] is Tier.DEVICE
+            if near and nbytes <= host and plan.resident_bytes + left < whole:
+                homes[unit][kind] = Tier.HOST
+                host, left = host - nbytes, left + nbytes
+        plan = replace(plan, homes=tuple(homes))
         return replace(plan, resident_bytes=max(plan.resident_bytes, min(whole, plan.resident_bytes + left)))
 
     def _left(self, plan: Plan, tier: Tier, reserve: Reserve) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,12 +22,16 @@ from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
+from infinity.planning.resident_budget import resident_budget
 from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.telemetry.meter import Meter
-from infinity.tiers import Lease, Tier
+from infinity.tiers import Lease
 from infinity.tiers.link import User
+
+_NAMED = 4
+"""Number of units that an error names."""
 
 
 class Updates(Protocol):
@@ -469,17 +473,53 @@ class PrefetchEngine:
             self._evict(unit)
 
     def _does_not_fit(self, units: set[int]) -> BudgetError:
-        pool = self.store.resident
-        wanted = sum(self._sizes[unit] for unit in units)
+        """Make the error for units whose pages have no room together, after all that can leave has left.
+
+        If something keeps pages in memory, what it keeps may grow to all parameters: a list of views does
+        with each parameter, and so does a graph of autograd. The error's `needed` is then a budget with which
+        all parameters are resident, and the cure also tells the budget for what is kept now. Otherwise
+        `needed` is a budget for the pages of these units, and of any others that are as many.
+        """
+        pool, plan, tier = self.store.resident, self.store.plan, self.store.plan.computes_in.value
         held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
-        tier = Tier.HOST if self.store.plan.unified else Tier.DEVICE
-        needed = self.store.plan.budget_for_pages(wanted + max(0, held))
-        names = ", ".join(self.pages[unit].layout.name or "the root's own" for unit in sorted(units))
-        views = f" and views that your code holds keep {format_size(held)}" if held > 0 else ""
+        if held <= 0:
+            needed = resident_budget(plan, self._names(units))
+            kept, other = "", "use fewer parameters together"
+        else:
+            living = {unit for unit in range(len(self.pages)) if self._lives_on(unit)}
+            lent = {unit for unit in living if self._edits.lent(unit)}
+            holder = (
+                "views that your code holds" if lent else "autograd's graph, or by views made in a forward"
+            )
+            kept = f", of which {format_size(held)} are kept by {holder} ({self._named(lent or living)})"
+            needed = resident_budget(plan, None)
+            now = resident_budget(plan, self._names(units | living))
+            other = "let go of such views"
+            if needed is not None and now is not None and now < needed:
+                other = f"one of {format_size(now)} ({now} bytes) if no more is kept, or {other}"
+        cure = f"{other[0].upper()}{other[1:]}."
+        if needed is not None:
+            whole = ", with which all parameters stay there" if held > 0 else ""
+            cure = f"Give a {tier} budget of {format_size(needed)} ({needed} bytes){whole}, or {other}."
         return BudgetError(
-            f"One operation takes the parameters of {names} together, {format_size(wanted)}, but the "
-            f"{tier.value} budget has {format_size(pool.nbytes)} for resident parameters{views}.",
-            f"Give a {tier.value} budget of {format_size(needed)} ({needed} bytes), or let go of such views.",
+            f"One operation takes the parameters of {self._named(units)} together, "
+            f"{format_size(sum(self._sizes[unit] for unit in units))}, but the {tier} budget has "
+            f"{format_size(pool.nbytes)} for resident parameters{kept}.",
+            cure,
             needed=needed,
-            tier=tier.value,
+            tier=tier,
         )
+
+    def _lives_on(self, unit: int) -> bool:
+        """Whether something keeps the bytes of a page that has left the memory where the model computes."""
+        if not self._sizes[unit] or unit in self._resident:
+            return False
+        return self.pages[unit].living() is not None
+
+    def _names(self, units: Collection[int]) -> set[str]:
+        return {name for unit in units for each in self.pages[unit].layout.parameters for name in each.names}
+
+    def _named(self, units: Collection[int]) -> str:
+        names = [self.pages[unit].layout.name or "the root's own" for unit in sorted(units)]
+        others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
+        return ", ".join(names[:_NAMED]) + others

@@ -19,6 +19,7 @@ from infinity.layout.shards import Share
 from infinity.planning import twin_flow
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
+from infinity.planning.resident_budget import resident_budget
 from infinity.planning.slab_layout import trainable_bytes
 from infinity.planning.stage_table import bytes_by_stage
 from infinity.tiers import Tier
@@ -132,6 +133,22 @@ def test_at_stage_3_every_page_that_computes_is_in_the_pool(unified) -> None:
     check(parts, Budget(**budget))
 
 
+def test_at_stage_3_gradients_and_states_leave_the_device_to_pages() -> None:
+    """A budget for all pages on the device, and for nothing but them and this rank's part of parameters."""
+    share = Share(0, 2, 3)
+    tight = planned(model(), **ROOMY, device=64 * MiB, share=share).smallest[Tier.DEVICE]
+    made = planned(model(), **ROOMY, device=tight, share=share)
+    whole = sum(unit.nbytes for unit in made.layout.units)
+    enough = resident_budget(made, None)
+    assert enough is not None
+    assert enough <= (whole + whole // 2 + made.ring_bytes) * 4 / 3 * 1.1, "a quarter is for activations"
+    found = planned(model(), **ROOMY, device=enough, share=share)
+    assert found.resident_bytes == whole
+    check(found, Budget(**ROOMY, device=enough))
+    poor = planned(model(), device=enough, host=found.smallest[Tier.HOST], share=share)
+    check(poor, Budget(device=enough, host=found.smallest[Tier.HOST]))
+
+
 @pytest.mark.parametrize("nvme", [True, False])
 def test_a_budget_for_pages_is_enough_for_them(nvme) -> None:
     budget = {"nvme": {"/nowhere": 64 * MiB}} if nvme else {}
@@ -139,8 +156,11 @@ def test_a_budget_for_pages_is_enough_for_them(nvme) -> None:
     made = planned(model(), host=tight, **budget, share=Share(0, 2, 3))
     whole = sum(unit.nbytes for unit in made.layout.units)
     assert made.resident_bytes < whole
-    enough = made.budget_for_pages(whole)
+    enough = resident_budget(made, None)
+    assert enough is not None
     assert planned(model(), host=enough, **budget, share=Share(0, 2, 3)).resident_bytes == whole
+    fewer = planned(model(), host=enough - max(4096, enough // 256), **budget, share=Share(0, 2, 3))
+    assert fewer.resident_bytes < whole
 
 
 ON_NODES = [Share(0, 4, 3, on_node=2), Share(1, 4, 1, on_node=2), Share(1, 2, 3, on_node=1)]
