@@ -40,6 +40,7 @@ from infinity.prefetch.engine import NoUpdates, PrefetchEngine, Updates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
+from infinity.system.directory import check_directory
 from infinity.telemetry.meter import Meter
 
 if TYPE_CHECKING:  # a runtime of one rank does not import the package
@@ -74,6 +75,8 @@ def carry_out(
     with ExitStack() as cleanup:
         if checkpoint is not None:
             cleanup.callback(checkpoint.close)
+        for directory in budget.nvme_bytes:  # also of a budget that no page needs now
+            check_directory(directory)
         meter = Meter() if communicator is None else communicator.meter
         adopted = None if checkpoint is None else checkpoint.adopted(plan, budget)
         store = Store(

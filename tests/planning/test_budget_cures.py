@@ -111,3 +111,11 @@ def test_a_disk_is_advised_with_the_ram_that_it_leaves_to_be_given(tmp_path: Pat
     for host in (found[0].with_nvme, 7 << 20):
         budget, planned = infinity.Budget(host=host, nvme={str(tmp_path): "64MiB"}), model()
         infinity.plan(planned, torch.optim.AdamW(planned.parameters()), budget=budget, device="cpu")
+
+
+def test_a_directory_that_is_missing_is_told_although_no_page_needs_it(tmp_path: Path) -> None:
+    model = nn.Linear(16, 16)
+    budget = infinity.Budget(host="64MiB", nvme={str(tmp_path / "missing"): "1GiB"})
+    with pytest.raises(infinity.StorageError, match="missing"):
+        infinity.offload(model, None, budget=budget, device="cpu")
+    assert type(model.weight) is nn.Parameter
