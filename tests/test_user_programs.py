@@ -1,4 +1,4 @@
-"""Tests that programs of users, drawn at random, do the same offloaded as in plain PyTorch, or are refused."""
+"""Tests that random programs of users do the same offloaded as in plain PyTorch, or are refused."""
 
 from __future__ import annotations
 
