@@ -70,6 +70,12 @@ def test_precision_names_the_dtype_of_every_page() -> None:
     assert precision.accumulate_dtype(torch.float16) is torch.float32
 
 
+def test_inputs_are_kept_or_cast_or_named() -> None:
+    assert Precision().inputs == "keep"
+    assert Precision(inputs="cast").inputs == "cast"
+    assert Precision(inputs=["pixel_*"]).inputs == ("pixel_*",)
+
+
 def test_accumulation_in_the_compute_dtype_follows_the_parameter() -> None:
     precision = Precision(accumulate="compute")
     assert precision.accumulate_dtype(torch.bfloat16) is torch.bfloat16
@@ -96,6 +102,11 @@ def test_the_only_gradient_of_a_step_rests_as_it_comes() -> None:
         {"keep": "*.norm.*"},
         {"keep": ("",)},
         {"keep": (3,)},
+        {"inputs": "round"},
+        {"inputs": None},
+        {"inputs": ()},
+        {"inputs": ("",)},
+        {"inputs": {"x": 1}},
     ],
 )
 def test_precisions_that_cannot_be_had_are_refused(bad: dict) -> None:

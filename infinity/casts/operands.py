@@ -75,7 +75,11 @@ def cast_operands(
     with torch._C.DisableTorchFunctionSubclass():
         found = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
         dtypes = {each.dtype for each in found}
-        if len(dtypes) < 2 or "out" in kwargs or torch.is_autocast_enabled(found[0].device.type):
+        if (
+            len(dtypes) < 2
+            or kwargs.get("out") is not None
+            or torch.is_autocast_enabled(found[0].device.type)
+        ):
             return args, kwargs
         dtype = _dtype_for(function, found, parameters, other if other in dtypes else None)
         if dtype is None:
@@ -166,3 +170,17 @@ def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[Removable
         for module in model.modules()
         if isinstance(module, nn.RNNBase)
     ]
+
+
+def hook_recomputation(
+    model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]
+) -> list[RemovableHandle]:
+    """Have modules call `begin` before and `end` after their forward, for torch.utils.checkpoint, which calls
+    them again in the backward, where a mode of the model's forward is off. Returns the hooks' handles.
+    """
+    handles = []
+    for module in model.modules():
+        if module is not model:
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+    return handles

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
 from infinity.casts.inputs import InputCast
-from infinity.casts.operands import CastOperands, cast_sequences, hook_sequences
+from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.errors import ConfigError
 from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter
@@ -183,12 +183,7 @@ class ModuleHooks:
         Most models do not need these hooks, which would cost time in every call of a module.
         """
         self._casts_in_backward = True
-        for module in self._model.modules():
-            if module is not self._model:
-                self._before(module, Hook(self._recompute))
-                self._handles.append(
-                    module.register_forward_hook(Hook(self._end_recompute), always_call=True)
-                )
+        self._handles += hook_recomputation(self._model, Hook(self._recompute), Hook(self._end_recompute))
 
     def _recompute(self, module: nn.Module, args: Any) -> None:
         if torch._C._current_graph_task_id() != -1:

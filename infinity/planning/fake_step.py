@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.casts.inputs import InputCast
-from infinity.casts.operands import CastOperands, cast_sequences, hook_sequences
+from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.config import Precision
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model
 from infinity.planning.operator_timing import Operations
@@ -91,6 +91,7 @@ def run_fake_step(
                 hook_sequences(fake, cast_sequences)
                 mixed = inputs.mixed(args, kwargs)
             casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
+            _cast_in_backward(fake, casts)
             outside = same_globals(
                 copier.classes,
                 copier.globals.values(),
@@ -113,6 +114,22 @@ def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) 
             output = model(*args, **kwargs)
         if train:
             _backward(output)
+
+
+def _cast_in_backward(model: nn.Module, casts: CastOperands) -> None:
+    """Have modules that a backward calls again enter `casts`, which torch leaves for backward."""
+    entered = []
+
+    def begin(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            casts.__enter__()  # type: ignore[no-untyped-call]
+            entered.append(casts)
+
+    def end(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    hook_recomputation(model, begin, end)
 
 
 def _reason(error: Exception) -> str:
