@@ -187,3 +187,15 @@ def test_a_picture_is_shown_described_and_complete_in_itself(picture: Path) -> N
     text = picture.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert "http" not in text and "@import" not in text and "@font-face" not in text
     assert picture.stat().st_size < 60_000
+
+
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def test_every_difference_has_a_test() -> None:
+    text = (ROOT / "docs" / "differences.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what ")]
+    assert len(rows) > 25
+    assert [row for row in rows if not NAMED_TEST.search(row)] == []
+    named = NAMED_TEST.findall(text)
+    assert [each for each in named if f"\ndef {each[1]}(" not in (ROOT / each[0]).read_text()] == []
