@@ -242,7 +242,8 @@ def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
-    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(model).__name__]}
+    plain = getattr(model, "_orig_mod", model)  # the model that torch.compile wraps
+    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(plain).__name__]}
     for name, value in said.items():
         if hasattr(config, name):
             setattr(config, name, value)

@@ -19,6 +19,8 @@ from infinity.model.materialize import Fill, Registered, listed, materialize, re
 
 _INDEX = ".safetensors.index.json"
 _FILES = ".safetensors"
+_COMPILED = "_orig_mod."
+"""The prefix that torch.compile gives to the names in a module that it wraps."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -267,7 +269,8 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
 def persistent(model: nn.Module) -> dict[int, Registered]:
     """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict.
 
-    Each Registered has the tensor, its places in the model and its names in state_dict.
+    Each Registered has the tensor, its places in the model and its names in state_dict, without the prefix
+    `_COMPILED`.
     """
     passing = {
         f"{prefix}.{key}" if prefix else key
@@ -276,7 +279,7 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
     }
     found = {}
     for key, entry in registered(model).items():
-        names = [name for name in entry.names if name not in passing]
+        names = [name.replace(_COMPILED, "") for name in entry.names if name not in passing]
         if names:
             found[key] = Registered(entry.tensor, entry.places, names)
     return found

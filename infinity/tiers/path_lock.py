@@ -23,6 +23,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import gc
 import os
 import struct
 import threading
@@ -36,6 +37,12 @@ from infinity.system.directory import check_directory, is_at
 from infinity.system.disk_files import DiskFiles
 
 _CURE = "Give each run a directory of its own, or wait until that run has ended."
+_OURS = (
+    "Call runtime.close() on the runtime that uses it. If no name is left for it, delete what keeps it: its "
+    "model or optimizer, a tensor with a graph such as a loss, or the traceback of an error (sys.last_value, "
+    "sys.last_traceback)."
+)
+_THIS = "this process"
 _FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, pid
 _TEXT_BYTES = 100
 
@@ -139,7 +146,7 @@ class PathLock(Closing):
             ours = _table.holds.get(_key(os.fstat(descriptor)))
             if ours is not None:  # renamed or linked since the check; closing it would end our lock
                 ours.descriptors.append(descriptor)
-                raise self._in_use("this process")
+                raise self._in_use(_THIS)
             try:
                 files.lock(descriptor, self.path)
                 if is_at(descriptor, self.path):
@@ -155,7 +162,9 @@ class PathLock(Closing):
     def _check_not_ours(self) -> None:
         with contextlib.suppress(FileNotFoundError):
             if _key(os.lstat(self.path)) in _table.holds:
-                raise self._in_use("this process")
+                gc.collect()  # a runtime that nothing refers to ends itself
+            if _key(os.lstat(self.path)) in _table.holds:
+                raise self._in_use(_THIS)
 
     def _open(self, files: DiskFiles) -> int:
         while True:
@@ -173,7 +182,7 @@ class PathLock(Closing):
     def _in_use(self, holder: str) -> StorageError:
         return StorageError(
             f"The slabs of rank {self.rank} in {self.directory} are in use by {holder}.",
-            _CURE,
+            _OURS if holder == _THIS else _CURE,
             path=str(self.path),
             errno=errno.EBUSY,
         )

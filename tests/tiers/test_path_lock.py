@@ -94,8 +94,21 @@ def test_one_process_has_it_once(tmp_path: Path) -> None:
             with pytest.raises(StorageError, match="in use by this process") as error:
                 PathLock(tmp_path)
             assert error.value.errno == errno.EBUSY
+            assert "runtime.close()" in error.value.cure
         assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY"), "the refusals did not end the lock"
     assert try_lock(tmp_path) == "locked"
+
+
+def test_a_lock_that_only_a_circle_of_references_keeps_is_free(tmp_path: Path) -> None:
+    circle: list[object] = [PathLock(tmp_path)]
+    circle.append(circle)
+    gc.disable()
+    try:
+        del circle
+        with PathLock(tmp_path):
+            pass
+    finally:
+        gc.enable()
 
 
 def test_a_hard_link_to_the_lock_file_is_the_same_lock(tmp_path: Path) -> None:
