@@ -18,6 +18,7 @@ import torch
 from aio_backends import each_backend
 from damaged_disk import Disk, read_at, write_at
 from faulty import watchdog
+from homes import budget_for
 from parity import differences
 from runs_on_disk import Run, everything
 from torch import nn
@@ -26,6 +27,7 @@ from zoo import entry as zoo_entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, CorruptState
+from infinity.pages.open_tiers import injected
 
 __all__ = ["watchdog"]
 
@@ -188,3 +190,29 @@ def test_every_read_is_verified(commits: bool, tmp_path: Path) -> None:
 def test_verify_is_true_or_false() -> None:
     with pytest.raises(ConfigError, match="verify is 'no'"):
         infinity.Budget(verify="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("update", ["sync", "lazy"])
+def test_an_edit_waits_for_writes_from_the_memory_that_it_changes(update: str, tmp_path: Path) -> None:
+    """A write behind an update reads the page that the model computes with."""
+    of = zoo_entry("tied")
+    model = of.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute="fp32")
+    budget = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
+    faults = Faults()
+    with injected(faults):
+        runtime = infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device="cpu", update=update
+        )
+    with runtime:
+        for number in range(2):
+            of.loss(model, of.batch(number, 0)).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            faults.delay("write", 1, 0.05, times=None)
+            for module in (model.blocks[0].mlp[0], model.blocks[1].norm_mlp):
+                with runtime.full_parameters(module), torch.no_grad():
+                    module.bias.mul_(0.5)
+            faults.clear()
+        assert all(bool(each.isfinite().all()) for each in model.state_dict().values())

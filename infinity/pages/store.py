@@ -276,10 +276,9 @@ class Store(OpenTiers):
         in memory now: until no flush, no copy and no write reads them.
         """
         ledger = self.ledger
-        if ledger is None or ledger.pending is None or home.twins is None:
-            return
-        ledger.settle(home.twins.parts)
-        self.let_depart(home, 0, home.nbytes)
+        if ledger is not None and ledger.pending is not None and home.twins is not None:
+            ledger.settle(home.twins.parts)
+            self.let_depart(home, 0, home.nbytes)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)
 

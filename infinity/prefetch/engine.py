@@ -221,11 +221,11 @@ class PrefetchEngine:
         """Wait until user code may change the pages of `units` without changing what a pending commit holds.
 
         The updates of the commit's step are finished too, so that a changed page can be written home.
+        Writes that read the memory of these pages have ended afterwards, with the bytes of their checksums.
         """
         ledger = self.store.ledger
-        if ledger is None or ledger.pending is None:
-            return
-        self.updates.complete_awaited()
+        if ledger is not None and ledger.pending is not None:
+            self.updates.complete_awaited()
         for unit in units:
             self.store.settle_for_user(self.pages[unit].home)
 
