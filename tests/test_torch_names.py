@@ -26,6 +26,8 @@ REPLACEMENTS = {
     "torch._C._autograd._pop_saved_tensors_default_hooks": "saved_tensors_hooks",
     "torch._C._len_torch_function_stack": "a refusal of torch function modes in runtime.accumulate",
     "torch._C._get_function_stack_at": "a refusal of torch function modes in runtime.accumulate",
+    "torch._C._pop_torch_function_stack": "the mode's own exit, without forwards that Ctrl-C ends",
+    "torch._C._push_on_torch_function_stack": "the mode's own exit, without forwards that Ctrl-C ends",
     "torch._C._len_torch_dispatch_stack": "a refusal of torch dispatch modes in runtime.accumulate",
     "torch._C._functorch.peek_interpreter_stack": "a refusal of torch.func's transforms",
     "torch._C._DisableFuncTorch": "a refusal of torch.func's transforms",

@@ -135,12 +135,44 @@ class CastOperands(TorchFunctionMode):
         super().__init__()
         self._parameters = parameters
         self._dtype = dtype
+        self._ended = False
+        """Whether `__exit__` was called while torch had taken the mode from its stack, to call it."""
+
+    def __exit__(self, *_: object) -> None:
+        """Take the mode from torch's stack, wherever it is there.
+
+        After a forward that Ctrl-C has ended, an operation ends the mode that handles it. Torch puts the mode
+        back then, and it does nothing until `remove_ended` is called.
+        """
+        self._ended = not _taken(lambda mode: mode is self)
+
+    @staticmethod
+    def remove_ended() -> None:
+        """Take modes that have ended from torch's stack."""
+        while torch._C._len_torch_function_stack() and _taken(
+            lambda mode: isinstance(mode, CastOperands) and mode._ended
+        ):
+            pass
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in EQUAL_DTYPES:
+        if func in EQUAL_DTYPES and not self._ended:
             args, kwargs = cast_operands(func, args, kwargs, self._parameters, self._dtype)
         return func(*args, **kwargs)
+
+
+def _taken(wanted: Callable[[Any], bool]) -> bool:
+    """Take the topmost mode that is wanted from torch's stack of modes. Returns whether there is one."""
+    above = []
+    found = False
+    while not found and torch._C._len_torch_function_stack():
+        mode = torch._C._pop_torch_function_stack()
+        found = wanted(mode)
+        if not found:
+            above.append(mode)
+    for mode in reversed(above):
+        torch._C._push_on_torch_function_stack(mode)
+    return found
 
 
 def cast_sequences(module: nn.RNNBase, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -163,6 +163,7 @@ class ModuleHooks:
                 "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
         args, kwargs = self._inputs(args, kwargs)
+        CastOperands.remove_ended()
         mixed = self._inputs.mixed(args, kwargs)
         if mixed and not self._casts_in_backward:
             self._cast_in_backward()

@@ -127,7 +127,7 @@ def _cast_in_backward(model: nn.Module, casts: CastOperands) -> None:
 
     def end(*_: Any) -> None:
         if entered:
-            entered.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            entered.pop().__exit__(None, None, None)
 
     hook_recomputation(model, begin, end)
 
