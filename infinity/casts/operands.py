@@ -46,8 +46,8 @@ _ALL = _WEIGHT_SECOND | _functions(f"{_PRODUCTS} {_LAYERS} {_INDEXED} lerp")
 """Functions that raise an error unless all their floating-point operands have one dtype."""
 
 _FIRST = _functions("layer_norm group_norm batch_norm instance_norm linear_cross_entropy")
-"""Functions that raise an error if their first operand has a wider dtype than the parameters. A narrower one,
-and buffers of another dtype (running means), are right for them.
+"""Functions that raise an error if their first operand has a wider dtype than the others, or if parameters
+are narrower than running statistics. A first operand that is narrower than all others is right for them.
 """
 
 _IN_PLACE = _functions(" ".join(f"{name}_" for name in _INDEXED.split()) + " __setitem__")
@@ -68,51 +68,63 @@ def cast_operands(
     the parameters among them, or of the tensor that is written into.
 
     parameters: the class of the model's parameters. They are not cast themselves, so nothing is cast where
-    they have several dtypes. other: the dtype if no parameter is among the operands, but a tensor of this
-    dtype is; None: nothing is cast then. The arguments stay as they are in a region of torch.autocast, and
-    where an argument `out` is given.
+    they have several dtypes. A norm alone widens them, to the dtype of its running statistics. other: the
+    dtype if no parameter is among the operands, but a tensor of this dtype is; None: nothing is cast then.
+    The arguments stay as they are in a region of torch.autocast, and where an argument `out` is given.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        found = [each for each in _tensors((args, kwargs)) if each.is_floating_point()]
-        dtypes = {each.dtype for each in found}
-        if (
-            len(dtypes) < 2
-            or kwargs.get("out") is not None
-            or torch.is_autocast_enabled(found[0].device.type)
-        ):
-            return args, kwargs
-        dtype = _dtype_for(function, found, parameters, other if other in dtypes else None)
-        if dtype is None:
-            return args, kwargs
+        casts = _casts(function, args, kwargs, parameters, other)
+    if not casts:
+        return args, kwargs
 
-        def cast(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                differs = value.is_floating_point() and value.dtype != dtype
-                return value.to(dtype) if differs and not isinstance(value, parameters) else value
-            if isinstance(value, list):
-                return [cast(each) for each in value]
-            return tuple(map(cast, value)) if isinstance(value, tuple) else value
+    def cast(value: Any) -> Any:  # with torch functions on, which bring the page of a parameter
+        if isinstance(value, torch.Tensor):
+            return value.to(casts[id(value)]) if id(value) in casts else value
+        if isinstance(value, list):
+            return [cast(each) for each in value]
+        return tuple(map(cast, value)) if isinstance(value, tuple) else value
 
-        if function not in _FIRST:
-            return cast(tuple(args)), {name: cast(value) for name, value in kwargs.items()}
-        if args:
-            return (cast(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "input": cast(kwargs["input"])}
+    return cast(tuple(args)), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _dtype_for(
-    function: Callable[..., Any], found: list[torch.Tensor], parameters: type, other: torch.dtype | None
-) -> torch.dtype | None:
-    """The dtype that the operands `found`, which have several, are cast to; None: they are left alone."""
-    if function in _IN_PLACE:
-        return found[0].dtype
+def _casts(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    parameters: type,
+    other: torch.dtype | None,
+) -> dict[int, torch.dtype]:
+    """The dtypes of the operands that are to be cast, by id(). The arguments are those of `cast_operands`."""
+    operands = (*args, *kwargs.values())
+    first, second = operands[:2] if len(operands) > 1 else (None, None)
+    if function in _WEIGHT_SECOND and getattr(first, "dtype", None) == getattr(second, "dtype", None):
+        return {}  # decided first, because most calls end here
+    found = [each for each in _tensors(operands) if each.is_floating_point()]
+    dtypes = {each.dtype for each in found}
+    if len(dtypes) < 2 or kwargs.get("out") is not None:
+        return {}
     of_parameters = {each.dtype for each in found if isinstance(each, parameters)}
-    if len(of_parameters) > 1 or (function in _WEIGHT_SECOND and found[0].dtype == found[1].dtype):
-        return None
-    dtype = of_parameters.pop() if of_parameters else other
-    if dtype is not None and function in _FIRST and found[0].dtype.itemsize < dtype.itemsize:
-        return None
-    return dtype
+    if function in _IN_PLACE:
+        of_parameters = {found[0].dtype}
+    elif not of_parameters and other in dtypes:
+        of_parameters = {other}
+    if len(of_parameters) != 1 or torch.is_autocast_enabled(found[0].device.type):
+        return {}
+    if function in _FIRST:
+        return _casts_of_norm(found, parameters)
+    (dtype,) = of_parameters
+    return {id(each): dtype for each in found if each.dtype != dtype and not isinstance(each, parameters)}
+
+
+def _casts_of_norm(found: list[torch.Tensor], parameters: type) -> dict[int, torch.dtype]:
+    """The casts of a function of `_FIRST` with the operands `found`: of the first, if it is wider than all
+    others, and of parameters that are narrower than running statistics.
+    """
+    dtype = max((each.dtype for each in found[1:]), key=lambda each: each.itemsize)
+    casts = {id(each): dtype for each in found[1:] if each.dtype != dtype and isinstance(each, parameters)}
+    if found[0].dtype != dtype and found[0].dtype.itemsize >= dtype.itemsize:
+        casts[id(found[0])] = dtype
+    return casts
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -121,8 +133,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
 
 
 class CastOperands(TorchFunctionMode):

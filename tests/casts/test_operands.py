@@ -365,6 +365,31 @@ def test_a_parameter_that_stays_fp32_widens_what_meets_it() -> None:
         assert torch.equal(model(x), plain[2](normed.float()))
 
 
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("given", [BF16, FP32])
+def test_parameters_are_widened_to_running_statistics(kind: type[nn.Module], given: torch.dtype) -> None:
+    """torch has kernels for bf16 inputs with fp32 parameters and statistics, and none for bf16 parameters."""
+    model = kind(4, affine=True, track_running_stats=True)
+    with torch.no_grad():
+        model.weight.uniform_()
+    plain = copy.deepcopy(model)
+    with torch.no_grad():
+        plain.weight.copy_(plain.weight.bfloat16())
+    x = torch.randn(8, 4, 5).to(given)
+    with opened(model, example_inputs=(x,)) as runtime:
+        assert "unknown" not in str(runtime.plan)
+        for training in (True, False):
+            model.train(training)
+            plain.train(training)
+            found, right = model(x), plain(x)
+            assert found.dtype == given and torch.equal(found, right)
+            assert torch.equal(model.running_var, plain.running_var)
+        weights = torch.linspace(-1, 1, found.numel()).view(found.shape).to(given)
+        found.backward(weights)
+        right.backward(weights)
+        assert torch.equal(runtime.grad(model.weight), plain.weight.grad.bfloat16().float())
+
+
 def test_no_cast_hides_where_results_go(paged) -> None:
     x, out = torch.randn(2, 3), torch.zeros(2, 4)
     with pytest.raises(RuntimeError), torch.no_grad():
