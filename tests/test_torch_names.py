@@ -31,6 +31,7 @@ REPLACEMENTS = {
     "torch._C._len_torch_dispatch_stack": "a refusal of torch dispatch modes in runtime.accumulate",
     "torch._C._functorch.peek_interpreter_stack": "a refusal of torch.func's transforms",
     "torch._C._DisableFuncTorch": "a refusal of torch.func's transforms",
+    "torch._functorch": "a refusal of torch.func's transforms of a paged model",
     "torch._C._functions": "the class of the node of a leaf's gradient edge",
     "torch._C._current_autograd_node": "the node that a hook's own registration knows",
     "torch._C._stash_obj_in_tls": "a note for each torch._C._current_graph_task_id",

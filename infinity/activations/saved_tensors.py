@@ -171,6 +171,12 @@ def check_version(name: str, saved: int, now: int) -> None:
         )
 
 
+def hooks_are_allowed() -> bool:
+    """Whether this thread may have saved-tensor hooks now."""
+    autograd: Any = torch._C._autograd  # has no types for this function
+    return bool(autograd._saved_tensors_hooks_is_enabled())
+
+
 @contextlib.contextmanager
 def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     """Context in which this thread packs saved tensors with a pair of SavedTensors hooks.
@@ -180,8 +186,7 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     the same `find` are active already, and where torch allows none: in torch.func.grad autograd saves views
     of pages, which keep them in memory.
     """
-    autograd: Any = torch._C._autograd  # has no types for this function
-    if not autograd._saved_tensors_hooks_is_enabled():
+    if not hooks_are_allowed():
         yield
         return
     outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -195,6 +200,22 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
         yield
     finally:
         _take_out(hooks, outer)
+
+
+@contextlib.contextmanager
+def out_of_the_way() -> Iterator[None]:
+    """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are not there."""
+    pairs = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+        if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
+            break
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pairs.append(top)
+    try:
+        yield
+    finally:
+        for pair in reversed(pairs):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def _take_out(hooks: SavedTensors, outer: tuple[Any, Any] | None) -> None:

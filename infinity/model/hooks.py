@@ -24,6 +24,7 @@ from infinity.errors import ConfigError
 from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
+from infinity.model.transforms import admit
 
 
 @functools.cache
@@ -109,6 +110,7 @@ class ModuleHooks:
         called after each forward of the model.
         """
         keep_out_of_graphs()
+        admit()
         self._model = model
         self._pager = pager
         self._inputs = inputs

@@ -18,6 +18,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter, Place, is_rounded
+from infinity.model.transforms import in_transform, with_views
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
@@ -122,6 +123,8 @@ class Pager:
             if inside and not self._alone:
                 function = self.prefetch_engine.yielding(function, units, self.lock)
             with torch._C.DisableTorchFunctionSubclass():
+                if in_transform():
+                    args, kwargs = with_views((args, kwargs))
                 if torch.is_grad_enabled():
                     with saving(self._find, self._fetch, self.saved_bytes):
                         result = function(*args, **kwargs)
