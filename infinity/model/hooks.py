@@ -160,7 +160,7 @@ class ModuleHooks:
         _refuse_tracing()
         if not _same(self._tree, _tree(self._model)):
             raise ConfigError(
-                "A module or parameter of the model was added, removed or replaced after it was offloaded.",
+                f"{_changed(self._model, self._tree)} after it was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again). Give "
                 "torch.func.functional_call tensors that are no Parameters (p.detach()).",
             )
@@ -236,6 +236,15 @@ def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
         return False
     changed = (new for old, new in zip(before, now, strict=True) if new is not old)
     return not any(isinstance(each, nn.Parameter) for each in changed)
+
+
+def _changed(model: nn.Module, before: list[torch.Tensor]) -> str:
+    """What `_same` has found, as a phrase. before: the parameters at offload."""
+    known = {id(each) for each in before}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        if id(each) not in known and isinstance(each, nn.Parameter):
+            return f"The parameter {name} of the model, a {type(each.data).__name__}, was added or replaced"
+    return "A module or parameter of the model was added, removed or moved"
 
 
 def _refuse_tracing() -> None:

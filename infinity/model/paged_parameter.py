@@ -123,11 +123,16 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad_
 
 
 class PagedParameter(nn.Parameter):
-    """A Parameter whose values are in a page. Only `adopt` makes objects of this class."""
+    """A Parameter whose values are in a page. Only `adopt` makes objects of this class: the constructor,
+    which libraries call by `type(parameter)(values)`, makes a plain Parameter.
+    """
 
     _place: Place
     _refusal: RemovableHandle | None = None
     """The hook that refuses a gradient, of a parameter that was frozen in offload and requires one now."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(data, requires_grad)
 
     @classmethod
     def __torch_function__(
@@ -268,6 +273,12 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
     place, caller = parameter._place, sys._getframe(2)
     while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
         caller = caller.f_back  # of a TorchFunctionMode, such as `with torch.device(...)`
+    if caller.f_code is nn.Parameter.__new__.__code__:
+        raise ConfigError(
+            f"A Parameter was to be made over the memory of the offloaded parameter {place.name}, as "
+            "parametrizations of torch.nn.utils do.",
+            "Change the model first, then offload it; or copy it: nn.Parameter(p.detach().clone()).",
+        )
     if caller.f_code is _AVERAGE_UPDATED:
         average = caller.f_locals.get("p_averaged")
         dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32
@@ -446,7 +457,8 @@ def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
     )
     raise ConfigError(
         f"{name} cannot be given another storage or size: its memory is a page's.",
-        "Assign values (p.copy_(values) under torch.no_grad(), p.data = values).",
+        "Assign values (p.copy_(values) under torch.no_grad(), p.data = values); register parametrizations "
+        "before infinity.offload.",
     )
 
 

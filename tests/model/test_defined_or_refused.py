@@ -16,6 +16,7 @@ from parity import copied, differences
 from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
 
 import infinity
 from infinity.errors import ConfigError, InfinityError
@@ -374,6 +375,34 @@ def process_group() -> Iterator[None]:
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(torch.distributed.destroy_process_group)
         yield
+
+
+def test_the_class_of_a_parameter_makes_plain_parameters(tmp_path: Path) -> None:
+    model = TIED.make()
+    with opened(model, tmp_path):
+        made = type(model.get_parameter(WIDE))(torch.ones(3), requires_grad=False)
+        assert type(made) is nn.Parameter and not made.requires_grad and torch.equal(made, torch.ones(3))
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "a Parameter of a parameter": (lambda layer: nn.Parameter(layer.weight), "offloaded parameter .*clone"),
+    "weight_norm": (parametrizations.weight_norm, "offloaded parameter .*first, then offload"),
+    "spectral_norm": (parametrizations.spectral_norm, "parametrizations before infinity.offload"),
+    "prune": (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "added, removed or moved"),
+    "another Parameter": (
+        lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias.detach().clone())),
+        r"mlp\.0\.bias of the model, a Tensor, was added or replaced",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_parameters_are_refused_by_name(change: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    act, cause = CHANGES[change]
+    with opened(model, tmp_path), pytest.raises(ConfigError, match=cause):
+        act(model.get_submodule(WIDE.rpartition(".")[0]))
+        loss_of(model)
 
 
 @pytest.mark.usefixtures("process_group")
