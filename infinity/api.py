@@ -28,7 +28,7 @@ from infinity.planning.machine_rates import measure_rates
 from infinity.planning.operator_timing import Roofline, seconds_of
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
-from infinity.runtime import Runtime
+from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
 from infinity.system.directory import path_text
 from infinity.tiers.tier import usable_device
@@ -108,6 +108,7 @@ def offload(
     launcher.record_at_exit()
     budget, precision = check_kinds(budget, precision)
     stage = stage_of(partition)
+    close_dropped()
     if several_ranks(mesh):
         if average is not None:
             raise ConfigError(

@@ -199,7 +199,6 @@ class _Wiring:
                 early=self.initial.early,
             )
         parts = Components(
-            model=self.model,
             plan=plan,
             health=health,
             store=store,
@@ -217,7 +216,7 @@ class _Wiring:
             committer=committer,
             checkpoint=checkpoint,
         )
-        runtime = Runtime(parts)
+        runtime = Runtime(parts, self.model)
         pager.gradients = runtime.training_step
         return runtime
 

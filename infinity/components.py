@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from infinity import cpu_adam
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
@@ -31,10 +29,12 @@ if TYPE_CHECKING:  # a runtime of one rank does not import the package
 class Components:
     """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference.
 
+    The model is not among them. Its hooks refer to the runtime, and components may be alive when nothing
+    refers to their runtime any more.
+
     `committer` and `checkpoint` are None if commits are off, and `peers` is None with one rank.
     """
 
-    model: nn.Module
     plan: Plan
     health: Health
     store: Store

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +29,7 @@ from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
+from infinity.pages.health import Health
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
 from infinity.system import machine
@@ -40,8 +45,9 @@ class Runtime(Closing):
     As a context manager, the runtime closes itself at the end.
     """
 
-    def __init__(self, parts: Components) -> None:
+    def __init__(self, parts: Components, model: nn.Module) -> None:
         self._components = parts
+        self._model = model
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
         """The object that runs micro-batches for `accumulate`; None before the first call of `accumulate`."""
@@ -51,15 +57,15 @@ class Runtime(Closing):
         the model was offloaded without an optimizer.
         """
         self._hooks = ModuleHooks(
-            parts.model,
+            self._model,
             parts.pager,
             parts.plan.layout.module_units,
-            InputCast(parts.model, parts.plan.precision),
+            InputCast(self._model, parts.plan.precision),
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )
         if parts.gradients is not None:
-            self.training_step = TrainingStep(parts, self._check_capacity)
+            self.training_step = TrainingStep(parts, functools.partial(_check_capacity, parts.health))
             parts.pager.read_master = self.training_step.read_master
         self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
         arrived = weakly(self._gradient_arrived)
@@ -69,6 +75,8 @@ class Runtime(Closing):
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
         ]
+        if parts.peers is None:
+            _opened.append((weakref.ref(self), _Remains(parts)))
 
     # --- public ----------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Runtime(Closing):
             if self._accumulator is None:
                 assert parts.gradients is not None
                 self._accumulator = Accumulator(
-                    parts.model,
+                    self._model,
                     parts.plan,
                     parts.pager,
                     parts.gradients,
@@ -410,39 +418,9 @@ class Runtime(Closing):
         The model's parameters cannot be used afterwards. If they are needed, copy the model's state_dict()
         before. In a process that was forked from the runtime's process the call does nothing.
         """
-        parts = self._components
-        if parts.health.forked:
-            return
-        with parts.pager.lock:
-            if parts.health.closed:
-                return
-            if parts.peers is not None:
-                parts.peers.leave()
-            parts.health.closed = True
-            with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
-                if parts.peers is not None:
-                    ends.callback(parts.peers.close)
-                if parts.checkpoint is not None:
-                    ends.callback(parts.checkpoint.close)
-                ends.callback(parts.store.close)
-                ends.callback(parts.threads.close)
-                if parts.gradients is not None:
-                    ends.callback(parts.gradients.close)
-                ends.callback(parts.pager.forget)
-                for page in parts.pages:
-                    ends.callback(page.end)
-                ends.callback(parts.prefetch_engine.abandon)
-                if parts.updater is not None:
-                    ends.callback(parts.updater.abandon)
-                for handle in self._handles:
-                    ends.callback(handle.remove)
-                if self._end_scaling is not None:
-                    ends.callback(self._end_scaling)
-                ends.callback(self._hooks.remove)
-                ends.callback(parts.pager.forwards.prune)
-                if parts.committer is not None:
-                    ends.callback(parts.committer.end)  # even if the line below is interrupted
-                    ends.callback(parts.committer.close)
+        scaling = [] if self._end_scaling is None else [self._end_scaling]
+        handles = (handle.remove for handle in self._handles)
+        _end(self._components, [*handles, *scaling, self._hooks.remove])
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -462,7 +440,8 @@ class Runtime(Closing):
                 self._components.prefetch_engine.step_done()
 
     def _check_copy(self, module: nn.Module) -> None:
-        self._check_capacity(sum(each.numel() * each.element_size() for each in module.parameters()))
+        nbytes = sum(each.numel() * each.element_size() for each in module.parameters())
+        _check_capacity(self._components.health, nbytes)
 
     def _unfinished(self) -> str:
         """What is under way that a commit cannot hold, as a phrase for an error; empty if nothing is."""
@@ -508,20 +487,7 @@ class Runtime(Closing):
     def _source(self) -> Source:
         parts = self._components
         compute = parts.plan.precision.compute_dtype
-        return Source(parts.model, parts.pager, parts.store, parts.states, compute)
-
-    def _check_capacity(self, nbytes: int) -> None:
-        """Check that a copy of `nbytes` bytes, to be made for user code, fits in free RAM. Raises
-        BudgetError if not.
-        """
-        self._refuse()
-        usable = machine.memory().usable
-        if nbytes > usable:
-            raise BudgetError(
-                f"A copy of {format_size(nbytes)} was asked for, and {format_size(usable)} of RAM are free.",
-                "Read single parameters and states instead (runtime.full_parameters(module), "
-                "runtime.optimizer.state[p]).",
-            )
+        return Source(self._model, parts.pager, parts.store, parts.states, compute)
 
     def _training(self) -> TrainingStep:
         if self.training_step is None:
@@ -530,3 +496,89 @@ class Runtime(Closing):
                 "Give infinity.offload an optimizer to train, or run the model under torch.no_grad().",
             )
         return self.training_step
+
+
+def _check_capacity(health: Health, nbytes: int) -> None:
+    """Check that a copy of `nbytes` bytes, to be made for user code, fits in free RAM. Raises
+    BudgetError if not.
+    """
+    health.check()
+    usable = machine.memory().usable
+    if nbytes > usable:
+        raise BudgetError(
+            f"A copy of {format_size(nbytes)} was asked for, and {format_size(usable)} of RAM are free.",
+            "Read single parameters and states instead (runtime.full_parameters(module), "
+            "runtime.optimizer.state[p]).",
+        )
+
+
+class _Remains:
+    """The Components of a runtime, by weak references. An attribute is None once its object is gone."""
+
+    def __init__(self, parts: Components) -> None:
+        self._parts = {
+            each.name: weakref.ref(getattr(parts, each.name))
+            for each in dataclasses.fields(parts)
+            if each.name != "pages" and getattr(parts, each.name) is not None
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._parts.get(name)
+        return None if found is None else found()
+
+    @property
+    def open(self) -> bool:
+        """Whether the runtime has not been closed, and pages of it are alive."""
+        pager, health = self.pager, self.health
+        return pager is not None and not health.closed
+
+
+_opened: list[tuple[weakref.ref[Runtime], _Remains]] = []
+"""The runtimes of this process that may be open, those of one of several ranks left out."""
+
+
+def close_dropped() -> None:
+    """Close the runtimes of this process that nothing refers to any more, though parts of them are alive.
+
+    The graph of a loss refers to parameters, and they to their pages, which keep files and memory. A model
+    refers to its runtime by its hooks, so nobody can train or read a model whose runtime is gone. With
+    several ranks nothing is closed, because ranks collect garbage at different times.
+    """
+
+    _opened[:] = [each for each in _opened if each[1].open]
+    if _opened:
+        gc.collect()
+    for runtime, remains in list(_opened):
+        if runtime() is None and remains.open:
+            _end(remains, [])
+
+
+def _end(parts: Components | _Remains, ends_of_hooks: Iterable[Callable[[], None]]) -> None:
+    """Do what `Runtime.close` does.
+
+    ends_of_hooks: functions that take the runtime's hooks out of the model.
+    """
+    if parts.health.forked:
+        return
+    with parts.pager.lock:
+        if parts.health.closed:
+            return
+        if parts.peers is not None:
+            parts.peers.leave()
+        parts.health.closed = True
+        with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
+            for owner in (parts.peers, parts.checkpoint, parts.store, parts.threads, parts.gradients):
+                if owner is not None:
+                    ends.callback(owner.close)
+            ends.callback(parts.pager.forget)
+            for page in parts.pager.pages:
+                ends.callback(page.end)
+            ends.callback(parts.pager.prefetch_engine.abandon)
+            if parts.updater is not None:
+                ends.callback(parts.updater.abandon)
+            for end in ends_of_hooks:
+                ends.callback(end)
+            ends.callback(parts.pager.forwards.prune)
+            if parts.committer is not None:
+                ends.callback(parts.committer.end)  # even if the line below is interrupted
+                ends.callback(parts.committer.close)

@@ -101,7 +101,8 @@ def copy_to(path: Path, runtime: Any, **options: Any) -> None:
     """Complete all work of the runtime, and write a copy of its run. options: of `write_copy`."""
     parts = runtime._components
     quiet(runtime)
-    source = Source(parts.model, parts.pager, parts.store, parts.states, parts.plan.precision.compute_dtype)
+    compute = parts.plan.precision.compute_dtype
+    source = Source(runtime._model, parts.pager, parts.store, parts.states, compute)
     with parts.pager.lock:
         write_copy(source, path, **({"record": RECORD, "shard": "4GiB"} | options))
 

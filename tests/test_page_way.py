@@ -76,7 +76,7 @@ def test_a_page_takes_the_way_that_the_map_says(tmp_path: Path, monkeypatch: pyt
                 stepped(model, runtime)
     apart = list(called)
     with opened(TIED.make(), tmp_path, home="unified") as runtime:
-        train_step(runtime._components.model, runtime)
+        train_step(runtime._model, runtime)
     assert set(named()) - set(called) == set(), "named, and on no page's way"
     in_order = [each for each in named() if each not in ANY_TIME and each in apart]
     assert [each for each in apart if each in in_order] == in_order

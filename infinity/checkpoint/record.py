@@ -8,6 +8,7 @@ of parts come last, when the parts' bytes have reached the disk.
 from __future__ import annotations
 
 import platform
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,7 +89,7 @@ class Recorder:
         volume: VolumeRecord,
     ) -> None:
         """volume: the slabs in which the pages' places lie. The others: parts of the runtime."""
-        self._model = model
+        self._model = weakref.ref(model)  # a pending commit must not keep a runtime that nobody refers to
         self._plan = plan
         self._pages = pages
         self._states = states
@@ -118,7 +119,9 @@ class Recorder:
         """
         plan, rule = self._plan, self._states.rule
         optimizer = SavedOptimizer.of(self._states)
-        run = capture(self._model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
+        model = self._model()
+        assert model is not None
+        run = capture(model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
         return Draft(
             Manifest(
                 generation=generation,

@@ -204,7 +204,7 @@ def test_runs_with_and_without_averages_continue_each_other_or_are_refused(tmp_p
         with pytest.raises(IncompatibleCheckpoint, match="this run keeps none"):
             runtime.load(tmp_path / str(DECAY))
         with pytest.raises(ConfigError, match="keeps none"):
-            runtime.average(next(iter(runtime._components.model.parameters())))
+            runtime.average(next(iter(runtime._model.parameters())))
     model = Branches()
     with averaging(model, swap) as runtime:
         runtime.load(tmp_path / "None")  # averages begin with the next step
@@ -216,7 +216,7 @@ def test_commits_with_and_without_averages_continue_each_other_or_are_refused(tm
     swap = tmp_path / "swap"
     swap.mkdir()
     with averaging(Branches(), swap, home="nvme", average=None, checkpoint=tmp_path / "kept") as runtime:
-        train(runtime._components.model, runtime, 0)
+        train(runtime._model, runtime, 0)
         runtime.save().wait()
     model, expected = Branches(), Expected()
     with averaging(model, swap, home="nvme", resume=tmp_path / "kept") as runtime:
