@@ -25,6 +25,7 @@ from infinity.accumulation.micro_batches import AddGradient, Expect, Group, Loss
 from infinity.accumulation.task_threads import Surroundings
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
+from infinity.layout.names import named_modules
 from infinity.layout.units import BLOCK_LISTS
 from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
@@ -222,7 +223,7 @@ class Accumulator:
         computes are left out, and so are modules without other units.
         """
         units: dict[nn.Module, set[int]] = {}
-        modules = dict(self.model.named_modules(remove_duplicate=False))
+        modules = dict(named_modules(self.model, remove_duplicate=False))
         for path, found in self.plan.layout.module_units.items():
             moving = (unit for unit in found if not self.pager.pages[unit].permanent)
             units.setdefault(modules[path], set()).update(moving)

@@ -37,6 +37,7 @@ from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import Piece
+from infinity.layout.names import unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
@@ -242,8 +243,7 @@ def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     if not callable(getattr(config, "save_pretrained", None)):
         return
     config = copy.deepcopy(config)
-    plain = getattr(model, "_orig_mod", model)  # the model that torch.compile wraps
-    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(plain).__name__]}
+    said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(unwrapped(model)).__name__]}
     for name, value in said.items():
         if hasattr(config, name):
             setattr(config, name, value)

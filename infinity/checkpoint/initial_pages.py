@@ -22,6 +22,7 @@ from infinity.checkpoint.restore import restore
 from infinity.checkpoint.resume import adopt as adopt_commit
 from infinity.checkpoint.resume import run_state
 from infinity.config import Budget
+from infinity.layout.names import named_parameters
 from infinity.layout.shards import PageShard
 from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home
@@ -51,7 +52,7 @@ class InitialPages:
         self.model = model
         self.plan = plan
         self.store = store
-        named = dict(model.named_parameters(remove_duplicate=False))
+        named = dict(named_parameters(model))
         self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
         self.places = {
             id(parameter): (unit, index)

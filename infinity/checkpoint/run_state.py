@@ -26,6 +26,7 @@ from infinity.checkpoint.manifest_json import run_fields, tree_of
 from infinity.checkpoint.values import Decoder, decode, encode
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
+from infinity.layout.names import named_buffers, named_modules
 from infinity.model.materialize import listed, registered
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
@@ -101,7 +102,7 @@ class RunState:
 
     def check_buffers(self, model: nn.Module) -> None:
         """Raise IncompatibleCheckpoint if buffers are missing on either side or differ in shape or dtype."""
-        here = dict(model.named_buffers())
+        here = dict(named_buffers(model))
         if here.keys() != self.buffers.keys():
             differing = sorted(here.keys() ^ self.buffers.keys())
             raise IncompatibleCheckpoint(
@@ -128,7 +129,7 @@ class RunState:
         device: where buffers go that are on the meta device.
         """
         buffers, places = self._buffers(), registered(model)
-        for name, buffer in list(model.named_buffers()):
+        for name, buffer in list(named_buffers(model)):
             if buffer.is_meta:
                 places[id(buffer)].put(buffers[name].to(device))
             else:
@@ -178,7 +179,7 @@ def capture(
     return RunState(
         param_groups=tuple(_groups(param_groups, blobs)),
         buffers={
-            name: encode(buffer.detach(), blobs, f"buffer {name!r}") for name, buffer in model.named_buffers()
+            name: encode(buffer.detach(), blobs, f"buffer {name!r}") for name, buffer in named_buffers(model)
         },
         extra_state={
             name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
@@ -230,6 +231,6 @@ def set_generators(states: Mapping[str, Any]) -> None:
 
 def modules_with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (path, module) of the modules that define `get_extra_state`."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield name, module

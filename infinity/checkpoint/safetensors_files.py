@@ -15,12 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, StorageError, storage_errors
+from infinity.layout.names import named_modules, plain_name
 from infinity.model.materialize import Fill, Registered, listed, materialize, registered
 
 _INDEX = ".safetensors.index.json"
 _FILES = ".safetensors"
-_COMPILED = "_orig_mod."
-"""The prefix that torch.compile gives to the names in a module that it wraps."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -235,8 +234,10 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
     type.
     """
     wanted = persistent(model)
-    known = set(weights.names)
+    files = {plain_name(name): name for name in weights.names}  # a compiled model's state_dict may be saved
+    known = set(files)
     found = max((_assign(wanted, known, rename) for rename in _renamings(model, wanted, known)), key=len)
+    found = {key: files[name] for key, name in found.items()}
     missing = [entry.names[0] for key, entry in wanted.items() if key not in found]
     if missing:
         raise ConfigError(
@@ -262,24 +263,24 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
         else:
             buffers.append((entry.tensor, found[key]))
     names = {name for entry in wanted.values() for name in entry.names}
-    unexpected = known - set(found.values()) - names
+    unexpected = {files[name] for name in known - names} - set(found.values())
     return Assignment(tuple(parameters), tuple(buffers), tuple(sorted(unexpected)))
 
 
 def persistent(model: nn.Module) -> dict[int, Registered]:
     """The parameters and persistent buffers of `model`, by id() of the tensor, in the order of state_dict.
 
-    Each Registered has the tensor, its places in the model and its names in state_dict, without the prefix
-    `_COMPILED`.
+    Each Registered has the tensor, its places in the model and its names in state_dict, without wrappers
+    (infinity/layout/names.py).
     """
     passing = {
         f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules(remove_duplicate=False)
+        for prefix, module in named_modules(model, remove_duplicate=False)
         for key in module._non_persistent_buffers_set
     }
     found = {}
     for key, entry in registered(model).items():
-        names = [name.replace(_COMPILED, "") for name in entry.names if name not in passing]
+        names = [name for name in entry.names if name not in passing]
         if names:
             found[key] = Registered(entry.tensor, entry.places, names)
     return found

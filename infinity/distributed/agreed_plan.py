@@ -20,6 +20,7 @@ from infinity.distributed.communicator import Communicator
 from infinity.distributed.option_digests import option_digests
 from infinity.errors import ConfigError, RankDivergence
 from infinity.layout.division import Division
+from infinity.layout.names import named_buffers, named_parameters
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
 
@@ -35,11 +36,11 @@ def check_equal(
     tensors = [
         (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)
         for name, each in (
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
+            *named_parameters(model),
+            *named_buffers(model, remove_duplicate=False),
         )
     ]
-    names = {id(each): name for name, each in model.named_parameters()}
+    known = {id(each): name for name, each in named_parameters(model)}
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     communicator.same(
         "offload()",
@@ -50,7 +51,7 @@ def check_equal(
         optimizer=type(optimizer).__name__,
         **{
             "parameter groups": _digest(
-                [[names.get(id(each)) for each in group["params"]] for group in groups]
+                [[known.get(id(each)) for each in group["params"]] for group in groups]
             ),
             **{name: str(value) for name, value in options.items()},
         },

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.config import Precision
 from infinity.errors import ConfigError
+from infinity.layout.names import named_buffers, named_modules, named_parameters
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
 """The units of a model. A unit is a pair: the path of a module, and the indices in `Survey.parameters` of
@@ -122,28 +123,48 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
     parameters, if two parameters overlap in memory, or if a parameter is not dense, is sparse or quantised,
     is complex and trainable, has no shape yet, or has another class than nn.Parameter.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    if not names:
+    _check_names(model)
+    known: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in named_parameters(model):
+        known.setdefault(parameter, []).append(name)
+    if not known:
         raise ConfigError(
             f"The model, a {type(model).__name__}, has no parameters.", "Give a model that has some."
         )
-    for parameter, known_as in names.items():
+    given = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, known_as in known.items():
         _check(parameter, known_as[0])
-    _check_overlap({parameter: known_as[0] for parameter, known_as in names.items()})
+    _check_overlap({parameter: known_as[0] for parameter, known_as in known.items()})
     surveyed = tuple(
         SurveyedParameter(
             names=tuple(known_as),
             shape=parameter.shape,
             stride=parameter.stride(),
-            dtype=precision.dtype_of(known_as[0], parameter.dtype),
+            dtype=_dtype(precision, (known_as[0], given[parameter]), parameter.dtype),
             numel=parameter.numel(),
             trainable=parameter.requires_grad,
         )
-        for parameter, known_as in names.items()
+        for parameter, known_as in known.items()
     )
     return Survey(surveyed, _tree(model, surveyed))
+
+
+def _dtype(precision: Precision, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter in its page, if patterns may match any of its names."""
+    found = [precision.dtype_of(name, dtype) for name in names]
+    return torch.float32 if torch.float32 in found else found[0]
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise ConfigError if two tensors of a model have the same name without wrappers."""
+    known: dict[str, torch.Tensor] = {}
+    for name, tensor in (*named_parameters(model), *named_buffers(model, remove_duplicate=False)):
+        if known.setdefault(name, tensor) is not tensor:
+            raise ConfigError(
+                f"The model has two tensors that are named {name}, once the names that torch.compile and "
+                "checkpoint wrappers add are left out.",
+                "Rename the module that is registered as _orig_mod or _checkpoint_wrapped_module.",
+            )
 
 
 def _check(parameter: nn.Parameter, name: str) -> None:
@@ -188,9 +209,9 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _check_overlap(names: dict[nn.Parameter, str]) -> None:
+def _check_overlap(known: dict[nn.Parameter, str]) -> None:
     ranges = []
-    for parameter, name in names.items():
+    for parameter, name in known.items():
         storage = parameter.untyped_storage()
         # A meta storage has no address, but two views of one meta storage share the storage object.
         address, base = (0, storage._cdata) if parameter.is_meta else (storage.data_ptr(), 0)
@@ -210,8 +231,10 @@ def _check_overlap(names: dict[nn.Parameter, str]) -> None:
 def _tree(model: nn.Module, parameters: tuple[SurveyedParameter, ...]) -> _Node:
     root = _Node("", type(model))
     nodes = {"": root}
-    for path, module in model.named_modules():
-        if path:
+    for path, module in named_modules(model):
+        if path in nodes:
+            nodes[path].kind = type(module)  # instead of the wrapper's
+        else:
             nodes[path] = _Node(path, type(module))
             nodes[path.rpartition(".")[0]].children.append(nodes[path])
     for index, parameter in enumerate(parameters):

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.casts.inputs import InputCast
 from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.errors import ConfigError
+from infinity.layout.names import named_modules
 from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
@@ -121,7 +122,7 @@ class ModuleHooks:
         self._forward_done = forward_done
         self._tree = _tree(model)
         self._handles: list[RemovableHandle] = []
-        modules = dict(model.named_modules(remove_duplicate=False))
+        modules = dict(named_modules(model, remove_duplicate=False))
         for path, units in module_units.items():
             self._before(modules[path], self._access(units))
         self._before(model, Hook(self._enter), with_kwargs=True)

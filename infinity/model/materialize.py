@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import ConfigError
+from infinity.layout.names import named_modules
 
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
@@ -51,10 +52,14 @@ class Registered:
 
 
 def registered(model: nn.Module) -> dict[int, Registered]:
-    """All parameters and buffers of `model`, by id() of the tensor, in the order of named_modules()."""
+    """All parameters and buffers of `model`, by id() of the tensor, in the order of named_modules().
+
+    Names are those of infinity/layout/names.py.
+    """
     found: dict[int, Registered] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for place in (module._parameters, module._buffers):
+    for prefix, module in named_modules(model, remove_duplicate=False):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)
+        for place in tables:
             for key, tensor in place.items():
                 if tensor is None:
                     continue

@@ -22,6 +22,7 @@ from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 
 from infinity.config import Precision
+from infinity.layout.names import plain_name
 
 _MOST_OBJECTS = 5_000_000
 _MOST_ARRAY_BYTES = 256 << 20
@@ -326,7 +327,7 @@ def fake_model(
 
     copier = Copier(held)
     for name, parameter in model.named_parameters():
-        fake(parameter, precision.dtype_of(name, parameter.dtype), device)
+        fake(parameter, precision.dtype_of(plain_name(name), parameter.dtype), device)
     for _, buffer in model.named_buffers():
         fake(buffer, buffer.dtype, device)
     try:

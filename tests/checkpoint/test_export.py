@@ -23,7 +23,6 @@ from small_runtime import files, opened, train_step
 from torch import nn
 from zoo import entry
 
-import infinity
 from infinity.checkpoint import tensor_files
 
 __all__ = ["out", "watchdog"]
@@ -361,39 +360,3 @@ def test_an_empty_directory_is_taken_over_also_through_a_link(out: Path) -> None
         runtime.export(str(link))
     assert files(out) == ["model.safetensors"]
     assert link.is_symlink()
-
-
-@pytest.mark.parametrize("inner", [False, True])
-def test_names_of_a_compiled_model_are_those_of_the_plain_one(inner: bool, tmp_path: Path) -> None:
-    def made() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def compiled(model: nn.Sequential) -> nn.Module:
-        if inner:
-            model[1] = torch.compile(model[1], backend="eager")
-            return model
-        return torch.compile(model, backend="eager")
-
-    def offloaded(model: nn.Module, **options: Any) -> Any:
-        return infinity.offload(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            budget=infinity.Budget(host="8MiB"),
-            precision=infinity.Precision(compute="fp32"),
-            device="cpu",
-            **options,
-        )
-
-    with offloaded(compiled(made())) as runtime:
-        runtime.export(tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    expected = made().state_dict()
-    assert found.keys() == expected.keys()
-    torch.manual_seed(9)
-    again = compiled(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    with offloaded(again, weights=tmp_path / "out"):
-        got = [each.clone() for each in again.state_dict().values()]
-    for one, two, three in zip(found.values(), expected.values(), got, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(two, three)
