@@ -449,7 +449,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
         if isinstance(parameter, PagedParameter):
             raise ConfigError(
                 f"The parameter {name} is in pages already.",
-                "Offload a model once; after runtime.close() build it anew.",
+                "Close its runtime with runtime.close(keep=True) before, or build the model anew.",
             )
         if parameter.grad is not None:
             raise ConfigError(

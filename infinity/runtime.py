@@ -27,6 +27,7 @@ from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
+from infinity.model.plain_parameters import PlainParameters
 from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health
@@ -412,15 +413,41 @@ class Runtime(Closing):
             parts.edits.sync_edits()
             export(self._source(), path, dtype=dtype, shard=shard)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
 
-        The model's parameters cannot be used afterwards. If they are needed, copy the model's state_dict()
-        before. In a process that was forked from the runtime's process the call does nothing.
+        keep: False: the model's parameters cannot be used afterwards. True: the model is a plain model in
+        RAM afterwards, with trained values. Its parameters are the same objects, of class nn.Parameter, and
+        have the dtypes that they had before infinity.offload: a trained one that was fp32 has the exact fp32
+        master, and a frozen one has what its page's dtype could hold. Make a new optimizer for it, which can
+        load what runtime.optimizer.state_dict() has returned before the call. Raises BudgetError if RAM has
+        no room for all parameters beside the pages, and ConfigError wherever `save` does; the runtime is
+        still open then. With several ranks, all of which give the same keep, each has all parameters.
+
+        In a process that was forked from the runtime's process the call does nothing.
         """
-        scaling = [] if self._end_scaling is None else [self._end_scaling]
-        handles = (handle.remove for handle in self._handles)
-        _end(self._components, [*handles, *scaling, self._hooks.remove])
+        parts = self._components
+        if parts.health.forked:
+            return
+        with parts.pager.lock:
+            kept = self._plain_parameters() if keep else None
+            scaling = [] if self._end_scaling is None else [self._end_scaling]
+            hooks = functools.partial(self._hooks.remove, all_of_them=keep)
+            ends = [*(handle.remove for handle in self._handles), *scaling, hooks]
+            _end(parts, ends, finally_=None if kept is None else kept.give_back)
+
+    def _plain_parameters(self) -> PlainParameters | None:
+        """Copy all parameters for `close`; None if they are plain already."""
+        parts = self._components
+        paged = any(isinstance(each, PagedParameter) for each in self._model.parameters())
+        if parts.health.closed and not paged:
+            return None
+        self._check_between("close(keep=True)")
+        if parts.updater is not None:
+            parts.updater.complete_all()
+        parts.edits.sync_edits()
+        on_node = 1 if parts.peers is None else parts.peers.communicator.place.ranks
+        return PlainParameters(self._model, parts.pager, on_node)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -553,10 +580,15 @@ def close_dropped() -> None:
             _end(remains, [])
 
 
-def _end(parts: Components | _Remains, ends_of_hooks: Iterable[Callable[[], None]]) -> None:
+def _end(
+    parts: Components | _Remains,
+    ends_of_hooks: Iterable[Callable[[], None]],
+    *,
+    finally_: Callable[[], None] | None = None,
+) -> None:
     """Do what `Runtime.close` does.
 
-    ends_of_hooks: functions that take the runtime's hooks out of the model.
+    ends_of_hooks: functions that take the runtime's hooks out of the model. finally_: is called at the end.
     """
     if parts.health.forked:
         return
@@ -567,6 +599,8 @@ def _end(parts: Components | _Remains, ends_of_hooks: Iterable[Callable[[], None
             parts.peers.leave()
         parts.health.closed = True
         with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
+            if finally_ is not None:
+                ends.callback(finally_)
             for owner in (parts.peers, parts.checkpoint, parts.store, parts.threads, parts.gradients):
                 if owner is not None:
                     ends.callback(owner.close)

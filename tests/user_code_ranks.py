@@ -466,6 +466,25 @@ def averages() -> list[list[str]]:
     return found
 
 
+def kept() -> list[list[Any]]:
+    """For each partition, the masters of a model, and the model that each rank keeps at the end."""
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        for first in range(0, 4, TOGETHER):
+            micro_batches(training, first)
+            training.end()
+        with training.runtime.masters():
+            masters = digest_of(training.model)
+        if LAST:
+            time.sleep(0.05)
+        training.runtime.close(keep=True)
+        plain = {(type(each), each.dtype) for each in training.model.parameters()}
+        assert plain == {(torch.nn.Parameter, torch.float32)}
+        found.append([masters, digest_of(training.model)])
+    return found
+
+
 def digest_of(model: torch.nn.Module) -> str:
     state = model.state_dict().values()
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest()
@@ -493,6 +512,7 @@ def every_program() -> dict[str, Any]:
         failed_step,
         replaced_states,
         averages,
+        kept,
     )
     several = (refused, differing_edits, half_updated, other_calls)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}

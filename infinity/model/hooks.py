@@ -122,6 +122,10 @@ class ModuleHooks:
         self._forward_done = forward_done
         self._tree = _tree(model)
         self._handles: list[RemovableHandle] = []
+        self._loading: list[RemovableHandle] = []
+        """The hooks by which loading into a closed model raises the error that it is closed, instead of an
+        error that lists every parameter.
+        """
         modules = dict(named_modules(model, remove_duplicate=False))
         for path, units in module_units.items():
             self._before(modules[path], self._access(units))
@@ -129,16 +133,17 @@ class ModuleHooks:
         self._handles.append(model.register_forward_hook(Hook(self._leave), always_call=True))
         self._handles += hook_sequences(model, Hook(cast_sequences))
         for module in model.modules():
-            # This hook is never removed, so that loading into a closed model raises the error that it is
-            # closed, instead of an error that lists every parameter.
-            module.register_load_state_dict_pre_hook(Hook(self._before_loading))
+            self._loading.append(module.register_load_state_dict_pre_hook(Hook(self._before_loading)))
             self._handles.append(module.register_state_dict_pre_hook(Hook(self._start_copying)))
             self._handles.append(module.register_state_dict_post_hook(Hook(self._stop_copying)))
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
 
-    def remove(self) -> None:
-        """Take the hooks out of the model, except those that make load_state_dict() raise after closing."""
-        for handle in self._handles:
+    def remove(self, *, all_of_them: bool = False) -> None:
+        """Take the hooks out of the model, except those that make load_state_dict() raise after closing.
+
+        all_of_them: whether to take these out, too.
+        """
+        for handle in (*self._handles, *(self._loading if all_of_them else ())):
             handle.remove()
         self._handles.clear()
         self._model.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)

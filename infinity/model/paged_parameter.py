@@ -228,6 +228,24 @@ def adopt(parameter: nn.Parameter, place: Place) -> None:
     parameter._place = place  # type: ignore[attr-defined]
 
 
+def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Convert a PagedParameter to a plain Parameter, in place, whose memory is that of `values`.
+
+    values: a tensor of the parameter's shape. The parameter's page has ended.
+    """
+    assert isinstance(parameter, PagedParameter)
+    if parameter._refusal is not None:
+        parameter._refusal.remove()
+    take_gradient(parameter)
+    vars(parameter).clear()
+    parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+    with torch.inference_mode(False):
+        if torch._has_compatible_shallow_copy_type(parameter, values):
+            parameter.data = values
+        else:  # the page was on a device
+            torch._C._swap_tensor_impl(parameter, nn.Parameter(values, parameter.requires_grad))
+
+
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient in the tensor's `.grad` slot, or None. Gradient pages are not looked at."""
     with torch._C.DisableTorchFunctionSubclass():

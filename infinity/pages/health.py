@@ -57,7 +57,7 @@ class Health:
         if self.closed:
             raise ConfigError(
                 "The runtime of this model is closed, and its parameters are gone with it.",
-                "Use the model before runtime.close(); copy its state_dict() if it is wanted afterwards.",
+                "Use the model before runtime.close(), or keep its parameters with runtime.close(keep=True).",
             )
         if self.failure is not None:
             raise self.failure.again()

@@ -76,6 +76,8 @@ class ParameterPage:
         self.home = home
         self.shard = shard
         self.parameters = tuple(parameters)
+        self.given = tuple(each.dtype for each in parameters)
+        """The dtypes that the Parameters had in the user's model."""
         self.permanent = permanent
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None

@@ -45,6 +45,7 @@ def ranks() -> list[Any]:
         "discarded",
         "not_finite",
         "failed_step",
+        "kept",
     ],
 )
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
@@ -55,6 +56,10 @@ def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any
 def test_an_optimizer_that_is_loaded_before_its_model(alone: Any) -> None:
     assert all(same for _, _, same in alone["edited_masters"])
     assert all(min(masters) > 0.5 for masters, _, _ in alone["edited_masters"])
+
+
+def test_a_model_that_is_kept_has_the_masters(alone: Any) -> None:
+    assert all(masters == kept for masters, kept in alone["kept"])
 
 
 def test_a_withdrawn_gradient_is_gone(alone: Any) -> None:
