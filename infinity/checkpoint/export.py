@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
+_OF_PEFT = ("PeftModel", "BaseTunerLayer")
+"""Names of the classes of PEFT's models and layers, which are not imported."""
 _EXPORTED = ("compute", "fp32", "average")
 
 
@@ -158,6 +161,13 @@ def check_export(
     """
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
+    if _has_config(source.model) and _has_adapters(source.model):
+        raise ConfigError(
+            f"The model, a {type(unwrapped(source.model)).__name__}, has adapters of PEFT, under whose names "
+            "transformers would find no weights beside the configuration.",
+            "Save the adapters by model.save_pretrained(path), or the whole model by "
+            "runtime.close(keep=True) and model.merge_and_unload().save_pretrained(path).",
+        )
     target = check_destination(path)
     if dtype == "average" and (source.states is None or source.states.rule.average is None):
         raise ConfigError(
@@ -234,15 +244,30 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> Entry:
     return Entry(name, buffer.dtype, tuple(buffer.shape), nbytes, lambda: in_logical_order(buffer.detach()))
 
 
+def _has_config(model: nn.Module) -> bool:
+    """Whether a model has a configuration of transformers."""
+    return callable(getattr(getattr(model, "config", None), "save_pretrained", None))
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    """Whether a model, or a module in it, has adapters of PEFT: PeftModel, its tuners and its layers, and
+    models of transformers after add_adapter().
+    """
+    return any(
+        "peft_config" in vars(module) or any(each.__name__ in _OF_PEFT for each in type(module).__mro__)
+        for module in model.modules()
+    )
+
+
 def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json of a transformers model, as save_pretrained would.
 
-    dtype: the dtype that the configuration names. For any other model nothing is written.
+    dtype: the dtype that the configuration names. For any other model nothing is written, nor for one with
+    adapters, whose tensors have other names than transformers would look for.
     """
-    config = getattr(model, "config", None)
-    if not callable(getattr(config, "save_pretrained", None)):
+    if not _has_config(model) or _has_adapters(model):
         return
-    config = copy.deepcopy(config)
+    config: Any = copy.deepcopy(model.config)
     said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(unwrapped(model)).__name__]}
     for name, value in said.items():
         if hasattr(config, name):

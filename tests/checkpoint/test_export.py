@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from small_runtime import files, opened, train_step
 from torch import nn
 from zoo import entry
 
+import infinity
 from infinity.checkpoint import tensor_files
+from infinity.errors import ConfigError
 
 __all__ = ["out", "watchdog"]
 
@@ -360,3 +363,69 @@ def test_an_empty_directory_is_taken_over_also_through_a_link(out: Path) -> None
         runtime.export(str(link))
     assert files(out) == ["model.safetensors"]
     assert link.is_symlink()
+
+
+class BaseTunerLayer:
+    """Has the name of the class that all layers of PEFT with adapters have."""
+
+
+class TunedLinear(nn.Linear, BaseTunerLayer):
+    pass
+
+
+class Config:
+    """Stands for a configuration of transformers."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+
+
+def with_peft_config() -> nn.Module:
+    """A model like peft.PeftModel: it holds the given model as a child, and passes its attributes on."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.config, model.peft_config = Config(), {"default": None}
+    return model
+
+
+class PeftModel(nn.Sequential):
+    """Has the name of PEFT's class, which keeps the configuration of prompt tuning under another name."""
+
+
+def with_prompts() -> nn.Module:
+    model = PeftModel(nn.Linear(4, 4))
+    model.config = Config()
+    return model
+
+
+def with_tuned_layer() -> nn.Module:
+    """A model like one of transformers after add_adapter()."""
+    model = nn.Sequential(nn.Linear(4, 4), TunedLinear(4, 4))
+    model.config = Config()
+    return model
+
+
+@pytest.mark.parametrize("made", [with_peft_config, with_prompts, with_tuned_layer])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_with_adapters_is_not_passed_off_as_one_of_transformers(
+    compiled: bool, made: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model: Any = torch.compile(made(), backend="eager") if compiled else made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = infinity.Budget(host="8MiB")
+    with infinity.offload(model, optimizer, budget=budget, device="cpu") as runtime:
+        with pytest.raises(ConfigError, match=r"adapters.*model\.save_pretrained.*merge_and_unload"):
+            runtime.export(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        runtime.save(tmp_path / "copy")  # for runtime.load, and without a configuration
+        runtime.load(tmp_path / "copy")
+    assert "model.safetensors" in files(tmp_path / "copy")
+    assert "config.json" not in files(tmp_path / "copy")
+
+
+def test_adapters_without_a_configuration_are_exported(tmp_path: Path) -> None:
+    model: Any = with_peft_config()
+    del model.config
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with infinity.offload(model, optimizer, budget=infinity.Budget(host="8MiB"), device="cpu") as runtime:
+        runtime.export(tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"0.weight", "0.bias"}
