@@ -27,6 +27,9 @@ from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
 from infinity.model.transforms import admit
 
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
+"""torch.compiler.is_exporting, which torch 2.6 does not have."""
+
 
 @functools.cache
 def keep_out_of_graphs() -> None:
@@ -256,7 +259,7 @@ def _changed(model: nn.Module, before: list[torch.Tensor]) -> str:
 def _refuse_tracing() -> None:
     """Raise ConfigError if torch makes a graph of the operations that are called, for another program."""
     jit: Any = torch.jit  # has no types for this function
-    if jit.is_tracing() or torch.compiler.is_exporting() or get_proxy_mode() is not None:
+    if jit.is_tracing() or _is_exporting() or get_proxy_mode() is not None:
         raise _traced()
 
 
