@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import small_runtime
 import torch
-from faulty import CASES, check_error, clean, one_step, opened, places, watchdog
+from faulty import CASES, HANG, check_error, clean, one_step, opened, places, watchdog, watched
 from homes import both_homes
 from interrupted_lines import Lines, Place
 from interrupted_lines import places as lines_of
@@ -310,13 +310,14 @@ def sweep(home: str, compute: str, directory: Path, most: int | None) -> None:
         runtime.optimizer.zero_grad()
         left = lines_of(lines, most)
         for place in left:
-            with contextlib.suppress(KeyboardInterrupt), Lines(place) as interrupted:
+            with watched(HANG):  # one watchdog for each line, as a test has many
+                with contextlib.suppress(KeyboardInterrupt), Lines(place) as interrupted:
+                    backward(model)
+                raised += interrupted.raised
+                runtime.optimizer.zero_grad()
                 backward(model)
-            raised += interrupted.raised
-            runtime.optimizer.zero_grad()
-            backward(model)
-            assert differences(gradients_of(model, runtime), expected) == [], place
-            runtime.optimizer.zero_grad()
+                assert differences(gradients_of(model, runtime), expected) == [], place
+                runtime.optimizer.zero_grad()
     assert raised >= len(left) * 0.9  # a line that only slow I/O reaches may be missed
 
 
