@@ -219,3 +219,18 @@ def test_a_commit_under_way_becomes_durable(tmp_path: Path) -> None:
         assert resumed.load() == 1
         found = again.state_dict()
     assert all(torch.equal(each, found[name]) for name, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_attributes_that_users_set_on_parameters_stay(home: str, tmp_path: Path) -> None:
+    model = TIED.make()
+    first, *_, last = model.parameters()
+    first.decays = False
+    runtime = offloaded(model, tmp_path, home)
+    last.scale = torch.ones(2)
+    assert first.decays is False
+    train(model, runtime.optimizer, 0)
+    runtime.close(keep=True)
+    assert vars(first) == {"decays": False}
+    assert torch.equal(last.scale, torch.ones(2))
+    assert set(vars(last)) == {"scale"}

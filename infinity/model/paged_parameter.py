@@ -237,7 +237,8 @@ def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
     if parameter._refusal is not None:
         parameter._refusal.remove()
     take_gradient(parameter)
-    vars(parameter).clear()
+    for name in ("_place", "_refusal"):  # others are the user's
+        vars(parameter).pop(name, None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     with torch.inference_mode(False):
         if torch._has_compatible_shallow_copy_type(parameter, values):
