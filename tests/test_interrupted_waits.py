@@ -24,6 +24,7 @@ from torch import nn
 
 import infinity
 from infinity.accumulation.task_threads import Surroundings, Task
+from infinity.activations import hook_stack
 from infinity.aio import Faults
 from infinity.build import carry_out
 from infinity.cpu_adam import ThreadPool
@@ -257,7 +258,7 @@ def test_hooks_of_saved_tensors_are_gone_after_an_interrupted_forward(tmp_path: 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             interrupt_forward(model)
         model(X)
-        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert hook_stack.top() is None
 
 
 @pytest.mark.parametrize("where", ["submit", "deliver", "begun"])

@@ -22,6 +22,7 @@ from torch import nn
 from zoo import Batch, Entry, entry
 
 import infinity
+from infinity.activations import hook_stack
 from infinity.prefetch import trace
 
 WARM = 24
@@ -223,7 +224,7 @@ def test_exceptions_hold_nothing(where: str, tmp_path: Path) -> None:
             with pytest.raises(Broken):
                 loss_of(model, step % 4, of=SMALL).backward()
             handle.remove()
-            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            assert hook_stack.top() is None
             runtime.optimizer.zero_grad()
 
         check_nothing_grows(runtime, act, FEW)

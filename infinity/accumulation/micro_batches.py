@@ -36,6 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.accumulation.task_threads import Surroundings, Task
+from infinity.activations import hook_stack
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
@@ -292,7 +293,7 @@ class Group:
             return None
 
     def _recomputes(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        top = hook_stack.top()
         if top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors):
             return False
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]

@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._device import DeviceContext
 
+from infinity.activations import hook_stack
+
 
 class BrokenOff(BaseException):
     """Raised inside a task to end it.
@@ -33,7 +35,7 @@ class Surroundings:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._default_device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
-        self.saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.saved_tensor_hooks = hook_stack.top()
         """The saved-tensor hooks (pack, unpack) that are active in the thread; None without hooks."""
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()

@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 
+from infinity.activations import hook_stack
 from infinity.activations.heap import HeapGuard
+from infinity.activations.hook_stack import Pair
 from infinity.pages.parameter_page import ParameterPage, parameter_version
-
-Pack = Callable[[torch.Tensor], Any]
-Unpack = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Delegated:
     """
 
     packed: Any
-    unpack: Unpack
+    unpack: Callable[[Any], torch.Tensor]
 
 
 class SavedBytes:
@@ -110,9 +109,7 @@ Fetch = Callable[[PageReference], torch.Tensor]
 class SavedTensors:
     """A pair of saved-tensor hooks: `pack` and `unpack`. `saving` makes a new pair for each context."""
 
-    def __init__(
-        self, find: Find, fetch: Fetch, tally: SavedBytes, outer: tuple[Pack, Unpack] | None
-    ) -> None:
+    def __init__(self, find: Find, fetch: Fetch, tally: SavedBytes, outer: Pair | None) -> None:
         self.find = find
         self._fetch = fetch
         self._tally = tally
@@ -189,13 +186,13 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     if not hooks_are_allowed():
         yield
         return
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    outer = hook_stack.top()
     around = None if outer is None else getattr(outer[0], "__self__", None)
     if isinstance(around, SavedTensors) and around.find == find:
         yield
         return
     hooks = SavedTensors(find, fetch, tally, outer)
-    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+    hook_stack.push((hooks.pack, hooks.unpack))
     try:
         yield
     finally:
@@ -206,19 +203,19 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 def out_of_the_way() -> Iterator[None]:
     """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are not there."""
     pairs = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+    while (top := hook_stack.top()) is not None:
         if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
             break
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        hook_stack.pop()
         pairs.append(top)
     try:
         yield
     finally:
         for pair in reversed(pairs):
-            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            hook_stack.push(pair)
 
 
-def _take_out(hooks: SavedTensors, outer: tuple[Any, Any] | None) -> None:
+def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
     """Take a pair of hooks out of torch's stack, wherever in the stack it is.
 
     torch pops the top pair whatever it is. If Ctrl-C ends a forward, a context around the forward that has
@@ -227,8 +224,8 @@ def _take_out(hooks: SavedTensors, outer: tuple[Any, Any] | None) -> None:
     """
     above = []
     found = False
-    while not found and (top := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+    while not found and (top := hook_stack.top()) is not None:
+        hook_stack.pop()
         found = getattr(top[0], "__self__", None) is hooks
         if not found:
             above.append(top)
@@ -237,4 +234,4 @@ def _take_out(hooks: SavedTensors, outer: tuple[Any, Any] | None) -> None:
         if last is not None:
             above.remove(last)
     for pair in reversed(above):
-        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        hook_stack.push(pair)

@@ -1,0 +1,61 @@
+"""Hook stack: this thread's stack of saved-tensor hooks, of which autograd calls the pair at the top.
+
+torch 2.6 cannot be asked for that pair. There `push` and `pop` note the pairs, also those of torch's own
+contexts, which look both functions up by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Functions (pack, unpack), as `torch.autograd.graph.saved_tensors_hooks` takes them."""
+
+
+class _Noted(threading.local):
+    """The pairs that are on this thread's stack, the top one last."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+
+
+def _note_pairs() -> Callable[[], Pair | None]:
+    """Have torch's `push` and `pop` note the pairs. Returns a function that returns the top pair."""
+    noted = _Noted()
+    push_pair = torch._C._autograd._push_saved_tensors_default_hooks
+    pop_pair = torch._C._autograd._pop_saved_tensors_default_hooks
+
+    def push(*pair: Any) -> None:
+        push_pair(*pair)
+        noted.pairs.append(pair)
+
+    def pop() -> None:
+        pop_pair()
+        if noted.pairs:  # hooks that are older than this module are not noted
+            noted.pairs.pop()
+
+    setattr(torch._C._autograd, push_pair.__name__, push)
+    setattr(torch._C._autograd, pop_pair.__name__, pop)
+    return lambda: noted.pairs[-1] if noted.pairs else None
+
+
+_top = None if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else _note_pairs()
+
+
+def top() -> Pair | None:
+    """Return the top pair, or None if the stack is empty."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) if _top is None else _top()
+
+
+def push(pair: Pair) -> None:
+    """Put a pair on top of the stack."""
+    torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def pop() -> None:
+    """Take the top pair off."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
