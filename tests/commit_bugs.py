@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from committed_runs import Job
 from recorded_commits import Record, killed, streamed, whole
 
@@ -190,6 +191,12 @@ def checksums_of_an_older_write(patch: Patch, faults: Faults) -> None:
     patch.setattr(Recorder, "finish", stale)
 
 
+def buffers_of(recorder: Recorder) -> list[tuple[str, torch.Tensor]]:
+    model = recorder._model()
+    assert model is not None
+    return list(model.named_buffers())
+
+
 def read_late(field: str) -> Bug:
     """A field of the manifest is read when the commit lands, and not by save()."""
 
@@ -203,7 +210,7 @@ def read_late(field: str) -> Bug:
                 "parameters": lambda: tuple(self._parameters()),
                 "param_groups": lambda: tuple(run_state._groups(self.param_groups, blobs)),
                 "rng": lambda: {name: encode(each, blobs) for name, each in generators().items()},
-                "buffers": lambda: {n: encode(each, blobs) for n, each in self._model.named_buffers()},
+                "buffers": lambda: {n: encode(each, blobs) for n, each in buffers_of(self)},
             }
             changed = replace(draft, manifest=replace(draft.manifest, **{field: now[field]()}))
             return finish(self, changed, pending)
