@@ -258,7 +258,8 @@ def batch(habits: Habits, step: int, micro: int) -> tuple[Inputs, Tensor]:
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda given: torch.optim.AdamW(given, lr=1e-2, weight_decay=0.1),
     "adam": lambda given: torch.optim.Adam(given, lr=1e-2),
-    "sgd": lambda given: torch.optim.SGD(given, lr=1e-1, momentum=0.9),
+    # A greater rate makes much of bf16's rounding: plain bf16 was off by 0.5 of 1.09 from fp32 in four steps.
+    "sgd": lambda given: torch.optim.SGD(given, lr=3e-2, momentum=0.9),
     "adagrad": lambda given: torch.optim.Adagrad(given, lr=1e-2),
 }
 
