@@ -15,6 +15,7 @@ from torch import Tensor
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.optim.late_schedulers import LateSchedulers
+from infinity.optim.state_copies import StateCopies, plain
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -77,9 +78,8 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
     """The mapping `PagedOptimizer.state`: parameter -> copies of the entries of its state. Every access
     makes new copies from the pages.
 
-    Editing a copy changes nothing; assigning an edited copy does: `optimizer.state[p] = edited`. The
-    mapping contains the parameters that have a state. As in torch, the state of any other parameter of the
-    optimizer reads as {}.
+    An edit of a copy is written to the pages (infinity/optim/state_copies.py). The mapping contains the
+    parameters that have a state. As in torch, the state of any other parameter of the optimizer reads as {}.
     """
 
     def __init__(self, rule: Rule, backend: OptimizerCore, parameters: Sequence[Tensor]) -> None:
@@ -91,11 +91,13 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
     def __getitem__(self, parameter: Tensor) -> dict[str, Tensor]:
         known = self._known(parameter)
         self._backend.check_capacity(self._nbytes(known))
-        return self._backend.read_state(known)
+        return StateCopies(
+            lambda: self._backend.read_state(known), lambda state: self.__setitem__(parameter, state)
+        )
 
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         known = self._known(parameter)
-        self._replace(known, checked_state(self._rule, known, state))
+        self._replace(known, checked_state(self._rule, known, plain(state)))
 
     def __delitem__(self, parameter: Tensor) -> None:
         self._replace(self._known(parameter), {})
@@ -232,7 +234,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises BudgetError if RAM cannot hold the copies.
         """
         self._backend.check_capacity(self._paged.nbytes)
-        return super().state_dict()
+        saved = super().state_dict()
+        return {**saved, "state": {number: plain(state) for number, state in saved["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict that was made by a PagedOptimizer or by a torch optimizer. It must be of an

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import torch
 from paged_optimizers import assert_same, build, every_kind, page, parameters, pool, train
 
 from infinity import BudgetError, ConfigError, UnsupportedOptimizer
+from infinity.cpu_adam import AdamW
+from infinity.optim.state_copies import StateCopies
 
 __all__ = ["page", "pool"]
 
@@ -112,7 +115,10 @@ def test_a_load_keeps_the_groups_that_others_hold(page: Any) -> None:
 def test_adamw_stays_decoupled_with_a_state_dict_of_adam(page: Any) -> None:
     paged, _ = page(build("adamw", parameters()))
     paged.load_state_dict(build("adam", parameters()).state_dict())
-    assert all(group["decoupled_weight_decay"] for group in paged.param_groups)
+    has_option = issubclass(torch.optim.AdamW, torch.optim.Adam)  # torch 2.6 has no such option
+    assert all(group["decoupled_weight_decay"] for group in paged.param_groups if has_option)
+    hyper = paged._rule.hyper(paged.param_groups[0], 1, False)
+    assert type(hyper) is AdamW
     assert paged.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -155,13 +161,84 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(page: Any, spoil: Any, k
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "in place": lambda state: state["exp_avg"].zero_(),
+    "of a view": lambda state: state["exp_avg"].view(-1)[:5].fill_(2.0),
+    "of data": lambda state: state["exp_avg"].data.mul_(0.5),
+    "of detach()": lambda state: state["exp_avg"].t().detach().neg_(),
+    "of elements": lambda state: state["exp_avg"].__setitem__((0, 1), 3.0),
+    "augmented": lambda state: state["exp_avg"].__iadd__(1.0),
+    "by init": lambda state: torch.nn.init.constant_(state["exp_avg"], 0.25),
+    "by out=": lambda state: torch.add(state["exp_avg"], 1.0, out=state["exp_avg"]),
+    "by foreach": lambda state: torch._foreach_mul_([state["exp_avg"], state["exp_avg_sq"]], 0.5),
+    "of all": lambda state: [each.zero_() for each in state.values()],
+    "assigned": lambda state: state.__setitem__("exp_avg", torch.ones_like(state["exp_avg"])),
+    "updated": lambda state: state.update(exp_avg_sq=state["exp_avg_sq"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits_of_a_state_are_those_of_torch(page: Any, name: str) -> None:
+    plain, values = parameters(), parameters()
+    theirs = build("adamw", plain)
+    paged, _ = page(build("adamw", values))
+    train(paged, range(2))
+    theirs.load_state_dict(paged.state_dict())
+    with torch.no_grad():
+        for one, other in zip(plain, values, strict=True):
+            one.copy_(other)
+    for one, other in zip(plain, values, strict=True):
+        if one.dim() == 2:
+            EDITS[name](theirs.state[one])
+            EDITS[name](paged.state[other])
+    assert_equal(paged.state_dict()["state"], theirs.state_dict()["state"])
+    train(paged, range(2, 3))
+    train(theirs, range(2, 3))
+    torch.testing.assert_close(paged.state_dict()["state"], theirs.state_dict()["state"])
+
+
+def assert_equal(got: Any, right: Any) -> None:
+    torch.testing.assert_close(got, right, rtol=0, atol=0)
+
+
+def test_copies_of_a_state_are_plain_where_they_leave_it(page: Any, tmp_path: Path) -> None:
+    values = parameters()
+    paged, _ = page(build("adamw", values))
+    train(paged, range(1))
+    state = paged.state[values[0]]
+    right = paged.state_dict()["state"][0]
+    for found in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), right):
+        assert not isinstance(found, StateCopies)
+        assert all(type(each) is torch.Tensor for each in found.values())
+        found["exp_avg"].add_(0.0)
+    assert type(state["exp_avg"] + 1) is torch.Tensor
+    assert type(state["exp_avg"].clone()) is torch.Tensor
+    torch.save(state, tmp_path / "state.pt")
+    assert_equal(torch.load(tmp_path / "state.pt"), right)
+    with pytest.raises(ValueError, match="read-only"):
+        state["exp_avg"].numpy()[0] = 1.0
+    with pytest.raises(ConfigError, match="whole state"):
+        del state["exp_avg"]
+
+
+def test_an_edit_of_an_old_copy_is_refused(page: Any) -> None:
+    values = parameters()
+    paged, _ = page(build("adamw", values))
+    train(paged, range(1))
+    old = paged.state[values[0]]
+    train(paged, range(1, 2))
+    before = paged.state_dict()
+    with pytest.raises(ConfigError, match="older than the state"):
+        old["exp_avg"].mul_(0.5)
+    assert_equal(paged.state_dict()["state"], before["state"])
+
+
 def test_states_are_read_at_each_access_and_written_by_assignment(page: Any) -> None:
     values = parameters()
     paged, _ = page(build("adamw", values))
     assert (len(paged.state), values[0] in paged.state, paged.state[values[0]]) == (0, False, {})
     train(paged, range(1))
-    state = paged.state[values[0]]
-    state["exp_avg"].zero_()
+    state = {name: torch.zeros_like(each) for name, each in paged.state[values[0]].items()}
     assert paged.state[values[0]]["exp_avg"].any()
     paged.state[values[0]] = state
     assert not paged.state[values[0]]["exp_avg"].any()
