@@ -254,8 +254,10 @@ class _AdamRule(Rule):
         )
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        # torch's AdamW keeps its decoupled weight decay, even if it loads a state dict of Adam.
-        return {**group, "decoupled_weight_decay": True} if self.name == "AdamW" else group
+        # torch's AdamW keeps its decoupled weight decay, even if it loads a state dict of Adam. That of torch
+        # 2.6, which is no Adam, has no such option.
+        optional = self.name == "AdamW" and issubclass(torch.optim.AdamW, torch.optim.Adam)
+        return {**group, "decoupled_weight_decay": True} if optional else group
 
 
 class _SgdRule(Rule):
