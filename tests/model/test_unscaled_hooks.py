@@ -493,6 +493,33 @@ def test_a_function_sees_the_scale_of_the_statistics(tmp_path: Path) -> None:
     check(found[0], plain.body.bias.grad)
 
 
+def test_a_function_multiplies_a_loss_of_its_own_by_the_scale(tmp_path: Path) -> None:
+    """What docs tell authors of a torch.autograd.Function whose backward calls backward() on another loss."""
+    factor = 1.0
+
+    class Aside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, model: Net) -> Tensor:
+            ctx.model, ctx.x = model, x.detach()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            with torch.enable_grad():
+                aside = ctx.model.head(ctx.x).float().square().mean() * factor
+            aside.backward()
+            return gradient, None
+
+    plain, model = Net(), Net()
+    plain.head(Aside.apply(plain.body(batch(torch.float32)), plain)).sum().mul(0.01).backward()
+    with opened(model, tmp_path, home="unified", compute="fp16") as runtime:
+        factor = runtime.stats.loss_scale
+        assert factor > 1
+        model.head(Aside.apply(model.body(batch(torch.float16)), model)).float().sum().mul(0.01).backward()
+        for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+            check(runtime.grad(mine), other.grad)
+
+
 def test_a_step_that_a_thread_of_autograd_runs(tmp_path: Path) -> None:
     """Deep recursion moves a backward inside of a backward to another thread of autograd's."""
     log: list[tuple[int, Tensor]] = []
