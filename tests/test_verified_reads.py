@@ -216,3 +216,36 @@ def test_an_edit_waits_for_writes_from_the_memory_that_it_changes(update: str, t
                     module.bias.mul_(0.5)
             faults.clear()
         assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("update", ["sync", "lazy"])
+def test_an_edit_through_a_view_follows_writes_behind_updates(
+    update: str, compute: str, tmp_path: Path
+) -> None:
+    """The view is older than the update, and the edit comes before anything else notices it."""
+    of = zoo_entry("tied")
+    model = of.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute=compute)
+    smallest = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
+    budget = dataclasses.replace(smallest, host=smallest.host + (60 << 10))  # views keep pages in RAM
+    faults = Faults()
+    with injected(faults):
+        runtime = infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device="cpu", update=update
+        )
+    with runtime:
+        for number in range(2):
+            view = model.blocks[0].mlp[0].bias.detach()
+            of.loss(model, of.batch(number, 0)).backward()
+            faults.delay("write", 1, 0.05, times=None)
+            runtime.optimizer.step()
+            view.add_(0.5)
+            faults.clear()
+            runtime.optimizer.zero_grad()
+            right = view.clone()
+            del view
+            for turn in range(2):
+                of.loss(model, of.batch(turn, 0))
+            assert torch.equal(model.blocks[0].mlp[0].bias, right)

@@ -196,7 +196,7 @@ class Updater:
             self._store.settle()
             return
         for unit in seen:
-            self.complete(unit)
+            self._complete_for_user(unit)
         self._begin_updates(opened)
 
     def begin_early(self, unit: int, options: StepOptions, exposed: Callable[[int], bool]) -> None:
@@ -216,7 +216,7 @@ class Updater:
             self._early[unit] = counted
         self._gradients.consume(unit)
         if seen:
-            self.complete(unit)
+            self._complete_for_user(unit)
         self._begin_updates((unit,))
 
     def count_elsewhere(self, options: StepOptions) -> None:
@@ -265,6 +265,11 @@ class Updater:
             else:
                 queue.end(running)
                 self.advance()  # the next chains take the free room, so that the disk has no pause
+
+    def _complete_for_user(self, unit: int) -> None:
+        """Do what `complete` does, and wait for writes from memory that user code has views of."""
+        self.complete(unit)
+        self._store.settle_for_user(self._pages[unit].home)
 
     def outstanding(self) -> Iterator[tuple[int, int]]:
         """Yield (unit, index of the chunk) of each chunk whose update was decided and is not computed yet."""
