@@ -13,6 +13,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
@@ -34,7 +35,8 @@ class Surroundings:
         self._context = contextvars.copy_context()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
-        self._default_device = torch.get_default_device() if torch._C._len_torch_function_stack() else None
+        devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
+        self._default_device = devices[-1] if devices else None
         self.saved_tensor_hooks = hook_stack.top()
         """The saved-tensor hooks (pack, unpack) that are active in the thread; None without hooks."""
         self._threads = torch.get_num_threads()
@@ -53,9 +55,7 @@ class Surroundings:
         """The reason why this thread's state cannot be copied to a task, as a sentence; None if it can be."""
         if torch._C._len_torch_dispatch_stack():
             return "A TorchDispatchMode is in force, which sees the operations of one thread only."
-        depth = torch._C._len_torch_function_stack()
-        modes = [torch._C._get_function_stack_at(each) for each in range(depth)]
-        if any(not isinstance(mode, DeviceContext) for mode in modes):
+        if any(not isinstance(mode, DeviceContext) for mode in _function_modes()):
             return "A TorchFunctionMode is in force, which sees the operations of one thread only."
         return None
 
@@ -91,6 +91,11 @@ class Surroundings:
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             yield
+
+
+def _function_modes() -> list[Any]:
+    """Return this thread's TorchFunctionModes, the innermost last."""
+    return [torch._C._get_function_stack_at(each) for each in range(torch._C._len_torch_function_stack())]
 
 
 class Task:

@@ -18,6 +18,7 @@ import pytest
 import torch
 import two_nodes
 import warm_python
+from torch_releases import fsdp2_on_a_cpu
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATE = "100mbit"
@@ -105,6 +106,7 @@ def test_two_nodes_with_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert kept["crossed_bytes"] < flat["crossed_bytes"]
 
 
+@fsdp2_on_a_cpu
 def test_ranks_of_a_peer_have_their_own_batches_and_the_same_model(tmp_path: Path) -> None:
     tasks = [task_in(tmp_path / str(rank), rank=rank, ranks=2) for rank in range(2)]
     with Group("fsdp2", tasks, sys.executable, 60, 1) as group:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import warm_python
+from torch_releases import fsdp2_on_a_cpu
 
 from infinity.system import machine
 
@@ -148,7 +149,13 @@ def test_matrix_has_a_row_for_each_pair(ran: dict[str, Ran]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "mode"), [(plain, "plain"), (plain, "fused"), (plain, "compute"), (fsdp2, "cpu")]
+    ("module", "mode"),
+    [
+        (plain, "plain"),
+        (plain, "fused"),
+        (plain, "compute"),
+        pytest.param(fsdp2, "cpu", marks=fsdp2_on_a_cpu),
+    ],
 )
 def test_a_peer_of_torch_trains(module: ModuleType, mode: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(b"ab" * 1024)
