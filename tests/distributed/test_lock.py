@@ -139,6 +139,7 @@ def test_an_error_in_the_body_returns_the_lock() -> None:
 
 
 def test_ctrl_c_while_the_conductor_is_waited_for_takes_nothing() -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else this test would wait for ever
     lock, go = TrainerLock(), threading.Event()
 
     def hold() -> None:
