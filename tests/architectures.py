@@ -226,3 +226,57 @@ ARCHITECTURES: dict[str, Architecture] = {
         lambda: {"input_values": torch.randn(2, 400), "labels": torch.randint(5, 60, (2, 8))},
     ),
 }
+
+_MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+MIXTURES: dict[str, Architecture] = {
+    "qwen2_moe": _causal("Qwen2Moe", **_MOE, shared_expert_intermediate_size=24),
+    "qwen3_moe": _causal("Qwen3Moe", **_MOE, head_dim=8),
+    "olmoe": _causal("Olmoe", num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": _causal("GptOss", **_LOCAL, head_dim=8),
+    "phimoe": _causal("Phimoe", **_LOCAL),
+    "granite_moe": _causal("GraniteMoe", **_LOCAL),
+    "jamba": _causal(
+        "Jamba",
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_mamba_kernels=False,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=0,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_DECODER,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "llava": Architecture(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {
+            "text_config": {"model_type": "llama", **_DECODER},
+            "vision_config": {"model_type": "clip_vision_model", **_TOWER, "image_size": 8, "patch_size": 4},
+            "image_token_id": 3,
+        },
+    ),
+}
+"""Mixtures of experts and a model of two models, which transformers saves in other formats than they have."""

@@ -1,6 +1,7 @@
 """Export: writes a model to safetensors files in Hugging Face's layout.
 
-At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous.
+At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous,
+or up to twice the bytes of a parameter that transformers saves in another format (conversion.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import Piece
-from infinity.layout.names import unwrapped
+from infinity.layout.names import transformers_model, unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
@@ -133,12 +134,14 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     "average" writes the running averages of these masters instead, which a run keeps that was offloaded with
     average=. Buffers keep their dtype.
 
-    For a transformers model, config.json and generation_config.json are written too. A config has only one
+    A transformers model gets the names and shapes that its save_pretrained would write, with config.json and
+    generation_config.json. A config has only one
     dtype. Therefore from_pretrained casts parameters that `Precision(keep=...)` kept in fp32 to that dtype,
     unless it is called with dtype=torch.float32.
 
     RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each. A parameter that is not
-    contiguous, such as channels_last, is held as a whole. Raises ConfigError, before anything is written, if
+    contiguous, such as channels_last, is held as a whole, and of parameters that transformers converts
+    together up to twice the bytes. Raises ConfigError, before anything is written, if
     an argument cannot be used or safetensors cannot hold a tensor. Raises StorageFull, StorageError or
     BudgetError if the export fails. After an error `path` is as it was before.
     """
@@ -175,6 +178,11 @@ def check_export(
             "Give infinity.offload average=, the decay of the averages.",
         )
     entries = model_entries(source, as_masters=dtype != "compute", average=dtype == "average")
+    model = unwrapped(source.model)
+    if model is transformers_model(model):
+        from infinity.checkpoint.conversion import as_saved
+
+        entries = as_saved(model, entries)
     check_room(target, sum(each.nbytes for each in entries))
     return target, entries
 

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from infinity.activations.heap import HeapGuard
-from infinity.checkpoint.safetensors_files import load, open_weights
+from infinity.checkpoint.safetensors_files import Weights, load, open_weights
+from infinity.layout.names import transformers_model
 from infinity.layout.shards import PageShard
 from infinity.layout.strides import part_in_memory_order
 from infinity.model.materialize import Fill, materialize
@@ -22,6 +23,20 @@ Take = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function (parameter, first, count) that returns other values for elements [first, first + count) of a
 parameter, flat in the order of memory, in RAM.
 """
+
+
+def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
+    """Open the weights at `path` for a model, as open_weights does.
+
+    For a transformers model what save_pretrained writes is converted to the names and shapes that the model
+    has. Of a converted tensor up to twice the bytes are in RAM. Raises ConfigError if it cannot be converted.
+    """
+    weights, theirs = open_weights(path), transformers_model(model)
+    if theirs is None:
+        return weights
+    from infinity.checkpoint.conversion import ConvertedWeights
+
+    return ConvertedWeights(theirs, weights)
 
 
 class Filling:
@@ -77,7 +92,7 @@ class Filling:
             heap.allocated(values.nbytes)
 
         if weights is not None:
-            load(self._model, open_weights(weights), put, self._plan.device)
+            load(self._model, weights_for(self._model, weights), put, self._plan.device)
             return
         self._initialise(put)
 

@@ -78,6 +78,13 @@ class Weights:
             )
         return DTYPES[entry.dtype]
 
+    def described(self, name: str) -> str:
+        """Text for an error message about the tensor `name`."""
+        return name
+
+    def keep_format(self) -> None:
+        """Leave the weights' format with the model that they have filled, for whoever saves the model."""
+
     def read(self, name: str) -> torch.Tensor:
         """Read the tensor `name`: contiguous, on the CPU.
 
@@ -242,14 +249,14 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
     if missing:
         raise ConfigError(
             f"{weights.path} has no weights for {listed(missing)}.",
-            "Give the weights of this model; where transformers saves other names than the model has "
-            "(mixtures of experts), save with save_pretrained(..., save_original_format=False).",
+            "Give the weights of this model; what transformers before 5.22 saves in another format than the "
+            "model has (mixtures of experts), save with save_pretrained(..., save_original_format=False).",
         )
     wrong = [
-        f"{found[key]} ({_describe(weights.shape(found[key]), weights.dtype(found[key]))}; the model has "
-        f"{_describe(tuple(entry.tensor.shape), entry.tensor.dtype)})"
-        for key, entry in wanted.items()
-        if not _fits(entry.tensor, weights, found[key])
+        f"{weights.described(name)} ({_describe(weights.shape(name), weights.dtype(name))}; the model has "
+        f"{_describe(tuple(wanted[key].tensor.shape), wanted[key].tensor.dtype)})"
+        for key, name in ((key, found[key]) for key in wanted)
+        if not _fits(wanted[key].tensor, weights, name)
     ]
     if wrong:
         raise ConfigError(
@@ -365,4 +372,5 @@ def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -
                 buffer.copy_(weights.read(name))
         for parameter, name in assignment.parameters:
             fill(parameter, weights.read(name))
+    weights.keep_format()
     return assignment

@@ -7,6 +7,7 @@ that part. So wherever a name is kept or compared, it comes from this file.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -45,3 +46,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module that is inside of all wrappers."""
     inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
     return model if inner is None else unwrapped(inner)
+
+
+def transformers_model(model: nn.Module) -> nn.Module | None:
+    """Return the outermost module of `model` that is a PreTrainedModel of transformers; None: there is none,
+    or transformers is older than 5.22 and has no conversion table that can be applied group by group.
+
+    transformers is not imported: what has made such a model has imported it.
+    """
+    theirs, table = (
+        sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading")
+    )
+    if theirs is None or not hasattr(table, "apply_converters"):
+        return None
+    return next((each for each in model.modules() if isinstance(each, theirs.PreTrainedModel)), None)

@@ -279,18 +279,3 @@ def test_a_transformers_base_model_and_its_head(tmp_path: Path) -> None:
     config.tie_word_embeddings = True
     tied = on_meta(lambda: transformers.LlamaForCausalLM(config))
     assert load_all(tied, tmp_path / "base").keys() == dict(tied.named_parameters()).keys()
-
-
-def test_experts_that_transformers_saves_under_other_names(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        **SMALL, intermediate_size=24, num_key_value_heads=2, num_local_experts=2
-    )
-    saved = transformers.MixtralForCausalLM(config)
-    saved.save_pretrained(tmp_path / "hub")
-    with pytest.raises(ConfigError) as caught:
-        match(saved, open_weights(tmp_path / "hub"))
-    assert "save_original_format=False" in caught.value.cure
-    saved.save_pretrained(tmp_path / "own", save_original_format=False)
-    model = on_meta(lambda: transformers.MixtralForCausalLM(config))
-    assert_equal(load_all(model, tmp_path / "own"), dict(saved.named_parameters()))
