@@ -3,7 +3,9 @@
 Parameters, gradients and optimizer states are pages that live in device memory, host RAM and NVMe.
 """
 
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # GNU's OpenMP reads this variable when torch loads it, so it helps only if this package is imported before
 # torch, as on the command line. Threads that spin for long at barriers keep cores from the threads of I/O and
@@ -34,7 +36,24 @@ from infinity.runtime import Runtime
 from infinity.system.version import VERSION
 from infinity.telemetry.stats import Stats
 
+if TYPE_CHECKING:
+    from infinity.integrations.accelerate import from_accelerate_config
+    from infinity.integrations.deepspeed import from_deepspeed_config
+
 __version__ = VERSION
+
+_LATER = {
+    "from_accelerate_config": "infinity.integrations.accelerate",
+    "from_deepspeed_config": "infinity.integrations.deepspeed",
+}
+"""Public names that few programs use, and their modules, which are imported when a name is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
 
 __all__ = [
     "Budget",
@@ -55,6 +74,8 @@ __all__ = [
     "StorageError",
     "StorageFull",
     "UnsupportedOptimizer",
+    "from_accelerate_config",
+    "from_deepspeed_config",
     "offload",
     "plan",
 ]

@@ -1,0 +1,1 @@
+"""Integrations: configurations and trainers of other libraries. Importing this imports none of them."""
