@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # characters that the stream cannot encode become "?"
             stream.reconfigure(errors="replace")
     options = parser.parse_args(arguments)
+    options.again = functools.partial(parser.parse_args, arguments)  # after a change of defaults
     try:
         with _terminable():
             code = _run(options)

@@ -90,6 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of initial weights and of the order of the text (default: %(default)s)",
     )
+    parser.set_defaults(precision=Precision())  # what the options do not say
     _add_memory_options(parser.add_argument_group("memory"))
     _add_commit_options(parser.add_argument_group("commits"))
     output = parser.add_argument_group("output")
@@ -241,9 +242,9 @@ def make_job(
     check_options(options)
     torch.manual_seed(options.seed)
     model = language_model(options.model)
-    precision = Precision(compute=options.compute, states=options.states)
-    directories = _directories(options.budget_nvme)
-    budget = Budget(device=options.budget_device, host=options.budget_host, nvme=directories)
+    precision = replace(options.precision, compute=options.compute, states=options.states)
+    nvme = directories(options.budget_nvme)
+    budget = Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
     device = usable_device(_device(options.device, several=communicator is not None))
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
@@ -330,7 +331,8 @@ def _continuation(job: Job) -> str:
     )
 
 
-def _directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
+def directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
+    """What --budget-nvme says, as `Budget.nvme`; None if it was not given. Raises ConfigError."""
     found: dict[str | os.PathLike[str], Size] = {}
     for each in given or ():
         path, colon, size = each.rpartition(":")

@@ -10,8 +10,10 @@ from typing import Any
 from rich.console import Console
 
 from infinity import __version__
-from infinity.cli.job import Job, add_options, show_job
+from infinity.api import stage_of
+from infinity.cli.job import Job, add_options, directories, show_job
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
 from infinity.planning.machine_rates import network_rate
 from infinity.planning.network import Network, link_rate, network
@@ -31,6 +33,12 @@ def add_parser(subparsers: Any) -> None:
         "Measures this machine for a few seconds. Allocates nothing for the model.",
     )
     add_options(parser)
+    parser.add_argument(
+        "--deepspeed",
+        metavar="FILE",
+        help="a configuration of DeepSpeed, whose values are the defaults of the other options; what becomes "
+        "of its fields is printed",
+    )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--ranks",
@@ -60,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         help="rate of the link between two nodes in each direction, such as 25Gbit (default: what "
         "`infinity tune` has measured, started by torchrun on several nodes)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
     Raises BudgetError if the run does not fit the budgets, and ConfigError for options that cannot be used.
     """
+    if options.deepspeed is not None:
+        options = _from_deepspeed(options)
     share = _share(options)
     given = None if options.link is None else link_rate(options.link)
     measured = network_rate() if given is None and options.nodes > 1 else None
@@ -83,6 +93,38 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_summary(job, found)))
     return 0
+
+
+def _from_deepspeed(options: argparse.Namespace) -> argparse.Namespace:
+    """The options again, with defaults from the file of --deepspeed. Prints what becomes of its fields."""
+    given = directories(options.budget_nvme)
+    found = from_deepspeed_config(options.deepspeed, nvme=given)
+    Console(stderr=options.json).print(f"{found}\n", markup=False, highlight=False, soft_wrap=True)
+    name, params = found.optimizer or ("AdamW", {})
+    if name != "AdamW":
+        raise ConfigError(
+            f"The configuration trains with {name}, and this command plans for AdamW.",
+            "Plan your own model: infinity.plan(model, optimizer, ...).",
+        )
+    values = {each.field: each.value for each in found.decisions}
+    batch = values.get("train_micro_batch_size_per_gpu")
+    budget = found.offload["budget"].nvme_bytes
+    defaults = {
+        "accumulate": found.offload.get("accumulation"),
+        "batch": batch if batch != "auto" else None,
+        "lr": params.get("lr"),
+        "budget_nvme": [f"{path}:{size}" for path, size in budget.items()] if given is None else None,
+    }
+    if "gradient_clipping" not in found.open:
+        defaults["clip"] = found.clip or 0.0
+    if "precision" in found.offload:
+        defaults["precision"] = found.offload["precision"]
+        defaults["compute"] = found.offload["precision"].compute
+    if options.ranks > 1:
+        defaults["stage"] = stage_of(found.offload["partition"])
+    options.parser.set_defaults(**{name: value for name, value in defaults.items() if value is not None})
+    again: argparse.Namespace = options.again()
+    return again
 
 
 def _others(job: Job) -> str:

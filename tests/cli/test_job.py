@@ -60,7 +60,7 @@ def test_the_options_and_their_defaults() -> None:
         assert all(each.option_strings for each in actions)
     assert found == {
         "train": {**OPTIONS, "--partition": None},
-        "plan": {**OPTIONS, "--ranks": 1, "--stage": None, "--nodes": 1, "--link": None},
+        "plan": {**OPTIONS, "--ranks": 1, "--stage": None, "--nodes": 1, "--link": None, "--deepspeed": None},
     }
 
 
