@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,22 @@ def registered(model: nn.Module) -> dict[int, Registered]:
     return found
 
 
+def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
+    """Raise ConfigError if a layer of PEFT has adapters among the tensors with an id() in `wanted`.
+
+    Their modules are ordinary ones, whose initialisers do not give the values that PEFT gives: zeros for one
+    of the two matrices of LoRA.
+    """
+    for path, module in named_modules(model):
+        if any(each.__name__ == "BaseTunerLayer" for each in type(module).__mro__):
+            for name, parameter in module.named_parameters():
+                if id(parameter) in wanted and not name.startswith("base_layer."):
+                    raise ConfigError(
+                        f"The adapter {path}.{name} is on the meta device, and PEFT alone knows its values.",
+                        "Load the base model into RAM (from_pretrained), and add the adapters there.",
+                    )
+
+
 def materialize(
     model: nn.Module, device: torch.device, fill: Fill, *, only: Iterable[torch.Tensor] | None = None
 ) -> None:
@@ -90,13 +106,14 @@ def materialize(
     tensors to initialise; None: all. Tensors that are not on the meta device keep their values.
 
     Raises ConfigError before the first call of `fill` if no initialiser writes some of the tensors; the
-    message names them. Raises ConfigError later if an initialiser fails.
+    message names them, or if they are adapters of PEFT. Raises ConfigError later if an initialiser fails.
     """
     tensors = registered(model)
     chosen = tensors.keys() if only is None else {id(tensor) for tensor in only}
     wanted = {key for key, entry in tensors.items() if entry.tensor.is_meta and key in chosen}
     if not wanted:
         return
+    _refuse_adapters(model, wanted)
     buffers = {}
     with torch.device("cpu"), torch.no_grad():
         substitutes = _Substitutes(tensors)

@@ -247,6 +247,25 @@ def test_an_error_names_five_and_counts_the_rest() -> None:
         materialize(model, CPU, lambda parameter, values: None)
 
 
+class BaseTunerLayer(nn.Module):
+    """Has the name and the form of PEFT's class of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(4, 4)
+        self.lora_B = nn.Linear(2, 4, bias=False)
+
+
+def test_adapters_of_peft_are_refused_and_their_base_is_not() -> None:
+    model = on_meta(lambda: nn.Sequential(BaseTunerLayer()))
+    with pytest.raises(ConfigError, match=r"adapter 0\.lora_B\.weight is on the meta device"):
+        materialize(model, torch.device("cpu"), lambda parameter, values: None)
+    model[0].lora_B = nn.Linear(2, 4, bias=False)
+    filled: list[tuple[int, ...]] = []
+    materialize(model, torch.device("cpu"), lambda parameter, values: filled.append(tuple(values.shape)))
+    assert filled == [(4, 4), (4,)]
+
+
 def test_what_is_real_keeps_its_values() -> None:
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     real = nn.Parameter(torch.full((2, 2), 7.0))
