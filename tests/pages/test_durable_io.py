@@ -212,9 +212,11 @@ def committed_twice(rig: Rig) -> Part:
     part = page.twins.parts[0]
     rig.begin(set())
     rig.end(None)
-    rig.write(page, part.start, content(1, part.nbytes))
+    written = rig.write(page, part.start, content(1, part.nbytes))
+    assert written is not None
     rig.begin(set())
     assert {part.durable, part.pending} == {0, 1}
+    written.wait()  # `bytes_on_disk` reads without regard to writes in flight
     return part
 
 
