@@ -27,7 +27,6 @@ from small_runtime import (
     two_layers,
 )
 from torch import Tensor, nn
-from torch_releases import torch_loses_hooks
 from zoo import entry
 
 from infinity.tiers.link import CpuLink
@@ -91,8 +90,8 @@ def test_hooks_in_a_backward_may_use_the_model_from_any_thread(
     how: str, home: str, device: str, tmp_path: Path
 ) -> None:
     custom = entry("custom")
-    if how != "from a parameter" and torch_loses_hooks():
-        pytest.skip("with saved-tensor hooks, this torch loses hooks of what a Function saves")
+    if how == "of one parameter" and torch.__version__.startswith("2.6."):
+        pytest.skip("this torch takes no parameter without dimensions as `inputs`")
 
     def act(model: nn.Module, gradients: Gradients) -> Any:
         losses: list[float] = []

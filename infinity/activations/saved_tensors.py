@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 
-from infinity.activations import hook_stack
+from infinity.activations import hook_stack, leaf_hooks
 from infinity.activations.heap import HeapGuard
 from infinity.activations.hook_stack import Pair
 from infinity.pages.parameter_page import ParameterPage, parameter_version
+
+leaf_hooks.keep()
 
 
 @dataclass(frozen=True, slots=True)

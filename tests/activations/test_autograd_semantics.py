@@ -17,7 +17,7 @@ from homes import needs_cuda, places
 from parity import differences
 from small_runtime import TIED, WIDE, Gradients, in_both, loss_of, opened, train_step
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from zoo import entry
 
 from infinity.errors import ConfigError
@@ -341,6 +341,50 @@ def test_evaluation_between_steps_sees_the_update_and_changes_nothing(
                         seen = loss_of(model, step + 1).item()
                         model.train()
     assert losses[0] == losses[1]
+
+
+class Product(torch.autograd.Function):
+    """The product of a vector and a number. Both are saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return gradient * scale, (gradient * x).sum()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.scale)
+
+
+def test_hooks_of_leaves_that_a_function_saves_stay(tmp_path: Path) -> None:
+    def calls(model: nn.Module) -> Outcome:
+        found: list[Any] = []
+        x = torch.arange(3.0, requires_grad=True)
+        model.scale.register_hook(lambda gradient: found.append(("parameter", gradient.item())))
+        x.register_hook(lambda gradient: found.append(("input", gradient.tolist())))
+        node = get_gradient_edge(x).node
+        node.register_prehook(lambda gradients: found.append(("node", gradients[0].tolist())))
+        for _ in range(2):
+            model(x).sum().backward()
+        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        first.sum().backward()
+        return sorted(found), x.grad
+
+    expected = calls(Scaled())
+    assert len(expected[0]) == 8
+    model = Scaled()
+    with opened(model, tmp_path, home="unified"):
+        assert differences(calls(model), expected) == []
 
 
 def edit_in_place(model: nn.Module) -> None:
