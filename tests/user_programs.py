@@ -12,7 +12,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import InfinityError
+from infinity.tiers import Tier
 
 VOCABULARY = 31
 SEQUENCE = 6
+ROOMY = 64 << 20
+"""Bytes of a tier that has room for all pages."""
 STEPS = 4
 
 
@@ -58,23 +61,23 @@ class Habits:
     """Whether the first block is frozen."""
     clamped: bool
     """Whether a hook of a parameter clamps its gradient."""
-    watched: bool
-    """Whether a hook of a hidden state notes the norm of its gradient."""
+    watched: str | None
+    """What has a hook that notes the norm of its gradient: a "hidden state", or the output of a "module"."""
     optimizer: str
     accumulate: int
     clip: float | None
     zeros: str | None
     """Who calls zero_grad(set_to_none=False): "optimizer" or "model"; None: gradients become None."""
-    penalty: bool
-    """Whether the loss has a penalty on the gradient with respect to a hidden state."""
+    penalty: str | None
+    """The loss has a penalty on the gradient of the hidden state before this: the "blocks" or the "head"."""
     average: str | None
     """When an AveragedModel is made: "before" or "after" offload; None: there is none."""
     reloaded: str | None
     """What is saved and loaded in the middle: "model first", "optimizer first", or None."""
     thawed: bool
     """Whether a block is frozen in the loop, and trained again a step later."""
-    edited: bool
-    """Whether a parameter is changed in place after a step."""
+    edited: str | None
+    """What changes a parameter in place after a step: the "parameter", or a "view" from before the step."""
     forgotten: bool
     """Whether the gradient of one parameter is set to None before a step."""
     retained: bool
@@ -93,7 +96,9 @@ class Place:
     """How a program is offloaded."""
 
     home: str
-    """Where pages rest: "host", "nvme", or "apart", which is RAM beside a device with memory of its own."""
+    """Where pages rest: "host", "nvme", or "apart" and "apart, nvme", where the device has its own memory."""
+    room: float
+    """Share of the pages for which the tiers above the lowest have room, beside what every run needs."""
     compute: str
     update: str
     example: bool
@@ -123,11 +128,12 @@ def program_of(number: int) -> Program:
 
     eager = sometimes(0.15)
     accumulate = draw.choice([1, 1, 2, 3])
+    checkpointing = draw.choice([None, None, True, False])
     habits = Habits(
         width=draw.choice([8, 12, 20]),
         blocks=draw.randint(1, 4),
         tied=sometimes(0.3),
-        checkpointing=draw.choice([None, None, True, False]),
+        checkpointing=checkpointing,
         cache=sometimes(),
         counter=sometimes(),
         noise=sometimes(),
@@ -138,16 +144,17 @@ def program_of(number: int) -> Program:
         auxiliary=draw.choice([None, None, None, "attribute", "hook"]),
         frozen=sometimes(0.15),
         clamped=sometimes(),
-        watched=sometimes(),
+        watched=draw.choice([None, None, None, "hidden state", "module"]),
         optimizer=draw.choice(["adamw", "adam", "sgd", "adagrad"]),
         accumulate=accumulate,
         clip=0.3 if sometimes(0.4) and not eager else None,
         zeros=draw.choice([None, None, None, "optimizer", "model"]),
-        penalty=sometimes(0.15),
+        # torch cannot differentiate twice through a reentrant checkpoint.
+        penalty=draw.choice(["head", "head" if checkpointing else "blocks"]) if sometimes(0.15) else None,
         average=draw.choice([None, None, None, None, "before", "after"]),
         reloaded=draw.choice([None, None, None, "model first", "optimizer first"]),
         thawed=sometimes(0.1) and not eager,
-        edited=sometimes(),
+        edited=draw.choice([None, None, None, None, "parameter", "view"]),
         forgotten=sometimes(0.1) and not eager,
         retained=sometimes(0.1) and not eager,
         divided=sometimes(),
@@ -156,7 +163,9 @@ def program_of(number: int) -> Program:
         second_optimizer=sometimes(0.05),
     )
     place = Place(
-        home=draw.choice(["host", "nvme", "nvme", "apart"]),
+        home=draw.choice(["host", "nvme", "nvme", "apart", "apart, nvme"]),
+        # A view keeps its page in memory, which the smallest budget has no room for.
+        room=draw.choice([0.4 if habits.edited == "view" else 0.0, draw.random()]),
         compute="fp32" if eager else draw.choice(["fp32", "fp32", "bf16", "fp16"]),
         update="eager" if eager else draw.choice(["lazy", "lazy", "sync"]),
         example=sometimes(0.4),
@@ -205,7 +214,7 @@ class Model(nn.Module):
         self.calls = 0
         self.generator = torch.Generator().manual_seed(5)
         self.auxiliary: Tensor | None = None
-        self.hidden: Tensor | None = None
+        self.hidden: dict[str, Tensor] = {}
 
     def forward(self, inputs: Inputs | Tensor, time: Tensor | None = None, branch: int = 0) -> Tensor:
         habits = self.habits
@@ -224,6 +233,7 @@ class Model(nn.Module):
             x = x + 0.1 * torch.randn(x.shape, generator=self.generator).to(x.dtype)
         if time is not None:
             x = x + (time[:, None, None] * torch.ones(habits.width)).sin().to(x.dtype)
+        self.hidden["blocks"] = x
         for block in self.blocks:
             if habits.checkpointing is None:
                 x = block(x)
@@ -235,7 +245,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 self.mean.lerp_(x.float().mean((0, 1)), 0.1)
             x = x - self.mean.to(x.dtype)
-        self.hidden = x
+        self.hidden["head"] = x
         self.auxiliary = x.float().softmax(-1).mean((0, 1)).square().sum()
         return self.head(x).float()
 
@@ -319,8 +329,15 @@ def run(program: Program, trainer: Plain, seen: Seen, average: AveragedModel | N
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if habits.scheduled else None
     if habits.clamped and model.blocks[-1].up.weight.requires_grad:
         model.blocks[-1].up.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    if habits.watched == "module":
+        model.blocks[-1].register_full_backward_hook(
+            lambda module, inner, outer: seen.note("slope", outer[0].detach().float().norm())
+        )
     names = dict(model.named_parameters())
     for step in range(STEPS):
+        edited = model.blocks[-1].down.weight
+        if habits.edited == "view":
+            edited = edited.detach()
         if habits.thawed:
             model.blocks[-1].requires_grad_(step % 2 == 0)
         for micro in range(habits.accumulate):
@@ -343,9 +360,9 @@ def run(program: Program, trainer: Plain, seen: Seen, average: AveragedModel | N
         forget(habits, trainer, other)
         if average is not None:
             average.update_parameters(model)
-        if habits.edited and step == 1:
+        if habits.edited is not None and step == 1:
             with torch.no_grad():
-                model.blocks[-1].down.weight.mul_(0.5)
+                edited.mul_(0.5)
         if habits.reloaded is not None and step == 2:
             reload(model, optimizer, model_first=habits.reloaded == "model first")
     for name, tensor in model.state_dict().items():
@@ -371,13 +388,13 @@ def backward(program: Program, model: Model, seen: Seen, inputs: Inputs, targets
         loss = loss + 0.3 * (
             model.auxiliary if habits.auxiliary == "attribute" else kept[0].float().square().mean()
         )
-    hidden = model.hidden
-    assert hidden is not None
-    if habits.penalty:
-        (slope,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    if habits.penalty is not None:
+        (slope,) = torch.autograd.grad(loss, model.hidden[habits.penalty], create_graph=True)
         loss = loss + 10 * slope.float().square().sum()
-    if habits.watched and hidden.requires_grad:
-        hidden.register_hook(lambda gradient: seen.note("slope", gradient.float().norm()))
+    if habits.watched == "hidden state" and model.hidden["head"].requires_grad:
+        model.hidden["head"].register_hook(
+            lambda gradient: seen.note("slope", gradient.detach().float().norm())
+        )
     if habits.divided:
         loss /= habits.accumulate
     # With a loss scale in fp16, larger gradients overflow, and the step is skipped.
@@ -386,7 +403,7 @@ def backward(program: Program, model: Model, seen: Seen, inputs: Inputs, targets
         loss.backward(retain_graph=True)
     loss.backward()
     seen.note("loss", loss.detach())
-    model.hidden = model.auxiliary = None
+    model.hidden, model.auxiliary = {}, None
 
 
 def forget(habits: Habits, trainer: Plain, other: Any) -> None:
@@ -457,21 +474,22 @@ def opened(
     example: Any = (inputs,)
     if not habits.contained:
         example = {"inputs": inputs.tokens, "time": inputs.time, "branch": inputs.branch}
-    budget = {
-        "host": infinity.Budget(host="64MiB"),
-        "nvme": infinity.Budget(host="2MiB", nvme={str(directory): "64MiB"}),
-        "apart": infinity.Budget(device="2MiB", host="64MiB"),
-    }[place.home]
-    with infinity.offload(
-        model,
-        optimizer,
-        budget=budget,
-        precision=infinity.Precision(compute=place.compute),
-        device="cpu",
-        update=place.update,
-        accumulation=habits.accumulate * (1 + habits.retained) if place.update == "eager" else None,
-        example_inputs=example if place.example else None,
-    ) as runtime:
+    options: dict[str, Any] = {
+        "precision": infinity.Precision(compute=place.compute),
+        "device": "cpu",
+        "update": place.update,
+        "accumulation": habits.accumulate * (1 + habits.retained) if place.update == "eager" else None,
+        "example_inputs": example if place.example else None,
+    }
+    budget = infinity.Budget(
+        device=ROOMY if "apart" in place.home else None,
+        host=ROOMY,
+        nvme={str(directory): ROOMY} if "nvme" in place.home else None,
+    )
+    plan = infinity.plan(model, optimizer, budget=budget, **options)
+    extra = int(place.room * sum(plan.home_bytes.values()))
+    tight = {tier.value: nbytes + extra for tier, nbytes in plan.smallest.items() if tier is not Tier.NVME}
+    with infinity.offload(model, optimizer, budget=replace(budget, **tight), **options) as runtime:
         yield runtime
 
 
