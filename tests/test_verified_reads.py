@@ -249,3 +249,99 @@ def test_an_edit_through_a_view_follows_writes_behind_updates(
             for turn in range(2):
                 of.loss(model, of.batch(turn, 0))
             assert torch.equal(model.blocks[0].mlp[0].bias, right)
+
+
+class Edited(nn.Module):
+    """Layers, one of which may be changed in the forward by way of a view that the forward makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.view_of: Callable[[nn.Parameter], torch.Tensor] | None = None
+        self.edits = True
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 1 and self.view_of is not None:
+                self.kept = self.view_of(layer.weight)
+                if self.edits:
+                    self.edit()
+        return x
+
+    def edit(self) -> None:
+        assert self.kept is not None
+        with torch.no_grad():
+            self.kept.mul_(0.5)
+        self.kept = None
+
+
+def stepped(model: Edited, optimizer: Any) -> None:
+    model(torch.ones(3, 40)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+VIEWS = {"detached": lambda weight: weight.detach(), "with a graph": lambda weight: weight[:20]}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_an_edit_in_a_forward_follows_writes_behind_updates(view: str, tmp_path: Path) -> None:
+    """The edit comes through a view made in the forward, without an operation on the parameter."""
+    plain, model = Edited(), Edited()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = infinity.Precision(compute="fp32")
+    smallest = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
+    budget = dataclasses.replace(smallest, host=smallest.host + (8 << 10))  # for the page with the view
+    faults = Faults()
+    with injected(faults):
+        runtime = infinity.offload(
+            model, optimizer, budget=budget, precision=precision, device="cpu", update="lazy"
+        )
+    trained = (plain, torch.optim.SGD(plain.parameters(), lr=0.1)), (model, runtime.optimizer)
+    with runtime:
+        for _ in range(2):
+            for each, its in trained:
+                stepped(each, its)
+                faults.delay("write", 1, 0.05, times=None)
+                each.view_of = VIEWS[view]
+                each(torch.ones(3, 40))
+                each.view_of = None
+                faults.clear()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("view, kept", [("detached", False), ("detached", True), ("with a graph", False)])
+def test_a_commit_has_no_edit_of_a_view_that_a_forward_made(view: str, kept: bool, tmp_path: Path) -> None:
+    """kept: the view is older than `save`, and is edited after it."""
+    model, again = Edited(), Edited()
+    faults = Faults()
+    options: dict[str, Any] = {
+        "budget": infinity.Budget(host="64MiB", nvme={str(tmp_path): "64MiB"}),
+        "precision": infinity.Precision(compute="fp32"),
+        "device": "cpu",
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with injected(faults):
+        runtime = infinity.offload(model, optimizer, checkpoint=tmp_path / "commits", **options)
+    with runtime:
+        stepped(model, runtime.optimizer)
+        model.edits = not kept
+        model.view_of = VIEWS[view] if kept else None
+        stepped(model, runtime.optimizer)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        faults.delay("write", 1, 0.05, times=None)
+        commit = runtime.save()
+        if kept:
+            model.edit()
+        else:
+            model.view_of = VIEWS[view]
+            model(torch.ones(3, 40))
+        model.view_of = None
+        commit.wait()
+        assert not torch.equal(model.state_dict()["layers.1.weight"], saved["layers.1.weight"])
+    optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+    with infinity.offload(again, optimizer, resume=tmp_path / "commits", **options):
+        assert differences(dict(again.state_dict()), saved) == []

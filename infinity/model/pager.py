@@ -115,9 +115,11 @@ class Pager:
                 self.prefetch_engine.demand(units, _kind_now())
             if self._reads_masters and any(is_rounded(place) for place in places):
                 return self._run_on_masters(function, args, kwargs)
-            inside = self.inside
+            inside, graphs = self.inside, torch.is_grad_enabled()
+            # Models keep what they detach, and change it when they like.
+            lends = not inside or function is torch.Tensor.detach
             written: Sequence[Place] = ()
-            if not inside or not torch.is_grad_enabled():  # else no operation may change a parameter
+            if lends or not graphs:  # else no operation may change a parameter
                 self._settle(places)
                 written = self._watch(function, args, kwargs)
             if inside and not self._alone:
@@ -125,15 +127,18 @@ class Pager:
             with torch._C.DisableTorchFunctionSubclass():
                 if in_transform():
                     args, kwargs = with_views((args, kwargs))
-                if torch.is_grad_enabled():
+                if graphs:
                     with saving(self._find, self._fetch, self.saved_bytes):
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
                 if written:
                     self.edits.follow()
-                if not inside:
+                if lends:
                     return self._lend(result, places)
+                ledger = self.prefetch_engine.store.ledger
+                if ledger is not None and ledger.pending is not None and any(_views(result, places)):
+                    self._settle(places)
         return result
 
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
@@ -350,19 +355,10 @@ class Pager:
         copy of the parameter in RAM is returned instead of a view. result: the result of an operation on
         parameters. places: the places of these parameters.
         """
-        for place in places:
-            base = place.page.residency
-            if base is None:
-                continue
-            if isinstance(result, torch.Tensor):
-                if result is not place.page.parameters[place.index] and _shares(result, base):
-                    if self.copying:
-                        return self.copy(place, "cpu")
-                    self.edits.keep_loan(place.page, place.index, result)
-            elif isinstance(result, (list, tuple)):
-                for each in result:
-                    if isinstance(each, torch.Tensor) and _shares(each, base):
-                        self.edits.keep_loan(place.page, place.index, each)
+        for place, view in _views(result, places):
+            if self.copying and view is result:
+                return self.copy(place, "cpu")
+            self.edits.keep_loan(place.page, place.index, view)
         return result
 
     def forget(self) -> None:
@@ -448,6 +444,19 @@ def _no_edit() -> ConfigError:
 
 def _kind_now() -> AccessKind:
     return AccessKind.FORWARD if torch._C._current_graph_task_id() == -1 else AccessKind.BACKWARD
+
+
+def _views(result: Any, places: Sequence[Place]) -> Iterator[tuple[Place, torch.Tensor]]:
+    """Yield (place, view) for each tensor of an operation's result that is a view of a page.
+
+    places: the places of the operation's parameters.
+    """
+    for place in places:
+        base, parameter = place.page.residency, place.page.parameters[place.index]
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            plain = isinstance(each, torch.Tensor) and each is not parameter
+            if base is not None and plain and _shares(each, base):
+                yield place, each
 
 
 def _shares(tensor: torch.Tensor, memory: torch.Tensor) -> bool:

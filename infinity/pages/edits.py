@@ -30,11 +30,13 @@ from typing import Protocol
 import torch
 
 from infinity.checksum import crc32c
+from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage, Presence, parameter_version
 from infinity.pages.store import Store
+from infinity.tiers import PAGE_ALIGNMENT
 
 _LOANS_PER_PARAMETER = 4
 """Number of loans for each parameter of a page up to which no loan is dropped."""
@@ -330,9 +332,14 @@ class EditTracker:
 
     def _write_back(self, page: ParameterPage, index: int, memory: torch.Tensor) -> None:
         if memory is not page.home.memory:
-            brought = self._store.copied_to_host(page.flat(index, memory)).view(torch.uint8)
-            start = page.start(index)
-            for each in page.shard.pieces(start, brought.nbytes):
+            start, nbytes = page.start(index), page.flat(index, memory).nbytes
+            if self._store.device.shares_host:
+                # Whole blocks, so that none is read from the disk: the edit may have come while a write from
+                # this memory was under way, which has then left other bytes than those of its checksums.
+                start, end = start // PAGE_ALIGNMENT * PAGE_ALIGNMENT, start + nbytes
+                nbytes = min(round_up(end, PAGE_ALIGNMENT), page.nbytes) - start
+            brought = self._store.copied_to_host(memory[start : start + nbytes])
+            for each in page.shard.pieces(start, nbytes):
                 done = each.page_start - start
                 self._store.patch(page.home, each.home_start, brought[done : done + each.nbytes])
         if self._states is not None and self._unfollowed(page, index):
