@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -384,10 +385,44 @@ def test_the_class_of_a_parameter_makes_plain_parameters(tmp_path: Path) -> None
         assert type(made) is nn.Parameter and not made.requires_grad and torch.equal(made, torch.ones(3))
 
 
+NORMS: dict[str, Callable[[nn.Module], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_norms_of_weights_from_before_offload(norm: str, tmp_path: Path) -> None:
+    inputs = torch.linspace(-1, 1, 24).view(3, 8)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)  # for the vectors of spectral_norm, too
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        NORMS[norm](model[0])
+        return model
+
+    def trained(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+        for _ in range(3):
+            model(inputs).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return dict(model.state_dict())
+
+    plain, model = made(), made()
+    expected = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    with opened(model, tmp_path) as runtime:
+        torch.testing.assert_close(trained(model, runtime.optimizer), expected)
+
+
 CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "a Parameter of a parameter": (lambda layer: nn.Parameter(layer.weight), "offloaded parameter .*clone"),
     "weight_norm": (parametrizations.weight_norm, "offloaded parameter .*first, then offload"),
     "spectral_norm": (parametrizations.spectral_norm, "parametrizations before infinity.offload"),
+    "old weight_norm": (nn.utils.weight_norm, "added or replaced .*first, then offload"),
+    "old spectral_norm": (nn.utils.spectral_norm, "added, removed or moved .*first, then offload"),
     "prune": (lambda layer: prune.l1_unstructured(layer, "weight", 0.5), "added, removed or moved"),
     "another Parameter": (
         lambda layer: setattr(layer, "bias", nn.Parameter(layer.bias.detach().clone())),
@@ -397,6 +432,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_changes_of_parameters_are_refused_by_name(change: str, tmp_path: Path) -> None:
     model = TIED.make()
     act, cause = CHANGES[change]
