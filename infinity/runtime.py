@@ -196,7 +196,8 @@ class Runtime(Closing):
 
         The norm is a float32 scalar on the CPU, summed in float64. The factor is max_norm / (norm + 1e-6),
         as in torch.nn.utils.clip_grad_norm_, and at most 1. If the norm is not finite, no gradient is
-        scaled, and `step` treats the gradients as not finite. Raises ConfigError if updates are eager.
+        scaled, and `step` treats the gradients as not finite. Raises ConfigError if updates are eager, or if
+        gradients have different factors (p.grad.mul_).
         """
         norm = self._training().clip(float(max_norm))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
+from infinity.gradients.exact_sum import ExactSum
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
@@ -64,6 +66,10 @@ class TrainingStep:
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
         ]
+        self._times_forgotten = 0
+        """Number of times that all gradients were forgotten."""
+        self._times_dropped: Counter[tuple[int, int]] = Counter()
+        """(unit, index of a parameter) -> number of times that its own gradient was forgotten."""
         self.open = False
         """Whether gradients have come for a step that `step` has not ended yet."""
         self._last_step = time.perf_counter()
@@ -100,7 +106,11 @@ class TrainingStep:
                     'Offload with update="lazy" to clip.',
                 )
             self._check_slots()
-            norm = self._gradients.norm() if self._ranked is None else self._agreed_norm("clip_grad_norm_")
+            if self._ranked is None:
+                self._gradients.agree_on_factor("clip_grad_norm_", self._having())
+                norm = self._gradients.norm()
+            else:
+                norm = self._agreed_norm("clip_grad_norm_", self._having)
             self._gradients.clip(max_norm, norm)
         return norm
 
@@ -110,17 +120,85 @@ class TrainingStep:
         The copy is divided by the loss scale, and clipped if `clip` was called.
         """
         place = self._place(parameter)
+        return self.read_gradient(place.page.index, place.index)
+
+    def read_gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """Do what `gradient` does, for the parameter with this index in a unit."""
         with self._pager.lock:
             self._refuse()
             self._check_slots()
             read = self._gradients.read if self._ranked is None else self._ranked.gradient
-            return read(place.page.index, place.index)
+            return read(unit, parameter)
 
-    def step(self) -> None:
-        """Update every parameter that has a gradient.
+    def gradient_norm(self, unit: int, parameter: int) -> float:
+        """The 2-norm of a parameter's gradient, from the sums of squares that its page has: no gradient is
+        read. With several ranks the first call after a backward is an agreement on the sums of all gradients.
+        """
+        gradients = self._gradients
+        with self._pager.lock:
+            self._refuse()
+            self._check_slots()
+            if self._ranked is None:
+                squares = gradients.squares((unit, parameter))
+            else:
+                squares = self._ranked.squares_of(unit, parameter, self._settle)
+            return gradients.norm_of(squares, gradients.unscale_of(unit, parameter))
 
-        Raises ConfigError if no parameter has a gradient. If a gradient is infinite or NaN, the update is
-        skipped where the loss scale is dynamic, and NonFiniteGradient is raised where it is not.
+    def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
+        """Multiply a parameter's gradient by `factor`: the page stays as it is, and `step` multiplies.
+
+        Raises ConfigError if updates are eager. `step` raises it if gradients have different factors then.
+        """
+        with self._pager.lock:
+            self._refuse()
+            if self._eager is not None:
+                raise ConfigError(
+                    "A gradient was multiplied by a number, but eager updates have used gradients.",
+                    'Offload with update="lazy" to clip or scale gradients, or scale the loss.',
+                )
+            self._gradients.scale(unit, parameter, factor)
+
+    def set_gradient(self, unit: int, parameter: int, value: torch.Tensor) -> None:
+        """Replace a parameter's gradient, as `p.grad = value` does. One of zeros takes no memory.
+
+        value: floats of the parameter's shape, as the optimizer is to see them. Raises ConfigError if updates
+        are eager, inside of a backward, and with several ranks unless all elements are zero.
+        """
+        name = self._components.pages[unit].layout.parameters[parameter].names[0]
+        cure = "Change what backward adds, in a hook (p.register_hook), or scale the loss."
+        if self._eager is not None:
+            raise ConfigError(
+                f"The gradient of {name} was set, but eager updates use gradients when they come.",
+                f'Offload with update="lazy" to set gradients. {cure}',
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise ConfigError(f"The gradient of {name} was set inside of a backward.", cure)
+        zeros = not value.any()
+        if self._ranked is not None and not zeros:
+            raise ConfigError(
+                f"The gradient of {name} was set, but it is a sum over ranks, of which each keeps a part.",
+                cure,
+            )
+        gradients = self._gradients
+        self.drop_gradient(unit, parameter, zeros=zeros)
+        if zeros:
+            return
+        with self._pager.lock:
+            value = gradients.stored_form(unit, parameter, value)
+        gradients.await_room(unit, parameter, value)
+        with self._pager.lock:
+            self._check_masters("gradients")
+            self.open = True
+            self._updater.complete(unit)
+            self._updater.accumulate(unit, parameter, value)
+            gradients.staged.finish()
+
+    def step(self) -> bool:
+        """Update every parameter that has a gradient. Returns False if the update was skipped.
+
+        Raises ConfigError if no parameter has a gradient, or if gradients have different factors. If a
+        gradient is infinite or NaN, the update is skipped where the loss scale is dynamic, and
+        NonFiniteGradient is raised where it is not.
         """
         parts, gradients = self._components, self._gradients
         with self._pager.lock:
@@ -130,9 +208,10 @@ class TrainingStep:
             self._check_slots()
             if self._ranked is None:
                 self._group_of()
+                gradients.agree_on_factor("step()", self._to_be_updated())
                 parts.store.settle()  # raises if a gradient was not written home; only this step is lost
             else:
-                norm = self._agreed_norm("step()")
+                norm = self._agreed_norm("step()", self._to_be_updated)
             if not gradients.any:
                 gradients.check()  # the only one may be lost
                 raise ConfigError(
@@ -167,6 +246,7 @@ class TrainingStep:
         if not self._knows_activations:
             self._knows_activations = True
             self._check_activations()
+        return finite
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of all parameters.
@@ -198,11 +278,15 @@ class TrainingStep:
         """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
         return (self._gradients if self._ranked is None else self._ranked).has(unit, parameter)
 
+    def gradient_age(self, unit: int, parameter: int) -> int:
+        """A number that is another one after a parameter's gradient was forgotten or replaced."""
+        return self._times_forgotten + self._times_dropped[unit, parameter]
+
     def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
         """Forget a parameter's gradient, as `p.grad = None` does; with zeros=True, a gradient of zeros takes
         its place.
 
-        When the last stored gradient goes, the step is forgotten as by `zero_grad`: clipping, and that eager
+        When the last stored gradient goes, the step is forgotten as by `zero_grad`: factors, and that eager
         updates have used gradients. Over ranks this is so only while all know which gradients there are.
         Raises the errors of `RankedStep.withdraw`.
         """
@@ -212,17 +296,19 @@ class TrainingStep:
             had = self.has_gradient(unit, parameter)
             if ranked is not None:
                 ranked.withdraw(unit, parameter)
-            if not had:
+            if not had and not zeros:
                 return
             page = gradients.pages[unit]
             ended = self._eager is not None and self._eager.ended
-            last = parameter in page.content or gradients.clipped or ended
+            last = had and (parameter in page.content or bool(gradients.factors) or ended)
             (page.zeros.add if zeros else page.zeros.discard)(parameter)
+            gradients.factors.pop((unit, parameter), None)
+            self._times_dropped[unit, parameter] += 1
             if ranked is None:
                 gradients.drop(unit, parameter)
                 last = last and torch._C._current_graph_task_id() == -1 and not gradients.any_stored
             else:
-                last = ranked.settled and not ranked.any_stored
+                last = had and ranked.settled and not ranked.any_stored
             if last:
                 self._forget_stored()
 
@@ -356,6 +442,7 @@ class TrainingStep:
         run together. With eager updates, the unit's update begins here once the unit has all its gradients of
         the step.
         """
+        self._gradients.check_unscaled()
         if self._ranked is None or not self._ranked.add(unit, parameter, gradient, later):
             self._updater.accumulate(unit, parameter, gradient)
             if self._eager is not None and self._ranked is None:
@@ -546,6 +633,7 @@ class TrainingStep:
     def _forget_stored(self) -> None:
         """Forget all stored gradients, so that the next step can begin."""
         (self._gradients if self._ranked is None else self._ranked).clear()
+        self._times_forgotten += 1
         self.open = False
         if self._eager is not None:
             self._eager.clear()
@@ -558,22 +646,34 @@ class TrainingStep:
             if any(options.group(unit, index) is not None for index in page.having)
         ]
 
-    def _agreed_norm(self, call: str) -> float:
+    def _agreed_norm(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]]) -> float:
         """Agree with all ranks that the gradients are complete, and return their norm.
 
-        Raises the error by which gradients were lost, on any rank, and the errors of `RankedStep.settle`.
+        keys: returns the parameters, (unit, index), whose gradients must have one factor. Raises the error by
+        which gradients were lost, on any rank, and the errors of `RankedStep.settle`.
         """
+        gradients = self._gradients
+        before = set(self._having())
+        squares = self._settle(call, keys)
+        for key in gradients.having():
+            if gradients.factors and key not in before:  # another rank's, which this rank could not scale
+                gradients.scale(*key, gradients.factor)
+        return gradients.norm_of(squares, gradients.unscale)
+
+    def _settle(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple) -> ExactSum:
+        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ."""
         assert self._ranked is not None
         failure: InfinityError | None = None
         try:
             self._group_of()
+            self._gradients.agree_on_factor(call, keys())
             self._components.store.settle()
             self._gradients.check()
             if self._eager is not None:
                 self._eager.check_options(self._param_groups)
         except InfinityError as error:
             failure = error.again()
-        return self._gradients.norm_of(self._ranked.settle(call, self._param_groups, failure))
+        return self._ranked.settle(call, self._param_groups, failure)
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
@@ -615,6 +715,14 @@ class TrainingStep:
                     groups[place.page.index, place.index] = index
             self._groups, self._members = groups, members
         return self._groups
+
+    def _having(self) -> list[tuple[int, int]]:
+        """The parameters, (unit, index), that have a gradient, as far as this rank knows."""
+        return [key for key in self._gradients.having() if self.has_gradient(*key)]
+
+    def _to_be_updated(self) -> list[tuple[int, int]]:
+        """Those of `_having` that are in a group, as of `_group_of`."""
+        return [key for key in self._having() if key in self._groups]
 
     def _values(self, place: Place) -> torch.Tensor:
         """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.

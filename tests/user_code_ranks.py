@@ -413,6 +413,63 @@ def zeros() -> list[Any]:
     return found
 
 
+def torch_clips() -> list[Any]:
+    """For each partition, what training comes to if torch measures and scales gradients by `p.grad`."""
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        weight, told = training.model.first.weight, []
+        for step in range(2):
+            micro_batches(training, 2 * step)
+            given = list(training.model.parameters())
+            told.append(float(torch.nn.utils.clip_grad_norm_(given, 0.05, foreach=step == 1)))
+            # Each rank asks for the norm of another parameter.
+            norms = [float(each.grad.norm()) for each in (given if LAST else given[::-1])]
+            told.append(sorted(norms))
+            told += [float(weight.grad.sum()), training.end()]
+        training.runtime.close()
+        training = Training(partition, model=Routed())
+        for step in range(2):
+            micro_batches(training, 2 * step)
+            for each in training.model.parameters():
+                if each.grad is not None:  # a rank knows of its own gradients alone
+                    each.grad.mul_(0.25)
+            told.append(training.end())
+        training.runtime.close()
+        training = Training(partition)
+        bias = training.model.last.bias
+        micro_batches(training, 0)
+        bias.grad = torch.zeros_like(bias)
+        told += [training.end(), updates(training)]
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
+def other_factors() -> list[list[str]]:
+    """For each partition, how it ends if ranks scale gradients by other factors, or not all, or set one."""
+    found = []
+    for partition in PARTITIONS:
+        training, told = Training(partition), []
+        micro_batches(training, 0)
+        weight = training.model.first.weight
+        told.append(error_of(functools.partial(setattr, weight, "grad", torch.ones(96, 96))))
+        weight.grad.mul_(0.5)
+        told.append(error_of(training.runtime.optimizer.step))
+        for each in training.model.parameters():
+            each.grad.mul_(1.0 if each is weight else 0.5)
+        if LAST:
+            for each in training.model.parameters():
+                each.grad.div_(4)
+        told.append(error_of(training.runtime.optimizer.step))
+        training.runtime.optimizer.zero_grad()
+        micro_batches(training, 2)
+        told.append(training.end() and "trained")
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
 def edited_masters() -> list[Any]:
     """For each partition, what training comes to with edits that leave most masters as they are, and whether
     a training goes on with the same bits if its optimizer is loaded before its model.
@@ -513,8 +570,9 @@ def every_program() -> dict[str, Any]:
         replaced_states,
         averages,
         kept,
+        torch_clips,
     )
-    several = (refused, differing_edits, half_updated, other_calls)
+    several = (refused, differing_edits, half_updated, other_calls, other_factors)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}
 

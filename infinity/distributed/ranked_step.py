@@ -87,6 +87,8 @@ class RankedStep:
         """Number of times that this rank has cleared its gradients by zero_grad(set_to_none=False)."""
         self.settled = False
         """Whether all ranks know which parameters have gradients: none has come since they agreed on it."""
+        self._squares: dict[str, ExactSum] | None = None
+        """What `squares_of` knows; None after a gradient has come."""
         self._withdrawn = Withdrawals(self._name)
         self.added: Counter[tuple[int, int]] = Counter()
         """(unit, index of a parameter) -> number of gradients that this rank has added since it last cleared
@@ -231,16 +233,37 @@ class RankedStep:
         except InfinityError as error:
             failure = error.again()
         said = {
-            "squares": [f"{squares.units:x}", repr(squares.nonfinite)],
+            "squares": _told_sum(squares),
             "failure": None if failure is None else str(failure),
         }
         heard = self._ballots.agree(call, said, anyway=True)  # also to tell of an error that ends all
         self._check_failures(call, heard, failure)
         total = ExactSum()
         for each in heard.values():
-            units, nonfinite = each["squares"]
-            total.merge(ExactSum(int(units, 16), float(nonfinite)))
+            total.merge(_heard_sum(each["squares"]))
         return total
+
+    def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
+        """Return the exact sum of squares of a parameter's gradient, over the parts that all ranks keep.
+
+        The first call after a gradient has come is an agreement on the sums of all parameters, so that it
+        does not matter of which parameters a rank asks for them. settle: calls `settle` for the user's call
+        that it is given. Raises the errors of `settle`.
+        """
+        if self._squares is None:
+            call = "a norm of p.grad"
+            settle(call)
+            mine = {
+                f"{unit} {index}": _told_sum(self._gradients.squares((unit, index)))
+                for unit, page in self._pages.items()
+                for index in sorted(page.content)
+            }
+            found: dict[str, ExactSum] = {}
+            for said in self._ballots.agree(call, mine).values():
+                for key, each in said.items():
+                    found.setdefault(key, ExactSum()).merge(_heard_sum(each))
+            self._squares = found
+        return self._squares.get(f"{unit} {parameter}", ExactSum())
 
     def early_units(self, call: str, complete: Sequence[int]) -> list[int]:
         """Agree on the units that eager updates update in a step. complete: units of which this rank has
@@ -263,6 +286,7 @@ class RankedStep:
             page.content.clear()
         self._gradients.forgive()
         self.settled = False
+        self._squares = None
         self._withdrawn.clear()
         self.added.clear()
         rank = self._share.rank
@@ -296,6 +320,7 @@ class RankedStep:
         if self._whole is not None:
             self._whole.check()
         self.settled = False
+        self._squares = None
         self._withdrawn.contributed(unit, parameter)
         self.added[unit, parameter] += 1
         if self.contributions is None:
@@ -470,6 +495,15 @@ class RankedStep:
         for rank, said in heard.items():
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
+
+
+def _told_sum(found: ExactSum) -> list[str]:
+    """An exact sum as JSON can hold it."""
+    return [f"{found.units:x}", repr(found.nonfinite)]
+
+
+def _heard_sum(told: Sequence[str]) -> ExactSum:
+    return ExactSum(int(told[0], 16), float(told[1]))
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> str:

@@ -35,7 +35,7 @@ class WholeGradients:
         """Raise ConfigError if a new gradient would be added to a sum over ranks."""
         if self.summed:
             raise ConfigError(
-                "A backward came after a step whose gradients are still kept.",
+                "A backward came after gradients were summed over ranks, in step() or for a norm.",
                 'Call runtime.optimizer.zero_grad() after step(), or offload with partition="gradients".',
             )
 

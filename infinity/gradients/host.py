@@ -13,7 +13,7 @@ chunks or threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,7 +38,7 @@ _NO_SUMS = np.zeros(0)
 
 
 class Gradients:
-    """All gradient pages, and the factor that turns stored gradients into the optimizer's gradients."""
+    """All gradient pages, and the factors that turn stored gradients into the optimizer's gradients."""
 
     def __init__(
         self,
@@ -66,16 +66,65 @@ class Gradients:
         self._loss_scale = scale
         self._stored_at = 1.0
         """The loss scale of the backwards that made the stored gradients. They are larger by this factor."""
-        self._clipping: float | None = None
-        """Factor from clip_grad_norm_; None if clip_grad_norm_ was not called in this step."""
+        self.factors: dict[tuple[int, int], float] = {}
+        """(unit, index of a parameter) -> factor by which user code has scaled its gradient in this step, as
+        clipping does; without those that were not scaled.
+        """
+        self.factor = 1.0
+        """The factor that all gradients of the step have, as `agree_on_factor` has found it."""
         self._failure = GradientFailure()
         self.staged = StagedChunks(pages, store, self._failure, ring=ring)
         self._on_device = on_device
 
     @property
     def unscale(self) -> float:
-        """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees."""
-        return (1.0 if self._clipping is None else self._clipping) / (self._stored_at * self._ranks)
+        """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees. It
+        has the factor of the last `agree_on_factor`.
+        """
+        return self.factor / (self._stored_at * self._ranks)
+
+    def unscale_of(self, unit: int, parameter: int) -> float:
+        """Factor by which the stored gradient of one parameter is multiplied to get the parameter's gradient
+        as user code sees it.
+        """
+        return self.factors.get((unit, parameter), 1.0) / (self._stored_at * self._ranks)
+
+    def scale(self, unit: int, parameter: int, factor: float) -> None:
+        """Multiply the gradient of a parameter by `factor`, on top of what it was multiplied by."""
+        self.factors[unit, parameter] = self.factors.get((unit, parameter), 1.0) * factor
+
+    def agree_on_factor(self, call: str, keys: Iterable[tuple[int, int]]) -> None:
+        """Find the factor that all gradients have, and let `unscale` have it.
+
+        call: the user's call, for the error. keys: the parameters, (unit, index), whose gradients count. One
+        of zeros may have any factor. If a factor is not finite, `unscale` is NaN. Raises ConfigError if
+        gradients have different factors.
+        """
+        self.factor = 1.0
+        if not self.factors:
+            return
+        factors = {key: self.factors.get(key, 1.0) for key in keys}
+        if not all(map(math.isfinite, factors.values())):
+            self.factor = math.nan
+            return
+        stored = {key: each for key, each in factors.items() if key[1] in self.pages[key[0]].content}
+        names = {each: self._name(*key) for key, each in stored.items()}
+        if len(names) > 1:
+            (one, first), (other, second) = list(names.items())[:2]
+            raise ConfigError(
+                f"{call} was called, and the gradients have different factors: that of {first} was "
+                f"multiplied by {one:g}, that of {second} by {other:g}.",
+                "Multiply all gradients by one factor, set the gradient of each parameter (p.grad = tensor), "
+                "or multiply what backward adds, in a hook (p.register_hook).",
+            )
+        self.factor = next(iter(names), 1.0)
+
+    def having(self) -> list[tuple[int, int]]:
+        """All parameters, (unit, index), that have a gradient, stored or of zeros."""
+        return [(unit, index) for unit, page in self.pages.items() for index in page.having]
+
+    def _name(self, unit: int, parameter: int) -> str:
+        return self.pages[unit].layout.parameters[parameter].names[0]
 
     @property
     def any(self) -> bool:
@@ -109,11 +158,11 @@ class Gradients:
         """Context in which the caller adds a new gradient of a parameter. Yields the unit's gradient page.
 
         parameter: the parameter's index in the unit. dtype: the new gradient's dtype. Raises ConfigError
-        after clipping, after the unit's eager update, or if the loss scale changed since the first gradient
-        of this step; the gradients that were added before stay valid. Where the user declared one backward
-        per step, also raises ConfigError for a second gradient of the parameter, or for a dtype other than
-        the parameter's. In these two cases, and after an exception inside the context, the gradients of this
-        step are lost: `check` raises an error until `clear` is called.
+        after the unit's eager update, or if the loss scale changed since the first gradient of this step;
+        the gradients that were added before stay valid. Where the user declared one backward per step, also
+        raises ConfigError for a second gradient of the parameter, or for a dtype other than the parameter's.
+        In these two cases, and after an exception inside the context, the gradients of this step are lost:
+        `check` raises an error until `clear` is called.
         """
         page = self.check_addition(unit, parameter)
         try:
@@ -217,19 +266,23 @@ class Gradients:
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
 
-    def squares(self) -> ExactSum:
+    def squares(self, only: tuple[int, int] | None = None) -> ExactSum:
         """Wait until all gradients have been added, and return the exact sum of the sums of squares of all
         blocks of the stored gradients, without the factor `unscale`.
 
-        Raises the errors of `check`.
+        only: (unit, index) of the one parameter that counts; None: all do. Raises the errors of `check`.
         """
         if self._ring is not None:
             self._ring.wait()
         self.check()
         if self._on_device is not None:
             self._on_device.copy_to_host()
+        keys = self.having() if only is None else [only]
         sums = [
-            each for page in self.pages.values() for index in page.content for each in page.squares(index)
+            each
+            for unit, index in keys
+            if index in self.pages[unit].content
+            for each in self.pages[unit].squares(index)
         ]
         found = ExactSum()
         if sums:
@@ -242,13 +295,14 @@ class Gradients:
 
         Raises the errors of `check`.
         """
-        return math.sqrt(self.squares().value()) * self.unscale
+        return self.norm_of(self.squares(), self.unscale)
 
-    def norm_of(self, squares: ExactSum) -> float:
-        """Return the 2-norm of gradients as the optimizer would see them. squares: their sum of squares, as
-        `squares` measures it.
+    @staticmethod
+    def norm_of(squares: ExactSum, unscale: float) -> float:
+        """Return the 2-norm of gradients. squares: their sum of squares, as `squares` measures it. unscale:
+        the factor by which stored gradients are multiplied.
         """
-        return math.sqrt(squares.value()) * self.unscale
+        return math.sqrt(squares.value()) * abs(unscale)
 
     def finite(self) -> bool:
         """Wait until all gradients have been added, and return whether all their elements are finite.
@@ -258,24 +312,19 @@ class Gradients:
         return math.isfinite(self.norm())
 
     def clip(self, max_norm: float, norm: float) -> None:
-        """Change `unscale` so that the norm of the gradients becomes at most `max_norm`.
+        """Scale all gradients so that their norm becomes at most `max_norm`.
 
         norm: the present norm of all gradients. A norm that is not finite changes nothing.
         """
         if math.isfinite(norm):
-            before = 1.0 if self._clipping is None else self._clipping
-            self._clipping = before * min(1.0, max_norm / (norm + 1e-6))
+            for key in self.having():
+                self.scale(*key, min(1.0, max_norm / (norm + 1e-6)))
 
     def check(self) -> None:
         """Raise the error that made the gradients of this step invalid, if there is one."""
         for failure in self._failures():
             if failure is not None:
                 raise failure.again()
-
-    @property
-    def clipped(self) -> bool:
-        """Whether `clip` was called since the last `clear`."""
-        return self._clipping is not None
 
     @property
     def lost(self) -> bool:
@@ -319,8 +368,9 @@ class Gradients:
         if found and not parts:
             return self.zeros(unit, parameter)
         flat = torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
-        if self.unscale != 1.0:
-            flat.mul_(self.unscale)
+        unscale = self.unscale_of(unit, parameter)
+        if unscale != 1.0:
+            flat.mul_(unscale)
         return flat.as_strided(layout.shape, layout.stride)
 
     def zeros(self, unit: int, parameter: int) -> torch.Tensor | None:
@@ -361,13 +411,13 @@ class Gradients:
             page.chunks = [GradientChunk() for _ in page.layout.chunks]
             page.home.renew()
         self.staged.clear()
-        self._failure.forget()
-        self._clipping = None
+        self.forgive()
 
     def forgive(self) -> None:
-        """Forget a failure by which gradients were lost, and clipping."""
+        """Forget a failure by which gradients were lost, and the factors of gradients."""
         self._failure.forget()
-        self._clipping = None
+        self.factors.clear()
+        self.factor = 1.0
 
     def close(self) -> None:
         """Close the gradient ring, forget all gradients, and drop all views of memory."""
@@ -426,11 +476,6 @@ class Gradients:
                 "Declare with accumulation= the number of backwards in a step, and call zero_grad() after "
                 'step(). Offload with update="lazy" if the number is not known.',
             )
-        if self._clipping is not None:
-            raise ConfigError(
-                "A backward came between clip_grad_norm_ and zero_grad().",
-                "Clip once, after the last backward of a step, and call zero_grad() after step().",
-            )
         if not self.any_stored:
             self._stored_at = self._loss_scale.value
         elif self._stored_at != self._loss_scale.value:
@@ -439,6 +484,29 @@ class Gradients:
                 "Call runtime.optimizer.zero_grad() after step().",
             )
         return page
+
+    def check_unscaled(self) -> None:
+        """Raise ConfigError if gradients were scaled in this step: a new one, which has no factor, cannot be
+        added to them.
+        """
+        if self.factors:
+            raise ConfigError(
+                "A backward came between clip_grad_norm_ and zero_grad().",
+                "Clip or multiply gradients once, after the last backward of a step, and call zero_grad() "
+                "after step().",
+            )
+
+    def stored_form(self, unit: int, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient that user code gives in the form in which a backward would bring it: times the
+        loss scale, and in the parameter's dtype where it is stored in it.
+        """
+        page, layout = self.pages[unit], self.pages[unit].layout.parameters[parameter]
+        gradient = gradient.to(self._store.plan.precision.accumulate_dtype(layout.dtype))
+        if self._loss_scale.value != 1.0:
+            gradient = gradient * self._loss_scale.value
+        if parameter in page.as_they_come:
+            gradient = gradient.to(layout.dtype)
+        return gradient
 
     def _send(
         self,

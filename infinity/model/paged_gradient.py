@@ -1,84 +1,299 @@
 """Paged gradient: the value of `p.grad` of a paged parameter that has a gradient, a tensor without bytes.
 
-It has the parameter's shape, strides, dtype and device. `nn.Module.zero_grad` can use it; code that reads or
-changes its values gets a ConfigError that names the runtime's own calls.
+It has the parameter's shape, strides, dtype and device, and answers what training loops ask of gradients:
+
+- its 2-norm comes from the sums of squares that its page has, as a float32 scalar at least;
+- a factor by which it is multiplied is noted, and used by the update (`Gradients.agree_on_factor`);
+- zero_() makes it one of zeros, which has no bytes;
+- any other read gets a copy in the gradient's dtype and on its device;
+- any other write raises ConfigError. So does a write to a view of it, such as p.grad[0], which is a copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
 
-_ANY: Any = torch.Tensor
-_ATTRIBUTES = (
-    "shape dtype device layout requires_grad grad_fn is_leaf ndim is_cuda is_cpu is_meta is_sparse is_mkldnn "
-    "is_quantized is_nested itemsize nbytes"
-)
-_METHODS = (
-    "size dim ndimension numel nelement stride is_contiguous element_size is_floating_point is_complex "
-    "__len__ __hash__"
-)
-_METADATA = frozenset(
-    [getattr(_ANY, name).__get__ for name in _ATTRIBUTES.split()]
-    + [getattr(torch.Tensor, name) for name in _METHODS.split()]
-)
-"""Functions that read no values of a gradient."""
-_WITHOUT_EFFECT = frozenset([torch.Tensor.detach_, torch.Tensor.requires_grad_])
-"""Functions that change nothing in a gradient, which no graph has made."""
+_aten: Any = torch.ops.aten
+
+
+class StoredGradients(Protocol):
+    """The gradients of all parameters, (index of the unit, index of the parameter in it).
+    `infinity.training_step.TrainingStep` implements it.
+    """
+
+    def has_gradient(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        ...
+
+    def gradient_age(self, unit: int, parameter: int) -> int:
+        """A number that is another one after a parameter's gradient was forgotten or replaced."""
+        ...
+
+    def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
+        """Forget a parameter's gradient. zeros: whether it has a gradient of zeros then."""
+
+    def set_gradient(self, unit: int, parameter: int, value: torch.Tensor) -> None:
+        """Replace a parameter's gradient by a copy of `value`, which has the parameter's shape."""
+
+    def read_gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """Copy a parameter's gradient to RAM and return the copy; None if there is no gradient."""
+        ...
+
+    def gradient_norm(self, unit: int, parameter: int) -> float:
+        """The 2-norm of a parameter's gradient. It is finite if and only if all elements are."""
+        ...
+
+    def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
+        """Multiply a parameter's gradient by `factor`."""
 
 
 class PagedGradient(torch.Tensor):
-    """A parameter's gradient, as `p.grad` returns it. Its bytes are in a page."""
+    """A parameter's gradient, as `p.grad` returns it, or a view of a copy of it. Its bytes are in a page."""
 
     _name: str
-    _zero: Callable[[], None]
+    """Of the parameter, for errors."""
+    _stored: StoredGradients
+    _key: tuple[int, int]
+    """(index of the unit, index of the parameter in it)."""
+    _age: int
+    """The gradient's age when this object was made."""
+    _view: torch.Tensor | None = None
+    """A view of a copy of the gradient, for which this object stands; None: it stands for the gradient."""
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, name: str, zero: Callable[[], None]) -> PagedGradient:
-        """parameter: whose gradient it is. name: of the parameter, for errors. zero: function that replaces
-        the gradient by one of zeros.
+    def __new__(
+        cls, like: torch.Tensor, name: str, stored: StoredGradients, key: tuple[int, int]
+    ) -> PagedGradient:
+        """like: a tensor with the same shape, strides, dtype and device. name: of the parameter. stored: has
+        the gradient of the parameter `key`, (index of the unit, index of the parameter in it).
         """
-        gradient: PagedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
-        gradient._name, gradient._zero = name, zero
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: PagedGradient = torch.Tensor._make_wrapper_subclass(
+                cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            )
+        gradient._name, gradient._stored, gradient._key = name, stored, key
+        gradient._age = stored.gradient_age(*key)
         return gradient
+
+    def is_of(self, stored: StoredGradients | None, key: tuple[int, int]) -> bool:
+        """Whether it stands for the gradient that a parameter has now."""
+        same = self._stored is stored and self._key == key and self._view is None
+        return same and self._stored.gradient_age(*key) == self._age
+
+    def copied(self) -> torch.Tensor:
+        """Return a copy of the gradient; of a view of a copy that view, which the caller only reads."""
+        if self._view is not None:
+            return self._view
+        found = self._present().read_gradient(*self._key)
+        if found is None:
+            raise self._gone()
+        return found.to(self.device, self.dtype)
+
+    def norm_now(self) -> float:
+        """The gradient's 2-norm."""
+        return self._present().gradient_norm(*self._key)
+
+    def scale(self, factor: float) -> PagedGradient:
+        """Multiply the gradient by `factor`, and return it."""
+        self._present().scale_gradient(*self._key, factor)
+        return self
+
+    def clear(self) -> PagedGradient:
+        """Replace the gradient by one of zeros, and return it."""
+        self._present().drop_gradient(*self._key, zeros=True)
+        self._age = self._stored.gradient_age(*self._key)
+        return self
+
+    def alias(self) -> PagedGradient:
+        """Return another object for the same gradient."""
+        self._present()
+        return PagedGradient(self, self._name, self._stored, self._key)
+
+    def _for_view(self, view: torch.Tensor) -> PagedGradient:
+        found = PagedGradient(view, self._name, self._stored, self._key)
+        found._view = view
+        return found
+
+    def _present(self) -> StoredGradients:
+        if not self.is_of(self._stored, self._key) or not self._stored.has_gradient(*self._key):
+            raise self._gone()
+        return self._stored
+
+    def _gone(self) -> ConfigError:
+        return ConfigError(
+            f"A former gradient of {self._name} was used, which is forgotten.",
+            "Use p.grad before zero_grad() and before it is set, or keep a copy: p.grad.clone().",
+        )
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, cls):
-            if func in _METADATA:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **(kwargs or {}))
-            if func is torch.Tensor.zero_:
-                first._zero()
-                return first
-            if func in _WITHOUT_EFFECT:
-                return first
-        _refuse(args, kwargs)
+        if any(each is not cls for each in types):
+            return NotImplemented  # a paged parameter brings its page first
+        if args and isinstance(args[0], cls):
+            if func in _OF_MEMORY:
+                _refuse(args[0], "data =" if func is _ANY.data.__set__ else func.__name__)
+            if func in _OF_COPIES:
+                result = func(args[0].copied(), *args[1:], **(kwargs or {}))
+                if hasattr(result, "setflags"):
+                    result.setflags(write=False)  # a numpy array, whose edits would be lost
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        _refuse(args, kwargs)
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and not (isinstance(args[0], cls) and args[0]._view is not None):
+            result = special(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if func in _OF_METADATA:
+            kwargs["device"] = kwargs.get("device") or args[0].device
+            like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
+            return func(like, *args[1:], **kwargs)
+        schema = func._schema
+        given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | kwargs
+        for each in schema.arguments:
+            if each.alias_info is not None and each.alias_info.is_write:
+                for leaf in tree_leaves(given.get(each.name)):
+                    if isinstance(leaf, cls):
+                        _refuse(leaf, schema.name.removeprefix("aten::"))
+        source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        args, kwargs = tree_map_only(cls, cls.copied, (args, kwargs))
+        result = func(*args, **kwargs)
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+            return tree_map_only(torch.Tensor, source._for_view, result)
+        return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PagedGradient({self._name}, {list(self.shape)}, {self.dtype})"
 
 
-def _refuse(args: Any, kwargs: Any) -> NoReturn:
-    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    name = next((each._name for each in leaves if isinstance(each, PagedGradient)), "a parameter")
+def _refuse(gradient: PagedGradient, what: str) -> NoReturn:
     raise ConfigError(
-        f"The gradient of {name} is in a page, not in .grad.",
-        "Read a copy with runtime.grad(p); clip with runtime.clip_grad_norm_(); reset with "
-        "runtime.optimizer.zero_grad().",
+        f"{what} was called on the gradient of {gradient._name}, whose memory is in a page.",
+        "Set another gradient (p.grad = tensor), clip with runtime.clip_grad_norm_(), or multiply all "
+        "gradients by one number; runtime.grad(p) is a copy.",
     )
+
+
+def _norm(
+    gradient: PagedGradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Carry out linalg.vector_norm for order 2 and all dimensions; NotImplemented for others."""
+    every = not dim or sorted(each % gradient.ndim for each in dim) == list(range(gradient.ndim))
+    if order != 2 or not every or keepdim:
+        return NotImplemented
+    dtype = dtype or torch.promote_types(gradient.dtype, torch.float32)
+    return torch.tensor(gradient.norm_now(), dtype=dtype, device=gradient.device)
+
+
+def _norms(gradients: Sequence[Any], order: Any = 2, dtype: Any = None) -> list[torch.Tensor]:
+    return [torch.linalg.vector_norm(each, order, dtype=dtype) for each in gradients]
+
+
+def _multiply(gradient: Any, by: Any) -> Any:
+    number = _number(gradient, by)
+    return NotImplemented if number is None else gradient.scale(number)
+
+
+def _divide(gradient: Any, by: Any) -> Any:
+    number = _number(gradient, by)
+    if number is None:
+        return NotImplemented
+    return gradient.scale(1.0 / number if number else math.copysign(math.inf, number))
+
+
+def _number(gradient: Any, by: Any) -> float | None:
+    """The one number by which a gradient is to be multiplied; None if it is a tensor of several numbers, or
+    if not the gradient is what is multiplied.
+    """
+    if not isinstance(gradient, PagedGradient) or isinstance(by, PagedGradient):
+        return None
+    if isinstance(by, torch.Tensor) and (by.numel() != 1 or by.ndim > gradient.ndim):
+        return None
+    return float(by)
+
+
+def _multiply_all(gradients: Sequence[Any], by: Any) -> None:
+    for gradient, factor in zip(gradients, _each(gradients, by), strict=True):
+        gradient.mul_(factor)
+
+
+def _divide_all(gradients: Sequence[Any], by: Any) -> None:
+    for gradient, factor in zip(gradients, _each(gradients, by), strict=True):
+        gradient.div_(factor)
+
+
+def _each(gradients: Sequence[Any], by: Any) -> Sequence[Any]:
+    return by if isinstance(by, (list, tuple)) else [by] * len(gradients)
+
+
+def _zero_all(gradients: Sequence[Any]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
+
+
+def _unscale_all(gradients: Sequence[Any], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """Carry out what torch.amp.GradScaler calls: `found` becomes 1 if a gradient is not finite."""
+    number = float(factor)
+    for gradient in gradients:
+        if not isinstance(gradient, PagedGradient):
+            _aten._amp_foreach_non_finite_check_and_unscale_([gradient], found, factor)
+            continue
+        if not math.isfinite(gradient.norm_now()):
+            found.fill_(1.0)
+        gradient.scale(number)
+
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: PagedGradient.alias,
+    _aten.alias.default: PagedGradient.alias,
+    _aten.detach_.default: lambda gradient: gradient,
+    _aten.zero_.default: PagedGradient.clear,
+    _aten._foreach_zero_.default: _zero_all,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten.mul_.Tensor: _multiply,
+    _aten.mul_.Scalar: _multiply,
+    _aten.div_.Tensor: _divide,
+    _aten.div_.Scalar: _divide,
+    _aten._foreach_mul_.Scalar: _multiply_all,
+    _aten._foreach_mul_.ScalarList: _multiply_all,
+    _aten._foreach_mul_.Tensor: _multiply_all,
+    _aten._foreach_div_.Scalar: _divide_all,
+    _aten._foreach_div_.ScalarList: _divide_all,
+    _aten._foreach_div_.Tensor: _divide_all,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_all,
+}
+"""Operations that need no copy of the gradient."""
+_OF_METADATA = frozenset(
+    each.default
+    for each in (
+        *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like),
+        *(_aten.randn_like, _aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full),
+        _aten.new_empty_strided,
+    )
+)
+"""Operations that make a tensor like the gradient, without its values."""
+_ANY: Any = torch.Tensor
+_OF_COPIES: frozenset[Any] = frozenset(
+    [_ANY.numpy, _ANY.tolist, _ANY.__array__, _ANY.__deepcopy__, _ANY.__reduce_ex__]
+)
+"""Methods that read the memory of a tensor, so that they get a copy."""
+_OF_MEMORY: frozenset[Any] = frozenset(
+    [_ANY.data.__set__, _ANY.data_ptr, _ANY.apply_, _ANY.map_, _ANY.share_memory_, _ANY.__dlpack__]
+)
+"""Methods that give the memory of a tensor to others, or change it."""

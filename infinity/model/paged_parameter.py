@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.casts.operands import EQUAL_DTYPES, cast_operands
 from infinity.errors import ConfigError
 from infinity.gradients.loss_scale import LossScale
-from infinity.model.paged_gradient import PagedGradient
+from infinity.model.paged_gradient import PagedGradient, StoredGradients
 from infinity.pages.parameter_page import ParameterPage
 
 
@@ -32,6 +32,8 @@ class Pager(Protocol):
     """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
 
     scale: LossScale
+    gradients: StoredGradients | None
+    """The gradients of the parameters; None for inference."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
         """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
@@ -68,12 +70,6 @@ class Pager(Protocol):
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
         """Carry out `p.data = value` by copying `value` into the parameter's page."""
 
-    def has_gradient(self, place: Place) -> bool:
-        """Whether the parameter has a gradient in a gradient page."""
-
-    def drop_gradient(self, place: Place, *, zeros: bool = False) -> None:
-        """Forget the parameter's gradient. zeros: whether it has a gradient of zeros then."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
@@ -87,6 +83,11 @@ class Place:
     @property
     def name(self) -> str:
         return self.page.layout.parameters[self.index].names[0]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """(index of the unit, index of the parameter in it)."""
+        return self.page.index, self.index
 
 
 _TENSOR: Any = torch.Tensor
@@ -167,29 +168,36 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None while the parameter has no gradient; else a tensor without bytes, whose values cannot be read:
-        ConfigError says so.
+        """None while the parameter has no gradient; else a tensor without bytes, for a gradient in a page
+        (infinity/model/paged_gradient.py says what it can do). With several ranks it is the average, as for
+        `Runtime.grad`, and what makes reads of that an agreement makes reads of this one.
 
-        The gradient is in a page then, and `runtime.grad(p)` returns a copy of it. `zero_()` replaces it by
-        zeros, and setting the property to None forgets it; with several ranks all do it, after the same
-        backward.
+        Setting the property to None forgets the gradient; with several ranks all do it, after the same
+        backward. A tensor of the parameter's shape is copied to the page as the gradient, from any device and
+        floating dtype. Raises ConfigError for other values, and the errors of `TrainingStep.set_gradient`.
         """
         place = self._place
-        if place.pager.has_gradient(place):
-            return PagedGradient(self, place.name, lambda: place.pager.drop_gradient(place, zeros=True))
+        stored = place.pager.gradients
+        if stored is not None and stored.has_gradient(*place.key):
+            return PagedGradient(self, place.name, stored, place.key)
         return raw_gradient(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         place = self._place
+        stored = place.pager.gradients
+        if isinstance(value, PagedGradient):
+            if value.is_of(stored, place.key):
+                return  # as after p.grad *= 0.5
+            value = value.copied()
         if value is not None:
-            raise ConfigError(
-                f"The gradient of {place.name} cannot be set: gradients are in pages.",
-                "Scale the loss, or change what backward adds in a hook of the parameter (p.register_hook).",
-            )
+            value = _checked_gradient(self, value)
         take_gradient(self)
         take_gradient(self)  # where Ctrl-C came before the hook that takes it
-        place.pager.drop_gradient(place)
+        if stored is not None and value is None:
+            stored.drop_gradient(*place.key, zeros=False)
+        elif stored is not None and value is not None:
+            stored.set_gradient(*place.key, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -260,6 +268,32 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         _TENSOR.grad.__set__(parameter, None)
         return gradient
+
+
+def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
+    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device.
+
+    Raises ConfigError if the parameter has no page for a gradient, or the gradient another shape.
+    """
+    place = parameter._place
+    if place.pager.gradients is None or not place.page.layout.parameters[place.index].trainable:
+        raise ConfigError(
+            f"A gradient was set for {place.name}, which has no pages for gradients: it was frozen when its "
+            "model was offloaded, or there is no optimizer.",
+            "Offload it with requires_grad=True and with an optimizer.",
+        )
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.shape != parameter.shape
+        or not value.is_floating_point()
+        or value.layout is not torch.strided
+    ):
+        found = f"{list(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
+        raise ConfigError(
+            f"The gradient of {place.name}, {list(parameter.shape)}, was set to {found}.",
+            "Give a dense tensor of floats of the parameter's shape, or None.",
+        )
+    return value.detach().to(parameter.device).contiguous()
 
 
 def is_rounded(place: Place) -> bool:

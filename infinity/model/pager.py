@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -17,6 +17,7 @@ from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.open_calls import OpenCalls
+from infinity.model.paged_gradient import StoredGradients
 from infinity.model.paged_parameter import PagedParameter, Place, is_rounded
 from infinity.model.transforms import in_transform, with_views
 from infinity.pages.edits import EditTracker
@@ -25,19 +26,6 @@ from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
-
-
-class StoredGradients(Protocol):
-    """The gradients of all parameters, (index of the unit, index of the parameter in it).
-    `infinity.training_step.TrainingStep` implements it.
-    """
-
-    def has_gradient(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient."""
-        ...
-
-    def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
-        """Forget a parameter's gradient. zeros: whether it has a gradient of zeros then."""
 
 
 class Pager:
@@ -336,13 +324,6 @@ class Pager:
                     present.copy_(value.clone() if _shares(value, present) else value)
                 self.edits.replaced(page, place.index)
                 self.edits.follow()
-
-    def has_gradient(self, place: Place) -> bool:
-        return self.gradients is not None and self.gradients.has_gradient(place.page.index, place.index)
-
-    def drop_gradient(self, place: Place, *, zeros: bool = False) -> None:
-        if self.gradients is not None:
-            self.gradients.drop_gradient(place.page.index, place.index, zeros=zeros)
 
     def _settle(self, places: Sequence[Place]) -> None:
         """Wait until the pending commit has the values of parameters that user code may change now."""

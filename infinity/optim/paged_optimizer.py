@@ -4,6 +4,7 @@ with states in pages.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -38,8 +39,11 @@ class OptimizerCore(Protocol):
     update has written yet is left out.
     """
 
-    def step(self) -> None:
-        """Update all parameters that have gradients. Raises errors of infinity/errors.py."""
+    def step(self) -> bool:
+        """Update all parameters that have gradients. Returns False if the update was skipped, since gradients
+        overflowed in fp16. Raises errors of infinity/errors.py.
+        """
+        ...
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget all gradients. set_to_none: if False, each parameter that had one has one of zeros then."""
@@ -158,6 +162,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._replaced: Any = optimizer
         self._rule = rule
         self._backend = backend
+        self.step_was_skipped = False
+        """Whether the last call of `step` has updated nothing, since gradients overflowed in fp16."""
+        self._accelerated = False
+        """Whether accelerate has prepared this optimizer."""
         self._paged = PagedState(rule, backend, _parameters(optimizer))
         self._late_schedulers: LateSchedulers | None = None
         """Compares options from `restored` until the next step."""
@@ -185,6 +193,36 @@ class PagedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         self.__dict__["param_groups"][:] = groups
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True: accelerate asks this in `prepare`, and leaves an optimizer of which it is True as it is. It
+        would wrap any other, and copy all its states out and in again.
+
+        From then on `step` and `zero_grad` do what its wrapper would do in `accelerator.accumulate`. Raises
+        ConfigError if accelerate scales losses for fp16, which its wrapper would undo.
+        """
+        if _accelerate_state("AcceleratorState").get("_mixed_precision") == "fp16":
+            raise ConfigError(
+                "accelerate scales losses for fp16, and its optimizers divide gradients by the scale, which "
+                "runtime.optimizer does not.",
+                'Give Accelerator mixed_precision="no", and infinity.offload Precision(compute="fp16"), '
+                "which scales losses by itself.",
+            )
+        self._accelerated = True
+        return True
+
+    @property
+    def optimizer(self) -> PagedOptimizer:
+        """This optimizer, where accelerate looks for what its own have wrapped; AttributeError elsewhere."""
+        if not self._accelerated:
+            raise AttributeError("A PagedOptimizer wraps no optimizer.")
+        return self
+
+    @property
+    def _accumulating(self) -> bool:
+        """Whether accelerate has said that this is not the last backward of a step."""
+        return self._accelerated and not _accelerate_state("GradientState").get("sync_gradients", True)
+
     @property  # type: ignore[override]
     def state(self) -> PagedState:
         """The states in pages. Assigning another mapping raises ConfigError."""
@@ -209,13 +247,15 @@ class PagedOptimizer(torch.optim.Optimizer):
                 "kernels of one stream.",
                 "Capture forward and backward only, and call step() outside.",
             )
+        if self._accumulating:
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._rule.check(self.param_groups)
         self._end_watch(warn=True)
-        self._backend.step()
+        self.step_was_skipped = not self._backend.step()
         # A scheduler made for the replaced optimizer checks this.
         self._replaced._opt_called = True
         return loss
@@ -226,7 +266,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         set_to_none: if False, each parameter that had a gradient has one of zeros afterwards, as in torch, so
         that `step` updates it even if no backward brings another one. Such a gradient takes no memory.
         """
-        self._backend.zero_grad(set_to_none=set_to_none)
+        if not self._accumulating:
+            self._backend.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all states and param groups, in the form of torch's `Optimizer.state_dict()`.
@@ -368,6 +409,12 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     for name in _RETIRED:
         setattr(optimizer, name, _refusal(name))
     optimizer.state.clear()
+
+
+def _accelerate_state(name: str) -> dict[str, Any]:
+    """What all objects of accelerate's state `name` share; {} where accelerate is not in use."""
+    found = getattr(sys.modules.get("accelerate.state"), name, None)
+    return {} if found is None else found._shared_state
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:

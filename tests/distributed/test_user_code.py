@@ -46,6 +46,7 @@ def ranks() -> list[Any]:
         "not_finite",
         "failed_step",
         "kept",
+        "torch_clips",
     ],
 )
 def test_ranks_see_what_one_rank_sees(program: str, ranks: list[Any], alone: Any) -> None:
@@ -102,6 +103,19 @@ def test_ranks_that_made_different_calls_get_the_same_error_again(ranks: list[An
     for each in ranks:
         for errors in each["other_calls"]:
             assert set(errors) == {"RankDivergence: Rank 0 is in step(), rank 1 is in clip_grad_norm_."}
+
+
+def test_factors_that_differ_are_refused(ranks: list[Any]) -> None:
+    for each in ranks:
+        for set_one, one_parameter, one_rank, after in each["other_factors"]:
+            assert set_one.startswith(
+                "ConfigError: The gradient of first.weight was set, but it is a sum over"
+            )
+            assert one_parameter.startswith(
+                "ConfigError: step() was called, and the gradients have different factors"
+            )
+            assert one_rank.startswith("RankDivergence: At step() the factor of the gradients of rank 1")
+            assert after == "trained"
 
 
 def test_replaced_states_are_those_of_one_rank(ranks: list[Any], alone: Any) -> None:

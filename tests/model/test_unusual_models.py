@@ -205,6 +205,20 @@ def test_torch_compile_leaves_the_runtime_alone(part: str, backend: str, tmp_pat
     torch.compiler.reset()
 
 
+def test_a_module_is_compiled_anew_while_there_are_gradients(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    plain, model = two_layers(), two_layers()
+    model.compile(backend="eager")
+    with opened(model, tmp_path) as runtime:
+        for rows in (4, 5):
+            for each in (plain, model):
+                each(torch.ones(rows, 64)).square().mean().backward()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert mine.grad is not None
+                torch.testing.assert_close(runtime.grad(mine), other.grad)
+    torch.compiler.reset()
+
+
 def test_gradients_come_from_a_device_where_one_chain_can_be_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
