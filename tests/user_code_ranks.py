@@ -441,6 +441,11 @@ def torch_clips() -> list[Any]:
         micro_batches(training, 0)
         bias.grad = torch.zeros_like(bias)
         told += [training.end(), updates(training)]
+        if partition in PARTITIONS[2:]:
+            micro_batches(training, 2)
+            told.append(float(bias.grad.norm()))
+            micro_batches(training, 4)
+            told += [float(bias.grad.norm()), training.end()]
         training.runtime.close()
         found.append(told)
     return found

@@ -211,6 +211,10 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._accelerated = True
         return True
 
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._accelerated = value
+
     @property
     def optimizer(self) -> PagedOptimizer:
         """This optimizer, where accelerate looks for what its own have wrapped; AttributeError elsewhere."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 import infinity
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 
 both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 
@@ -342,30 +342,6 @@ def test_a_changed_module_tree_is_refused_at_the_next_forward(
         with pytest.raises(ConfigError):
             change(model)
             loss_of(model)
-
-
-def test_grad_says_where_gradients_are(tmp_path: Path) -> None:
-    model = TIED.make()
-    with opened(model, tmp_path) as runtime:
-        loss_of(model).backward()
-        wide = model.get_parameter(WIDE)
-        assert wide.grad.shape == wide.shape and wide.grad.dtype == wide.dtype
-        reads = (
-            torch.Tensor.norm,
-            torch.Tensor.numpy,
-            lambda each: each.mul_(2),
-            torch.zeros_like,
-            lambda each: each.data,
-            lambda each: torch.save(each, io.BytesIO()),
-        )
-        for read in reads:
-            with pytest.raises(InfinityError, match=r"runtime\.grad"):
-                read(wide.grad)
-        with pytest.raises(InfinityError, match=r"runtime\.clip_grad_norm_|runtime\.grad"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        copy_of_it = runtime.grad(model.get_parameter(WIDE))
-        copy_of_it.zero_()
-        assert bool(runtime.grad(model.get_parameter(WIDE)).any())
 
 
 @pytest.fixture

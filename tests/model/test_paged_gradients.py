@@ -508,6 +508,7 @@ def test_accelerate_takes_the_optimizer_as_it_is(tmp_path: Path, monkeypatch: py
             optimizer._is_accelerate_prepared  # noqa: B018
         state["_mixed_precision"] = "bf16"
         assert optimizer._is_accelerate_prepared and optimizer.optimizer is optimizer
+        optimizer._is_accelerate_prepared = True  # as prepare() does afterwards
         before = copied(model.state_dict())
         optimizer.step()
         optimizer.zero_grad()
