@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry
 
 from infinity.config import round_up
 from infinity.system import machine
@@ -115,6 +114,8 @@ class Operation:
         """Make the Operation for a call of `operator` that returned `result`. The tensors among the
         arguments and results may be fake tensors.
         """
+        from torch.utils.flop_counter import flop_registry  # imports Triton, where there is one
+
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         count = flop_registry.get(operator.overloadpacket)
         results = (each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor))
