@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -21,6 +22,7 @@ Write = Callable[[Mapping[str, Any]], None]
 
 _TENSOR: Any = Tensor
 _GET_DATA = _TENSOR.data.__get__
+_SET_DATA = _TENSOR.data.__set__
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__")
 
 
@@ -30,21 +32,27 @@ class StateCopies(dict[str, Tensor]):
     def __init__(self, read: Read, write: Write) -> None:
         """read: returns copies of the present entries. write: replaces the state."""
         self._read, self._write = read, write
-        super().__init__({name: StateCopy(self, name, values) for name, values in read().items()})
+        with torch.inference_mode(False):  # whose tensors have no version
+            super().__init__({name: StateCopy(self, name, values) for name, values in read().items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._write({**self._read(), name: plain(value)})
-        super().__setitem__(name, StateCopy(self, name, self._read()[name]))
+        with torch.inference_mode(False):
+            super().__setitem__(name, StateCopy(self, name, self._read()[name]))
 
     def replace(self, name: str, before: Tensor, after: Tensor) -> None:
-        """Write an entry that was edited in place. Raises ConfigError if it is no longer `before`."""
+        """Write an entry that was edited in place. Raises ConfigError if it is no longer `before`.
+
+        after: gets the values that the pages have then, which may be rounded (`Precision.states`).
+        """
         now = self._read()
-        if name not in now or not torch.equal(now[name], before):
+        if name not in now or not _same_bits(now[name], before):
             raise ConfigError(
                 f"The copy of {name!r} from optimizer.state[p] that was edited is older than the state.",
                 "Read optimizer.state[p] again after each step, and edit that.",
             )
         self._write({**now, name: after})
+        after.copy_(self._read()[name])
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for name, value in dict(*args, **kwargs).items():
@@ -92,14 +100,23 @@ class StateCopy(Tensor):
         before = [each._whole.clone() if edits else each._whole for each in copies]
         versions = [each._whole._version for each in copies]
         with torch._C.DisableTorchFunctionSubclass():
-            result: Any = Tensor.detach(*args) if func == _GET_DATA else func(*args, **kwargs)
-        if func is Tensor.numpy:
-            result.flags.writeable = False  # writes through it could not be seen
+            result: Any = _OF_DATA.get(func, func)(*args, **kwargs)
+        if isinstance(result, numpy.ndarray):
+            result.flags.writeable &= result.flags.owndata  # writes to the copy's memory could not be seen
             return result
         for each, old, version in zip(copies, before, versions, strict=True):
-            if each._whole._version != version:
+            if each._whole._version != version or (edits and not _same_bits(each._whole, old)):
                 each._copies.replace(each._entry, old, each._whole)
         return tree_map_only(Tensor, lambda each: _linked(each, copies), result)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(
+            "The memory of a copy from optimizer.state[p] can be neither replaced nor shared: edits of the "
+            "other memory would not go to pages.",
+            "Read clone(), and write copy_(values), of the copy itself.",
+        )
+
+    set_ = resize_ = as_subclass = __dlpack__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
@@ -113,13 +130,24 @@ def plain(value: Any) -> Any:
     """Return a value with plain tensors, which write nothing to pages, in the place of StateCopy objects."""
     if isinstance(value, StateCopies):
         value = dict(value)
-    return tree_map_only(StateCopy, lambda each: each.as_subclass(Tensor), value)
+    return tree_map_only(StateCopy, lambda each: Tensor.as_subclass(each, Tensor), value)
+
+
+_OF_DATA: dict[Any, Any] = {_GET_DATA: Tensor.detach, _SET_DATA: Tensor.copy_}
+"""Functions that are called in the place of others, which part the version of `data` from the copy's."""
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two float32 tensors have the same bits, those of NaN included."""
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _edits(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of torch may change one of its arguments."""
-    name: str = getattr(func, "__name__", "")
-    return "out" in kwargs or name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if not {"out", "inplace"}.isdisjoint(kwargs) or func == _SET_DATA:
+        return True
+    name: str = getattr(func, "__name__", "").partition(".")[0]
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _linked(result: Tensor, copies: Sequence[StateCopy]) -> Tensor:

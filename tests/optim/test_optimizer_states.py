@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from paged_optimizers import assert_same, build, every_kind, page, parameters, pool, train
+from small_runtime import opened, two_layers
+from torch import nn
 
 from infinity import BudgetError, ConfigError, UnsupportedOptimizer
 from infinity.cpu_adam import AdamW
@@ -171,6 +174,13 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "by init": lambda state: torch.nn.init.constant_(state["exp_avg"], 0.25),
     "by out=": lambda state: torch.add(state["exp_avg"], 1.0, out=state["exp_avg"]),
     "by foreach": lambda state: torch._foreach_mul_([state["exp_avg"], state["exp_avg_sq"]], 0.5),
+    "by inplace=": lambda state: nn.functional.relu(state["exp_avg"], inplace=True),
+    "by an overload": lambda state: torch.ops.aten.fill_.Scalar(state["exp_avg"], 2.0),
+    "by a Python function": lambda state: state["exp_avg"].apply_(lambda value: 2 * value),
+    "assigned to data": lambda state: setattr(state["exp_avg"], "data", torch.ones_like(state["exp_avg"])),
+    "in inference mode": torch.inference_mode()(lambda state: state["exp_avg"].mul_(2)),
+    "twice": lambda state: [state["exp_avg"].mul_(each) for each in (3.0, 0.1)],
+    "of NaN": lambda state: state["exp_avg"].fill_(torch.nan).nan_to_num_(1.0),
     "of all": lambda state: [each.zero_() for each in state.values()],
     "assigned": lambda state: state.__setitem__("exp_avg", torch.ones_like(state["exp_avg"])),
     "updated": lambda state: state.update(exp_avg_sq=state["exp_avg_sq"] * 2),
@@ -215,8 +225,12 @@ def test_copies_of_a_state_are_plain_where_they_leave_it(page: Any, tmp_path: Pa
     assert type(state["exp_avg"].clone()) is torch.Tensor
     torch.save(state, tmp_path / "state.pt")
     assert_equal(torch.load(tmp_path / "state.pt"), right)
-    with pytest.raises(ValueError, match="read-only"):
-        state["exp_avg"].numpy()[0] = 1.0
+    with torch.inference_mode():
+        assert_equal(paged.state[values[0]]["exp_avg"] * 2, right["exp_avg"] * 2)
+    for read in (torch.Tensor.numpy, np.asarray):
+        assert np.array_equal(read(state["exp_avg"]), right["exp_avg"])
+        with pytest.raises(ValueError, match="read-only"):
+            read(state["exp_avg"])[0] = 1.0
     with pytest.raises(ConfigError, match="whole state"):
         del state["exp_avg"]
 
@@ -231,6 +245,39 @@ def test_an_edit_of_an_old_copy_is_refused(page: Any) -> None:
     with pytest.raises(ConfigError, match="older than the state"):
         old["exp_avg"].mul_(0.5)
     assert_equal(paged.state_dict()["state"], before["state"])
+
+
+@pytest.mark.parametrize("states", ["bf16", "int8"])
+def test_a_copy_is_rounded_as_its_page(states: str, tmp_path: Path) -> None:
+    model = two_layers()
+    with opened(model, tmp_path, home="unified", compute="bf16", states=states) as runtime:
+        model(torch.randn(4, 64)).square().sum().backward()
+        runtime.optimizer.step()
+        state = runtime.optimizer.state[model[0].weight]
+        for factor in (0.3, 0.7):
+            before = state["exp_avg"].clone()
+            torch._foreach_mul_([state["exp_avg"], state["exp_avg_sq"]], factor)
+            pages = runtime.optimizer.state[model[0].weight]
+            assert_equal(dict(state), dict(pages))
+            torch.testing.assert_close(pages["exp_avg"].clone(), before * factor, rtol=2**-8, atol=1e-2)
+            assert not torch.equal(before, pages["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda copy: copy.set_(torch.ones(7, 3)),
+        lambda copy: copy.resize_(3),
+        lambda copy: copy.as_subclass(torch.Tensor),
+        torch.from_dlpack,
+    ],
+)
+def test_memory_that_would_hide_an_edit_is_refused(page: Any, share: Any) -> None:
+    values = parameters()
+    paged, _ = page(build("adamw", values))
+    train(paged, range(1))
+    with pytest.raises(ConfigError, match=r"neither replaced nor shared.*clone\(\)"):
+        share(paged.state[values[0]]["exp_avg"])
 
 
 def test_states_are_read_at_each_access_and_written_by_assignment(page: Any) -> None:
