@@ -229,6 +229,10 @@ def test_attributes_that_users_set_on_parameters_stay(home: str, tmp_path: Path)
     runtime = offloaded(model, tmp_path, home)
     last.scale = torch.ones(2)
     assert first.decays is False
+    first_of_pickled, *_, last_of_pickled = pickle.loads(pickle.dumps(model)).parameters()
+    assert vars(first_of_pickled) == {"decays": False}
+    assert torch.equal(last_of_pickled.scale, torch.ones(2))
+    assert vars(next(copy.deepcopy(model).parameters())) == {}  # as in torch
     train(model, runtime.optimizer, 0)
     runtime.close(keep=True)
     assert vars(first) == {"decays": False}

@@ -123,6 +123,10 @@ _SET_REQUIRES_GRAD = _TENSOR.requires_grad.__set__
 _REQUIRES_GRAD = torch.Tensor.requires_grad_
 
 
+_OWN = ("_place", "_refusal")
+"""The attributes that the runtime sets on a parameter; all others are the user's."""
+
+
 class PagedParameter(nn.Parameter):
     """A Parameter whose values are in a page. Only `adopt` makes objects of this class: the constructor,
     which libraries call by `type(parameter)(values)`, makes a plain Parameter.
@@ -222,8 +226,9 @@ class PagedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parameter as a plain Parameter with a copy of the values."""
+        """Pickle the parameter as a plain Parameter with a copy of the values and the user's attributes."""
         plain: Any = nn.Parameter(self._place.pager.copy(self._place), self.requires_grad)
+        vars(plain).update((name, value) for name, value in vars(self).items() if name not in _OWN)
         return plain.__reduce_ex__(protocol)
 
 
@@ -245,7 +250,7 @@ def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
     if parameter._refusal is not None:
         parameter._refusal.remove()
     take_gradient(parameter)
-    for name in ("_place", "_refusal"):  # others are the user's
+    for name in _OWN:
         vars(parameter).pop(name, None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
     with torch.inference_mode(False):
