@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
+from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
 from infinity.pages.open_tiers import injected_files
 from infinity.planning.fake_step import run_fake_step
@@ -442,7 +442,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
             f"The model is a {type(model).__name__}, which handles its parameters by itself.",
             "Give infinity.offload the plain module inside of it.",
         )
-    _check_unsharded(model)
+    check_unsharded(model)
     known = set()
     for name, parameter in model.named_parameters():
         known.add(id(parameter))
@@ -461,16 +461,3 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
             "The optimizer has a parameter that is not the model's.",
             "Build the optimizer of model.parameters(), after the last change to the model.",
         )
-
-
-def _check_unsharded(model: nn.Module) -> None:
-    """Raises ConfigError for FullyShardedDataParallel, whose parameters are parts of flattened ones."""
-    # Not imported: where there is such a module, its package has been.
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
-    for name, module in model.named_modules():
-        if isinstance(module, kind):
-            where = f"has a {type(module).__name__} at {name}" if name else f"is a {type(module).__name__}"
-            raise ConfigError(
-                f"The model {where}, which shards its parameters by itself.",
-                "Give infinity.offload the plain model: partition= says what ranks divide among them.",
-            )

@@ -168,6 +168,7 @@ class ModuleHooks:
         self._pager.refuse()
         _refuse_tracing()
         if not _same(self._tree, _tree(self._model)):
+            check_unsharded(self._model)
             raise ConfigError(
                 f"{_changed(self._model, self._tree)} after it was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again). Give "
@@ -223,6 +224,23 @@ def _caller() -> FrameType:
     The function that a Hook calls must call this directly, because the result is the frame three calls up.
     """
     return sys._getframe(3)
+
+
+def check_unsharded(model: nn.Module) -> None:
+    """Raise ConfigError if FSDP has sharded the model or a module of it."""
+    # Not imported: where FSDP has sharded a module, its package has been.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kinds = {
+        "FullyShardedDataParallel": getattr(fsdp, "FullyShardedDataParallel", ()),
+        "fully_shard": getattr(fsdp, "FSDPModule", ()),
+    }
+    for path, module in model.named_modules():
+        for name, kind in kinds.items():
+            if isinstance(module, kind):
+                raise ConfigError(
+                    f"{f'The module {path} of the model' if path else 'The model'} is sharded by {name}.",
+                    "Give infinity.offload the plain model: partition= says what ranks divide among them.",
+                )
 
 
 def _tree(model: nn.Module) -> list[torch.Tensor]:

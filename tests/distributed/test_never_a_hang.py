@@ -135,7 +135,7 @@ def test_what_no_rank_can_do_is_refused_on_all(function: str, text: str) -> None
 
 def test_a_model_of_fully_shard_is_refused() -> None:
     for each in refused("sharded"):
-        assert (each.error, "is a torch.distributed.tensor.DTensor" in each.text) == ("ConfigError", True)
+        assert (each.error, "The model is sharded by fully_shard" in each.text) == ("ConfigError", True)
 
 
 @pytest.mark.parametrize("function", ["no_directory", "directory_of_root"])

@@ -441,12 +441,38 @@ def test_ddp_inside_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("where", ["is a FullyShardedDataParallel", "has a FullyShardedDataParallel at 1"])
+@pytest.mark.parametrize(
+    ("sharder", "root", "cause"),
+    [
+        ("FullyShardedDataParallel", True, "The model is sharded by FullyShardedDataParallel"),
+        ("FullyShardedDataParallel", False, "The module 1 of the model is sharded by Fully"),
+        ("fully_shard", True, "The model is sharded by fully_shard"),
+        ("fully_shard", False, "The module 1 of the model is sharded by fully_shard"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-def test_fsdp_around_the_model_or_in_it_is_refused(where: str) -> None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    sharded = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
-    model = sharded if where.startswith("is") else nn.Sequential(nn.Linear(2, 2), sharded)
-    with pytest.raises(ConfigError, match=where):
+def test_fsdp_around_the_model_or_in_it_is_refused(sharder: str, root: bool, cause: str) -> None:
+    part = sharded(nn.Linear(2, 2), sharder)
+    model = part if root else nn.Sequential(nn.Linear(2, 2), part)
+    with pytest.raises(ConfigError, match=rf"{cause}.*partition="):
         infinity.offload(model, torch.optim.AdamW(model.parameters()), device="cpu")
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("path", ["", "1"])
+def test_fully_shard_of_an_offloaded_model_is_refused_at_the_next_forward(path: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with opened(model, tmp_path):
+        sharded(model.get_submodule(path), "fully_shard")
+        with pytest.raises(ConfigError, match=r"sharded by fully_shard.*partition="):
+            model(torch.ones(1, 2))
+
+
+def sharded(module: nn.Module, sharder: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    if sharder == "fully_shard":
+        made: nn.Module = fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        return made
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
