@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import ExitStack
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
@@ -18,11 +21,12 @@ from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Budget
+from infinity.errors import ConfigError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.materialize import registered
-from infinity.model.paged_parameter import Place
+from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
@@ -351,4 +355,24 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
     runtime.training_step.attach(optimizer.param_groups)
     runtime.take(PagedOptimizer(optimizer, rule, runtime.training_step))
     retire(optimizer)
+    _watch_other_optimizers()
     runtime.resumed()
+
+
+@functools.cache
+def _watch_other_optimizers() -> None:
+    """From now on, refuse steps of torch's optimizers that would train rounded paged parameters."""
+    register_optimizer_step_pre_hook(_refuse_rounded)
+
+
+def _refuse_rounded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if isinstance(optimizer, PagedOptimizer):
+        return
+    for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        rounded = isinstance(parameter, PagedParameter) and parameter.dtype.itemsize < 4
+        if rounded and parameter.grad is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}, which infinity.offload was not given, would update "
+                f"{parameter._place.name} in {parameter.dtype}, without its fp32 master.",
+                'Give infinity.offload one optimizer with all parameters, or Precision(compute="fp32").',
+            )

@@ -476,3 +476,23 @@ def sharded(module: nn.Module, sharder: str) -> nn.Module:
         made: nn.Module = fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
         return made
     return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_another_optimizer_updates_fp32_parameters_only(compute: str, tmp_path: Path) -> None:
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    first = torch.optim.SGD([model.weight], lr=0.1)
+    other, theirs = torch.optim.Adam([model.bias], lr=0.1), torch.optim.Adam([plain.bias], lr=0.1)
+    precision = infinity.Precision(compute=compute)
+    budget = infinity.Budget(host="8MiB")
+    with infinity.offload(model, first, budget=budget, precision=precision, device="cpu"):
+        for each in (model, plain):
+            each(torch.ones(1, 4, dtype=next(each.parameters()).dtype)).float().sum().backward()
+        if compute == "fp32":
+            other.step()
+            theirs.step()
+            assert torch.equal(model.bias, plain.bias)
+        else:
+            with pytest.raises(ConfigError, match=r"Adam, which .* would update bias in torch\.\w*float16"):
+                other.step()
