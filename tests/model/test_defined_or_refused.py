@@ -18,6 +18,7 @@ from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
+from torch_releases import fsdp2_on_a_cpu
 
 import infinity
 from infinity.errors import ConfigError
@@ -458,6 +459,7 @@ def test_fsdp_around_the_model_or_in_it_is_refused(sharder: str, root: bool, cau
         infinity.offload(model, torch.optim.AdamW(model.parameters()), device="cpu")
 
 
+@fsdp2_on_a_cpu
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("path", ["", "1"])
 def test_fully_shard_of_an_offloaded_model_is_refused_at_the_next_forward(path: str, tmp_path: Path) -> None:
