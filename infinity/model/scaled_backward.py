@@ -30,6 +30,7 @@ from infinity.model.unscaled_hooks import (
     retained,
     retention,
     running,
+    take_older,
     unscaled,
 )
 
@@ -56,6 +57,8 @@ def scale_backwards(scale: LossScale) -> Callable[[], None]:
                     each.take_away()
 
     with _lock:
+        if not _open:
+            take_older()
         _open.add(scale)
         for each in _REPLACEMENTS:
             each.put()
@@ -134,6 +137,14 @@ class _Graph:
         return _Outermost(min(scale.value for scale in scales))
 
 
+def _may_be_read(leaf: torch.Tensor) -> bool:
+    """Whether a Function may have made the leaf to read its gradient, as torch.utils.checkpoint does.
+
+    A hook that runs after accumulation is the user's, on a leaf of the user's, and gets its true gradient.
+    """
+    return not isinstance(leaf, PagedParameter) and not leaf._post_accumulate_grad_hooks
+
+
 def _scale_of(leaf: torch.Tensor) -> LossScale | None:
     if not isinstance(leaf, PagedParameter):
         return None
@@ -163,7 +174,7 @@ class _Outermost(ScaledBackward):
             wanted = 1.0 if own is None else own.value
             if wanted == self.scale or leaf in self.leaf_scales:
                 continue
-            if self._entered and not isinstance(leaf.variable, PagedParameter):
+            if self._entered and _may_be_read(leaf.variable):
                 self._divide_later(leaf.variable)
             else:
                 self._rescale(leaf, wanted)
@@ -199,8 +210,8 @@ class _Outermost(ScaledBackward):
     def _divide_later(self, leaf: torch.Tensor) -> None:
         """Divide the gradient of a leaf at the end.
 
-        The leaf is in a graph that a Function has made in its backward. It may be the Function's own, as in
-        torch.utils.checkpoint, so that the Function reads its gradient and goes on with it.
+        The leaf is in a graph that a Function has made in its backward. The Function may read the leaf's
+        gradient and go on with it.
         """
         noted = self._later.get(id(leaf))
         if noted is None or noted[0]() is not leaf:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -166,6 +167,21 @@ def retained() -> list[torch.Tensor]:
 def retain(tensor: torch.Tensor) -> None:
     """Have `retained` list a tensor whose gradient autograd retains."""
     _retained.append(weakref.ref(tensor))
+
+
+def take_older() -> None:
+    """Have the hooks and retained gradients that tensors have now be as those that are to come.
+
+    Hooks of autograd's nodes cannot be found, nor those of tensors that are gone while their graph lives. The
+    hooks of leaves are found in each backward.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            if issubclass(type(each), torch.Tensor) and not each.is_leaf:
+                for key in list(each._backward_hooks or ()):
+                    each._backward_hooks[key] = unscaled(each._backward_hooks[key])
+                if each.retains_grad:
+                    retain(each)
 
 
 def hook_registration(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -305,6 +305,16 @@ def of_what_a_checkpoint_uses(model: Net, x: Tensor) -> Seen:
     return [factor.grad, addend.grad, x.grad]
 
 
+def after_accumulation_in_a_checkpoint(model: Net, x: Tensor) -> Seen:
+    """A hook of a leaf that only the recomputed forward of a reentrant checkpoint reaches."""
+    log: Log = []
+    factor, x = torch.full((WIDTH,), 0.5, requires_grad=True), x.requires_grad_()
+    factor.register_post_accumulate_grad_hook(lambda leaf: log.append(leaf.grad.clone()))
+    for _ in range(2):
+        checkpoint(lambda value: model(value) * factor, x, use_reentrant=True).square().mean().backward()
+    return [*log, factor.grad, x.grad]
+
+
 def twice_differentiated(model: Net, x: Tensor) -> Seen:
     x = x.requires_grad_()
     loss(model, x).backward(create_graph=True)
@@ -374,6 +384,7 @@ SIGHTS = (
     into_a_hidden_one,
     of_plain_modules,
     of_what_a_checkpoint_uses,
+    after_accumulation_in_a_checkpoint,
     twice_differentiated,
     grad_of_hidden,
     jacobian_and_products,
@@ -420,16 +431,41 @@ def test_hooks_that_are_older_than_the_runtime(tmp_path: Path) -> None:
         model.head.weight.register_hook(noted(log))
         model.body.weight.register_hook(lambda gradient: gradient.clamp(-LIMIT, LIMIT))
         model.act.register_full_backward_hook(lambda _, inputs, outputs, log=log: noted(log)(inputs, outputs))
+        between = x.clone()
+        between.register_hook(noted(log))
+        between.retain_grad()
         if compute is None:
-            loss(model, x).backward()
+            loss(model, between).backward()
             log.append(model.body.weight.grad)
         else:
             with opened(model, tmp_path, home="unified", compute=compute) as runtime:
-                loss(model, x).backward()
+                loss(model, between).backward()
                 log.append(runtime.grad(model.body.weight))
-        found.append([*log, x.grad])
+        found.append([*log, between.grad, x.grad])
     for expected, got in zip(*found, strict=True):
         check(got, expected)
+
+
+def test_a_hook_of_a_node_that_is_older_sees_the_scale(tmp_path: Path) -> None:
+    """What docs tell users who keep a graph from before their first runtime in fp16."""
+    log: Log = []
+    plain, model, x = Net(), Net(), batch(torch.float32).requires_grad_()
+    for each in (plain, model):
+        between, gone = x * 2, x * 2
+        between.grad_fn.register_prehook(noted(log))
+        gone.register_hook(noted(log))
+        inputs = between + gone
+        del gone
+        if each is plain:
+            loss(plain, inputs).backward()
+            continue
+        with opened(model, tmp_path, home="unified", compute="fp16") as runtime:
+            scale = runtime.stats.loss_scale
+            assert scale > 1
+            loss(model, inputs).backward()
+    assert len(log) == 4
+    for expected, got in zip(log[:2], log[2:], strict=True):
+        check(got / scale, expected)
 
 
 def test_hooks_outlive_the_runtime(tmp_path: Path) -> None:
