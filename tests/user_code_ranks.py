@@ -447,6 +447,11 @@ def torch_clips() -> list[Any]:
             micro_batches(training, 4)
             told += [float(bias.grad.norm()), training.end()]
         training.runtime.close()
+        training = eager_training(partition, 1)
+        for step in range(2):
+            micro_batches(training, 2 * step)
+            told += [float(training.model.last.bias.grad.norm()), training.end()]
+        training.runtime.close()
         found.append(told)
     return found
 
@@ -470,6 +475,9 @@ def other_factors() -> list[list[str]]:
         training.runtime.optimizer.zero_grad()
         micro_batches(training, 2)
         told.append(training.end() and "trained")
+        handle = weight.register_post_accumulate_grad_hook(lambda each: each.grad.norm())
+        told.append(error_of(functools.partial(micro_batches, training, 4)))
+        handle.remove()
         training.runtime.close()
         found.append(told)
     return found

@@ -248,8 +248,14 @@ class RankedStep:
 
         The first call after a gradient has come is an agreement on the sums of all parameters, so that it
         does not matter of which parameters a rank asks for them. settle: calls `settle` for the user's call
-        that it is given. Raises the errors of `settle`.
+        that it is given. Raises the errors of `settle`, and ConfigError inside of a backward.
         """
+        if torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"The norm of the gradient of {self._name(unit, parameter)} was asked for inside of a "
+                "backward, before other ranks have added theirs.",
+                "Ask for it after the backward, on all ranks.",
+            )
         if self._squares is None:
             call = "a norm of p.grad"
             settle(call)

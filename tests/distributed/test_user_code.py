@@ -107,7 +107,7 @@ def test_ranks_that_made_different_calls_get_the_same_error_again(ranks: list[An
 
 def test_factors_that_differ_are_refused(ranks: list[Any]) -> None:
     for each in ranks:
-        for set_one, one_parameter, one_rank, after in each["other_factors"]:
+        for set_one, one_parameter, one_rank, after, inside in each["other_factors"]:
             assert set_one.startswith(
                 "ConfigError: The gradient of first.weight was set, but it is a sum over"
             )
@@ -116,6 +116,9 @@ def test_factors_that_differ_are_refused(ranks: list[Any]) -> None:
             )
             assert one_rank.startswith("RankDivergence: At step() the factor of the gradients of rank 1")
             assert after == "trained"
+            assert inside.startswith(
+                "ConfigError: The norm of the gradient of first.weight was asked for inside"
+            )
 
 
 def test_replaced_states_are_those_of_one_rank(ranks: list[Any], alone: Any) -> None:

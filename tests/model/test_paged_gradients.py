@@ -185,6 +185,11 @@ def halve(model: nn.Module, optimizer: Any) -> None:
         each.grad *= 0.5
 
 
+def ascend(model: nn.Module, optimizer: Any) -> None:
+    torch._foreach_mul_([each.grad for each in model.parameters()], -1.0)
+    assert min(float(each.grad.norm()) for each in model.parameters()) > 0
+
+
 def divide(model: nn.Module, optimizer: Any) -> None:
     for each in model.parameters():
         each.grad.data.div_(torch.tensor(4.0)).mul_(2)
@@ -246,6 +251,7 @@ STEPS: dict[str, Step] = {
     "clip twice": lambda model, _: [utils.clip_grad_norm_(model.parameters(), most) for most in (0.1, 1e-2)],
     "by hand": clip_by_hand,
     "halve": halve,
+    "ascend": ascend,
     "divide": divide,
     "noise": add_noise,
     "PCGrad": project,
