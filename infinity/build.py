@@ -366,8 +366,8 @@ def _watch_other_optimizers() -> None:
 
 
 def _refuse_rounded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if isinstance(optimizer, PagedOptimizer):
-        return
+    if any(isinstance(each, PagedOptimizer) for each in (optimizer, *vars(optimizer).values())):
+        return  # a wrapper has the runtime's as an attribute
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         rounded = isinstance(parameter, PagedParameter) and parameter.dtype.itemsize < 4
         if rounded and parameter.grad is not None:

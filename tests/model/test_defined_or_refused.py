@@ -498,3 +498,23 @@ def test_another_optimizer_updates_fp32_parameters_only(compute: str, tmp_path: 
         else:
             with pytest.raises(ConfigError, match=r"Adam, which .* would update bias in torch\.\w*float16"):
                 other.step()
+
+
+def test_a_wrapper_of_the_optimizer_may_step(tmp_path: Path) -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step()
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget, precision = infinity.Budget(host="8MiB"), infinity.Precision(compute="bf16")
+    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+        wrapper = Wrapper(runtime.optimizer)
+        before = model.state_dict()["bias"].clone()
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        wrapper.step()
+        assert not torch.equal(model.state_dict()["bias"], before)
