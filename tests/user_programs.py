@@ -298,9 +298,6 @@ class Plain:
         self.model = model
         self.optimizer = optimizer
 
-    def clip(self, most: float) -> Any:
-        return nn.utils.clip_grad_norm_(self.model.parameters(), most)
-
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad
 
@@ -309,9 +306,6 @@ class Offloaded(Plain):
     def __init__(self, model: nn.Module, runtime: Any) -> None:
         super().__init__(model, runtime.optimizer)
         self._runtime = runtime
-
-    def clip(self, most: float) -> Any:
-        return self._runtime.clip_grad_norm_(most)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return self._runtime.grad(parameter)
@@ -351,7 +345,7 @@ def run(program: Program, trainer: Plain, seen: Seen, average: AveragedModel | N
             if step in (0, STEPS - 1) and not early and (found := trainer.gradient(parameter)) is not None:
                 seen.tensors[f"gradient of {name} in step {step}"] = found.detach().float().clone()
         if habits.clip is not None:
-            seen.note("norm", trainer.clip(habits.clip))
+            seen.note("norm", nn.utils.clip_grad_norm_(model.parameters(), habits.clip))
         optimizer.step()
         if other is not None:
             other.step()
