@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -11,10 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import device_units
 import numpy as np
 import pytest
+import small_runtime
 import torch
-from homes import places
+from device_units import kernels  # noqa: F401 - a fixture
+from emulated_device import EmulatedDevice, planned_apart
+from homes import budget_for, places
 from parity import copied, differences
 from small_runtime import opened, two_layers
 from torch import Tensor, nn
@@ -297,6 +302,44 @@ def test_one_factor_is_that_of_clip_grad_norm_(
             results.append(copied(model.state_dict()))
     assert differences(results[1], results[0]) == []
     assert reads == []
+
+
+def test_through_a_device_with_memory_of_its_own(tmp_path: Path) -> None:
+    results = []
+    for device in (None, EmulatedDevice(3)):
+        model, losses = two_layers(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        precision = infinity.Precision(compute="fp16")
+        with planned_apart():
+            budget = budget_for("nvme", model, optimizer, tmp_path, precision)
+        with (
+            contextlib.nullcontext() if device is None else device.in_use(),
+            infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
+        ):
+            assert bool(runtime.plan.ring_bytes) == (device is not None)
+            losses = train(model, runtime.optimizer, add_noise)
+            results.append([losses, copied(model.state_dict())])
+    assert differences(results[1], results[0]) == []
+    assert device is not None and device.violations == []
+
+
+@pytest.mark.usefixtures("kernels")
+def test_of_units_that_the_device_updates(tmp_path: Path) -> None:
+    results = []
+    for part in (False, True):
+        with device_units.opened(tmp_path / str(part), part=part) as (model, runtime):
+            for step in range(2):
+                loss = small_runtime.loss_of(model, step)
+                loss.backward()
+                results.append(utils.clip_grad_norm_(model.parameters(), 1e-2))
+                embedding = model.embedding.weight
+                results.append(embedding.grad.norm())
+                for each in model.parameters():
+                    each.grad = each.grad.float() * 0.5
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            results.append(copied(model.state_dict()))
+    assert differences(results[5:], results[:5]) == []
 
 
 def test_norms_of_low_precision_are_those_of_the_page(tmp_path: Path) -> None:
