@@ -39,7 +39,7 @@ from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import Piece
-from infinity.layout.names import transformers_model, unwrapped
+from infinity.layout.names import is_a, transformers_model, unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
@@ -261,10 +261,7 @@ def _has_adapters(model: nn.Module) -> bool:
     """Whether a model, or a module in it, has adapters of PEFT: PeftModel, its tuners and its layers, and
     models of transformers after add_adapter().
     """
-    return any(
-        "peft_config" in vars(module) or any(each.__name__ in _OF_PEFT for each in type(module).__mro__)
-        for module in model.modules()
-    )
+    return any("peft_config" in vars(module) or is_a(module, *_OF_PEFT) for module in model.modules())
 
 
 def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:

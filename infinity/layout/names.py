@@ -48,6 +48,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(inner)
 
 
+def is_a(module: nn.Module, *classes: str) -> bool:
+    """Whether the class of a module, or a base of it, has one of these names. For libraries not imported."""
+    return any(each.__name__ in classes for each in type(module).__mro__)
+
+
 def transformers_model(model: nn.Module) -> nn.Module | None:
     """Return the outermost module of `model` that is a PreTrainedModel of transformers; None: there is none,
     or transformers is older than 5.22 and has no conversion table that can be applied group by group.

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import ConfigError
-from infinity.layout.names import named_modules
+from infinity.layout.names import is_a, named_modules
 
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
@@ -77,7 +77,7 @@ def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
     of the two matrices of LoRA.
     """
     for path, module in named_modules(model):
-        if any(each.__name__ == "BaseTunerLayer" for each in type(module).__mro__):
+        if is_a(module, "BaseTunerLayer"):
             for name, parameter in module.named_parameters():
                 if id(parameter) in wanted and not name.startswith("base_layer."):
                     raise ConfigError(
