@@ -122,22 +122,25 @@ class EditTracker:
         self._watched.append((page, index, before))
 
     def follow(self) -> None:
-        """Have the fp32 masters of the watched parameters follow the edits, and end the watch."""
-        watched, self._watched = self._watched, []
-        for page, index, before in watched:
+        """Have the fp32 masters of the watched parameters follow the edits, and end the watch.
+
+        Where this fails or is interrupted, the values before stay remembered, and the next call repeats it.
+        """
+        while self._watched:
+            page, index, before = self._watched[0]
             memory = page.living()
-            if memory is None or not (
+            if memory is not None and (
                 self._unfollowed(page, index) or index in self._replaced.get(page.index, ())
             ):
-                continue
-            assert self._states is not None
-            now = self._store.copied_to_host(page.flat(index, memory))
-            with torch.inference_mode(False), torch.no_grad():
-                self._states.edited(page.index, index, now, before.cpu())
-            self._followed[page.index, index] = parameter_version(page.parameters[index])
-            for loan in self._loans.get(page.index, ()):
-                if loan.index == index:
-                    loan.followed = loan.alias._version
+                assert self._states is not None
+                now = self._store.copied_to_host(page.flat(index, memory))
+                with torch.inference_mode(False), torch.no_grad():
+                    self._states.edited(page.index, index, now, before.cpu())
+                self._followed[page.index, index] = parameter_version(page.parameters[index])
+                for loan in self._loans.get(page.index, ()):
+                    if loan.index == index:
+                        loan.followed = loan.alias._version
+            del self._watched[0]
 
     def _unfollowed(self, page: ParameterPage, index: int) -> bool:
         """Whether a parameter has edits that its fp32 masters have not followed."""

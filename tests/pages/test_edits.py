@@ -11,7 +11,7 @@ import pytest
 import torch
 from homes import both_homes, evict_all
 from parity import copied, differences, tensors_copied
-from small_runtime import TIED, opened, train_step, two_layers
+from small_runtime import TIED, opened, settle, train_step, two_layers
 from torch import nn
 
 import infinity
@@ -164,6 +164,30 @@ def test_an_edit_that_could_not_be_written_is_written_later(how: str, tmp_path: 
         assert faults.fired == 1
         evict_all(runtime._components.prefetch_engine)
         assert torch.equal(model.state_dict()["0.bias"], torch.full((64,), 7.0))
+
+
+def test_masters_follow_an_edit_later_where_a_read_failed(tmp_path: Path) -> None:
+    """The failed read is that of the present masters, of which an edit keeps those that it leaves alone."""
+    results = []
+    for fails in (False, True):
+        faults = Faults()
+        model = two_layers()
+        with injected(faults), opened(model, tmp_path, compute="bf16") as runtime, torch.no_grad():
+            with torch.enable_grad():
+                model(torch.ones(1, 64)).sum().backward()
+            runtime.optimizer.step()
+            model(torch.ones(1, 64))
+            settle(runtime)
+            factors = torch.ones(64).index_fill_(0, torch.arange(8), 2.0)
+            if fails:
+                faults.fail("read", 1, errno.EIO)
+                with pytest.raises(StorageError):
+                    model[2].bias.mul_(factors)
+                assert faults.fired == 1
+            else:
+                model[2].bias.mul_(factors)
+            results.append(tensors_copied(runtime.optimizer.state_dict()))
+    assert differences(*results) == []
 
 
 def test_loans_of_a_page_that_never_leaves_are_bounded(tmp_path: Path) -> None:
