@@ -115,7 +115,10 @@ class Ranks:
 
         Gloo has no call for this. A thread that still waits while Python ends would abort the process.
         """
-        hang_up(self.sockets, to_port=(_store_port() or 0) if store_alone else None)
+        if store_alone:  # torch 2.6 has no `clone`: its one connection is the default group's
+            hang_up(self.sockets if hasattr(Store, "clone") else sockets(), to_port=_store_port() or 0)
+        else:
+            hang_up(self.sockets)
 
     def close(self, *, orderly: bool = True) -> None:
         """Give the groups back. Threads that still wait in them keep them until they end.
