@@ -93,6 +93,7 @@ def test_two_ranks_of_each_case_and_a_peer_that_does_not_start(
     assert plans["ours:3:ram"]["homes"]["host"] < plans["ours:2:ram"]["homes"]["host"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(two_nodes.missing(RATE)), reason=two_nodes.missing(RATE))
 def test_two_nodes_with_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--quick", "--json", "--directory", str(tmp_path), "--timeout", "60", "--link", RATE]
