@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 
-from infinity.activations import hook_stack, leaf_hooks
+from infinity.activations import hook_stack, leaf_hooks, left_tasks
 from infinity.activations.heap import HeapGuard
 from infinity.activations.hook_stack import Pair
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 
 leaf_hooks.keep()
+left_tasks.drop_at_exit()
 
 
 @dataclass(frozen=True, slots=True)

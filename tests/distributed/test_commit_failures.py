@@ -14,7 +14,6 @@ import pytest
 from commit_plans import Plan, generations, launch, results, told
 from failing_commits import FILES, INTERRUPTS
 from rank_processes import Outcome
-from torch_releases import survives_failed_backwards
 
 SCRIPT = "failing_commits.py"
 SLOW = pytest.mark.slow
@@ -95,7 +94,6 @@ def ended(found: list[Outcome], plan: Plan, error: str) -> None:
         assert "Traceback" not in each.written, told(found)
 
 
-@survives_failed_backwards
 @pytest.mark.parametrize(
     ("function", "rank", "home"),
     [
@@ -138,7 +136,6 @@ def test_a_state_that_one_rank_cannot_keep(tmp_path: Path) -> None:
     check_resumed(plan, 5)
 
 
-@survives_failed_backwards
 @pytest.mark.parametrize("function", ["saved_by_one_rank", "saved_by_one_rank_while_others_sleep"])
 def test_a_save_of_one_rank_alone(function: str, tmp_path: Path) -> None:
     """The rank that waits for too long says what it waits for, and the others end with it."""
@@ -148,7 +145,6 @@ def test_a_save_of_one_rank_alone(function: str, tmp_path: Path) -> None:
     assert all(each.code == 0 and "Traceback" not in each.written for each in found), told(found)
 
 
-@survives_failed_backwards
 @pytest.mark.parametrize(
     "nth", [pytest.param(nth, marks=() if nth in (2, 5) else SLOW) for nth in range(len(INTERRUPTS))]
 )
