@@ -18,6 +18,7 @@ from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision, node_cache_limit
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
+from infinity.layout.adapters import keep_adapters
 from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.model.hooks import check_unsharded
@@ -348,6 +349,7 @@ def plan_for(
     chosen = update_time(update, accumulation, precision)
     target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = as_model(model_or_config)
+    precision = keep_adapters(precision, model)
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
     if average is not None and optimizer is None:
         raise ConfigError("Running averages were asked for without an optimizer.", "Leave average= out.")

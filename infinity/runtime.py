@@ -71,7 +71,7 @@ class Runtime(Closing):
         self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
         arrived = weakly(self._gradient_arrived)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(arrived)
+            _hooked(parameter, arrived)
             for page in parts.pages
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
@@ -396,8 +396,18 @@ class Runtime(Closing):
         if checkpoint is not None and checkpoint.saved is not None:
             run_state(checkpoint.saved).set_groups(self.optimizer.param_groups)
 
-    def export(self, path: str | os.PathLike[str], *, dtype: str = "compute", shard: Size = "4GiB") -> None:
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: str = "compute",
+        shard: Size = "4GiB",
+        merge: bool = False,
+    ) -> None:
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
+
+        Of a model with adapters of PEFT the adapters alone are written, or with merge=True the base model
+        with the active adapters merged into it.
 
         dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
         values from which the optimizer updates the parameters, "average" for the running averages of these.
@@ -412,7 +422,7 @@ class Runtime(Closing):
             if parts.updater is not None:
                 parts.updater.complete_all()
             parts.edits.sync_edits()
-            export(self._source(), path, dtype=dtype, shard=shard)
+            export(self._source(), path, dtype=dtype, shard=shard, merge=merge)
 
     def close(self, *, keep: bool = False) -> None:
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
@@ -524,6 +534,17 @@ class Runtime(Closing):
                 "Give infinity.offload an optimizer to train, or run the model under torch.no_grad().",
             )
         return self.training_step
+
+
+def _hooked(parameter: Any, arrived: Callable[[torch.Tensor], None]) -> Any:
+    """Call `arrived` when a gradient of a parameter comes; return the handle. torch takes no hook on one that
+    is frozen, such as an adapter of PEFT that is trained later.
+    """
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(arrived)
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def _check_capacity(health: Health, nbytes: int) -> None:

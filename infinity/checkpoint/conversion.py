@@ -30,8 +30,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from infinity.checkpoint.safetensors_files import Weights, persistent
-from infinity.checkpoint.tensor_files import Entry, in_logical_order
+from infinity.checkpoint.safetensors_files import Weights, loadable
+from infinity.checkpoint.tensor_files import Entry, in_logical_order, whole
 from infinity.errors import ConfigError, InfinityError
 from infinity.layout.names import plain_name
 from infinity.model.materialize import listed
@@ -134,7 +134,7 @@ class ConvertedWeights(Weights):
         renamings, converters = _sides(self._table)
         owner = {pattern: each for each in converters for pattern in each.source_patterns}
         prefix = model.base_model_prefix
-        tensors = {name: each.tensor for each in persistent(model).values() for name in each.names}
+        tensors = {name: each.tensor for each in loadable(model).values() for name in each.names}
         for name in sorted(weights.names, key=lambda each: dot_natural_key(plain_name(each))):
             plain = plain_name(name)
             renamed, pattern = rename_source_key(plain, renamings, converters, prefix, tensors)
@@ -171,7 +171,10 @@ class ConvertedWeights(Weights):
         return self._same[name] if group is None else f"{name}, made from {group.described}"
 
     def keep_format(self) -> None:
-        """Leave with the model what of the table was used, as from_pretrained does, for whoever saves it."""
+        """Leave with the model its path and what of the table was used, as from_pretrained does, for whoever
+        saves it.
+        """
+        self._model.name_or_path = self._model.name_or_path or str(self.path)
         self._model._weight_conversions = [each for each in self._table if each.was_used()]
 
     def _blank(self, name: str) -> torch.Tensor:
@@ -208,7 +211,7 @@ def as_saved(model: Any, entries: Sequence[Entry]) -> list[Entry]:
     def blank(name: str) -> torch.Tensor:
         return torch.empty(known[name].shape, dtype=known[name].dtype, device="meta")
 
-    converted = _Groups(model, groups.values(), blank, lambda name: _whole(known[name]))
+    converted = _Groups(model, groups.values(), blank, lambda name: whole(known[name]))
     for inner, group in converted.group.items():
         like = converted.blank[inner]
         saved[group.first].append(
@@ -225,15 +228,6 @@ def as_saved(model: Any, entries: Sequence[Entry]) -> list[Entry]:
     if twice := [name for name in count if count[name] > 1]:
         raise _no_way_back(f"several tensors of the model that would all be called {listed(twice)}")
     return found
-
-
-def _whole(entry: Entry) -> torch.Tensor:
-    whole = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    flat, done = whole.view(-1), 0
-    for part in entry.parts():
-        flat[done : done + part.numel()] = part
-        done += part.numel()
-    return whole
 
 
 def _reversed(transform: Any) -> Any:

@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, StorageError, storage_errors
+from infinity.layout.adapters import base_names
 from infinity.layout.names import named_modules, plain_name
+from infinity.model.adapters import initialise_adapters
 from infinity.model.materialize import Fill, Registered, listed, materialize, registered
 
 _INDEX = ".safetensors.index.json"
@@ -216,7 +218,9 @@ class Assignment:
     """Which of the named tensors in safetensors files ("weights") fills which tensor of a model."""
 
     parameters: tuple[tuple[nn.Parameter, str], ...]
-    """Pairs (parameter, name of its weight), one for each distinct parameter, in the model's order."""
+    """Pairs (parameter, name of its weight), one for each distinct parameter, in the model's order.
+
+    Adapters of PEFT are left out if the weights are those of their base."""
 
     buffers: tuple[tuple[torch.Tensor, str], ...]
     """Pairs (persistent buffer, name of its weight), one for each distinct buffer, in the model's order."""
@@ -237,14 +241,20 @@ def match(model: nn.Module, weights: Weights) -> Assignment:
     that all names of the model, or of the weights, have in common. A weight of a floating-point type of 16
     bits or more fills a tensor of any other such type. Other types must be equal.
 
+    A tensor of a model with adapters of PEFT has its name in the base model, too. Adapters may be without a
+    weight, if none of them has one.
+
     Raises ConfigError with the names of tensors that have no weight, or whose weight has another shape or
     type.
     """
-    wanted = persistent(model)
+    wanted = loadable(model)
     files = {plain_name(name): name for name in weights.names}  # a compiled model's state_dict may be saved
     known = set(files)
     found = max((_assign(wanted, known, rename) for rename in _renamings(model, wanted, known)), key=len)
     found = {key: files[name] for key, name in found.items()}
+    base = base_names(model)
+    if all(key in base for key in found):
+        wanted = {key: entry for key, entry in wanted.items() if key in base}
     missing = [entry.names[0] for key, entry in wanted.items() if key not in found]
     if missing:
         raise ConfigError(
@@ -290,6 +300,14 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
         names = [name for name in entry.names if name not in passing]
         if names:
             found[key] = Registered(entry.tensor, entry.places, names)
+    return found
+
+
+def loadable(model: nn.Module) -> dict[int, Registered]:
+    """Return `persistent(model)`, with names in the base model behind those in the model itself."""
+    found, base = persistent(model), base_names(model)
+    for key, entry in found.items():
+        entry.names.extend(name for name in base.get(key, ()) if name not in entry.names)
     return found
 
 
@@ -347,16 +365,26 @@ def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -
     Returns which weight has filled which tensor.
 
     `fill(parameter, values)` is called once for each parameter, in the model's order. `values` is a tensor of
-    the parameter's shape, in the dtype of the weight. Weights of persistent buffers are copied into the
-    buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers on the meta device
-    that have no weight are initialised by their modules, as in infinity/model/materialize.py.
+    the parameter's shape, in the dtype of the weight. Adapters of PEFT that have no weight keep their values;
+    on the meta device they are initialised (infinity/model/adapters.py). Weights of persistent buffers are
+    copied into the buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers on
+    the meta device that have no weight are initialised by their modules, as in
+    infinity/model/materialize.py.
 
     Raises the errors of `match`, before anything is filled. Raises ConfigError if nothing initialises a
     buffer, and StorageError if a file cannot be read.
     """
     assignment = match(model, weights)
     entries = registered(model)
-    loaded = {id(buffer) for buffer, _ in assignment.buffers}
+    names = {id(tensor): name for tensor, name in (*assignment.buffers, *assignment.parameters)}
+    adapters = {key: entry.tensor for key, entry in persistent(model).items() if key not in names}
+    blank = {key for key, tensor in adapters.items() if tensor.is_meta}
+    if blank:
+        initialise_adapters(model, blank, lambda each: weights.read(names[id(each)]), fill, device)
+    for key, tensor in adapters.items():
+        if isinstance(tensor, nn.Parameter) and key not in blank:
+            fill(tensor, tensor)
+    loaded = names.keys() | adapters.keys()
     passing = [
         entry.tensor
         for key, entry in entries.items()

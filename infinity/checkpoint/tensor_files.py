@@ -85,6 +85,16 @@ def in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from in_logical_order(view[start] if rows == 1 else view[start : start + rows])
 
 
+def whole(entry: Entry) -> torch.Tensor:
+    """Return a tensor to be written as a contiguous tensor in RAM."""
+    made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    flat, done = made.view(-1), 0
+    for part in entry.parts():
+        flat[done : done + part.numel()] = part
+        done += part.numel()
+    return made
+
+
 def distribute(
     entries: Sequence[Entry], limit: int, stem: str, *, number_one: bool = False
 ) -> dict[str, list[Entry]]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.config import Precision
 from infinity.errors import ConfigError
+from infinity.layout.adapters import base_names
 from infinity.layout.names import named_buffers, named_modules, named_parameters
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
@@ -131,6 +132,7 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
         raise ConfigError(
             f"The model, a {type(model).__name__}, has no parameters.", "Give a model that has some."
         )
+    base = base_names(model)
     given = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, known_as in known.items():
         _check(parameter, known_as[0])
@@ -142,7 +144,9 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
             stride=parameter.stride(),
             dtype=_dtype(precision, (known_as[0], given[parameter]), parameter.dtype),
             numel=parameter.numel(),
-            trainable=parameter.requires_grad,
+            # Of several adapters of PEFT one is trained at a time, and the others are frozen until then.
+            trainable=parameter.requires_grad
+            or (id(parameter) not in base and parameter.is_floating_point()),
         )
         for parameter, known_as in known.items()
     )

@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import ConfigError
-from infinity.layout.names import is_a, named_modules
+from infinity.layout.adapters import base_names
+from infinity.layout.names import named_modules
 
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
@@ -71,19 +72,19 @@ def registered(model: nn.Module) -> dict[int, Registered]:
 
 
 def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
-    """Raise ConfigError if a layer of PEFT has adapters among the tensors with an id() in `wanted`.
+    """Raise ConfigError if an adapter of PEFT is among the tensors with an id() in `wanted`.
 
-    Their modules are ordinary ones, whose initialisers do not give the values that PEFT gives: zeros for one
-    of the two matrices of LoRA.
+    Modules of adapters are ordinary ones, whose initialisers do not give the values that PEFT gives: zeros
+    for one of the two matrices of LoRA, and a copy of a module that is trained as a whole.
     """
-    for path, module in named_modules(model):
-        if is_a(module, "BaseTunerLayer"):
-            for name, parameter in module.named_parameters():
-                if id(parameter) in wanted and not name.startswith("base_layer."):
-                    raise ConfigError(
-                        f"The adapter {path}.{name} is on the meta device, and PEFT alone knows its values.",
-                        "Load the base model into RAM (from_pretrained), and add the adapters there.",
-                    )
+    base = base_names(model)
+    for key, entry in registered(model).items():
+        if key in wanted and key not in base:
+            raise ConfigError(
+                f"The adapter {entry.names[0]} is on the meta device, and PEFT alone knows its values.",
+                "Give weights=, the directory of the base: adapters of LoRA are initialised beside it. Or "
+                "load the base into RAM (from_pretrained), and add the adapters there.",
+            )
 
 
 def materialize(

@@ -163,12 +163,16 @@ class PagedParameter(nn.Parameter):
             return _run_in_all(func, taken, args, kwargs)
         return pager.run(func, taken, args, kwargs)
 
-    def set_(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ConfigError: a paged parameter cannot be given another storage.
+    def set_(self, *arguments: Any, **options: Any) -> Any:
+        """Do nothing in a forward if the argument is the parameter itself, as register_parametrization gives
+        it, which PEFT calls in the forward of experts with adapters. Raises ConfigError otherwise: a paged
+        parameter cannot be given another storage.
 
         The method is defined here because torch does not call __torch_function__ for `set_`.
         """
-        _no_other_storage(self)
+        if options or len(arguments) != 1 or arguments[0] is not self or not self._place.pager.inside:
+            _no_other_storage(self)
+        return self
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -258,7 +258,7 @@ class BaseTunerLayer(nn.Module):
 
 def test_adapters_of_peft_are_refused_and_their_base_is_not() -> None:
     model = on_meta(lambda: nn.Sequential(BaseTunerLayer()))
-    with pytest.raises(ConfigError, match=r"adapter 0\.lora_B\.weight is on the meta device"):
+    with pytest.raises(ConfigError, match=r"adapter 0\.lora_B\.weight is on the meta device.*weights="):
         materialize(model, torch.device("cpu"), lambda parameter, values: None)
     model[0].lora_B = nn.Linear(2, 4, bias=False)
     filled: list[tuple[int, ...]] = []
