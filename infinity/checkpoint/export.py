@@ -1,7 +1,8 @@
 """Export: writes a model to safetensors files in Hugging Face's layout.
 
 At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous,
-or up to twice the bytes of a parameter that transformers saves in another format (conversion.py).
+or up to twice the bytes of a parameter that transformers saves in another format (conversion.py), or about
+three times the bytes of a layer whose adapters are merged (adapters.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import tensor_files
+from infinity.checkpoint.adapters import adapter_files, merged, save_configuration
 from infinity.checkpoint.atomic_directory import (
     Writer,
     check_destination,
@@ -38,15 +40,14 @@ from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.master_weights import join
 from infinity.formats.optimizer_rules import AVERAGE
+from infinity.layout.adapters import base_model, has_adapters
 from infinity.layout.chunks import Piece
-from infinity.layout.names import is_a, transformers_model, unwrapped
+from infinity.layout.names import transformers_model, unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
-_OF_PEFT = ("PeftModel", "BaseTunerLayer")
-"""Names of the classes of PEFT's models and layers, which are not imported."""
 _EXPORTED = ("compute", "fp32", "average")
 
 
@@ -119,7 +120,9 @@ class Source:
         return self.states.entries(page, chunk_index, name, part)
 
 
-def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size) -> None:
+def export(
+    source: Source, path: str | os.PathLike[str], *, dtype: str, shard: Size, merge: bool = False
+) -> None:
     """Write a model into the directory `path`, which must be empty or not exist yet. Parents are made.
 
     source: the model, with the components of its runtime that hold its parameters.
@@ -135,42 +138,50 @@ def export(source: Source, path: str | os.PathLike[str], *, dtype: str, shard: S
     average=. Buffers keep their dtype.
 
     A transformers model gets the names and shapes that its save_pretrained would write, with config.json and
-    generation_config.json. A config has only one
-    dtype. Therefore from_pretrained casts parameters that `Precision(keep=...)` kept in fp32 to that dtype,
-    unless it is called with dtype=torch.float32.
+    generation_config.json. A config has only one dtype. Therefore from_pretrained casts parameters that
+    `Precision(keep=...)` kept in fp32 to that dtype, unless it is called with dtype=torch.float32.
+
+    Of a model with adapters of PEFT the adapters alone are written, in the files that PEFT's save_pretrained
+    writes and its from_pretrained reads: adapter_config.json and adapter_model.safetensors, which `shard`
+    does not divide, and these again in a directory with the adapter's name for each adapter that is not
+    called "default". merge: True writes the base model instead, with the active adapters merged into it; the
+    values are those of PEFT's merge_and_unload.
 
     RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each. A parameter that is not
     contiguous, such as channels_last, is held as a whole, and of parameters that transformers converts
-    together up to twice the bytes. Raises ConfigError, before anything is written, if
-    an argument cannot be used or safetensors cannot hold a tensor. Raises StorageFull, StorageError or
-    BudgetError if the export fails. After an error `path` is as it was before.
+    together up to twice the bytes. A merge holds about three times the bytes of one layer. Raises
+    ConfigError, before anything is written, if an argument cannot be used or safetensors cannot hold a
+    tensor, and later if PEFT cannot merge a layer. Raises StorageFull, StorageError or BudgetError if the
+    export fails. After an error `path` is as it was before.
     """
     limit = shard_bytes(shard)
-    target, entries = check_export(source, path, dtype=dtype)
+    target, found = check_export(source, path, dtype=dtype, merge=merge)
     with storing("export to", target), published(target) as directory, Writer() as writer:
-        save_config(source.model, directory, source.compute_dtype if dtype == "compute" else torch.float32)
-        for name, pieces in model_files(entries, limit).items():
+        if isinstance(found, dict):
+            contents: dict[str, Iterable[bytes | memoryview]] = {}
+            for adapter, (config, entries) in found.items():
+                place = "" if adapter == "default" else f"{adapter}/"
+                save_configuration(config, directory / place)
+                contents[f"{place}adapter_model.safetensors"] = content(entries)
+        else:
+            of = base_model(source.model) if merge else source.model
+            save_config(of, directory, source.compute_dtype if dtype == "compute" else torch.float32)
+            contents = model_files(found, limit)
+        for name, pieces in contents.items():
             with storing("write", target / name):
                 writer.write(directory / name, pieces)
 
 
 def check_export(
-    source: Source, path: str | os.PathLike[str], *, dtype: str = "compute"
-) -> tuple[Path, list[Entry]]:
+    source: Source, path: str | os.PathLike[str], *, dtype: str = "compute", merge: bool = False
+) -> tuple[Path, list[Entry] | dict[str, tuple[Any, list[Entry]]]]:
     """Check that `export` can write the model to `path`, as far as that is known before it is done. Returns
-    the path of the directory, and the tensors.
+    the path of the directory, and the tensors, or for adapters alone what `adapter_files` returns.
 
     Raises ConfigError, StorageError and StorageFull as `export` does.
     """
     if dtype not in _EXPORTED:
         raise ConfigError(f"The export dtype is {dtype!r}.", f"Give one of {', '.join(_EXPORTED)}.")
-    if _has_config(source.model) and _has_adapters(source.model):
-        raise ConfigError(
-            f"The model, a {type(unwrapped(source.model)).__name__}, has adapters of PEFT, under whose names "
-            "transformers would find no weights beside the configuration.",
-            "Save the adapters by model.save_pretrained(path), or the whole model by "
-            "runtime.close(keep=True) and model.merge_and_unload().save_pretrained(path).",
-        )
     target = check_destination(path)
     if dtype == "average" and (source.states is None or source.states.rule.average is None):
         raise ConfigError(
@@ -178,7 +189,13 @@ def check_export(
             "Give infinity.offload average=, the decay of the averages.",
         )
     entries = model_entries(source, as_masters=dtype != "compute", average=dtype == "average")
+    if has_adapters(source.model) and not merge:
+        files = adapter_files(source.model, entries)
+        check_room(target, sum(each.nbytes for _, inside in files.values() for each in inside))
+        return target, files
     model = unwrapped(source.model)
+    if merge:
+        model, entries = base_model(model), merged(model, entries)
     if model is transformers_model(model):
         from infinity.checkpoint.conversion import as_saved
 
@@ -257,20 +274,12 @@ def _has_config(model: nn.Module) -> bool:
     return callable(getattr(getattr(model, "config", None), "save_pretrained", None))
 
 
-def _has_adapters(model: nn.Module) -> bool:
-    """Whether a model, or a module in it, has adapters of PEFT: PeftModel, its tuners and its layers, and
-    models of transformers after add_adapter().
-    """
-    return any("peft_config" in vars(module) or is_a(module, *_OF_PEFT) for module in model.modules())
-
-
 def save_config(model: nn.Module, directory: Path, dtype: torch.dtype) -> None:
     """Write config.json and generation_config.json of a transformers model, as save_pretrained would.
 
-    dtype: the dtype that the configuration names. For any other model nothing is written, nor for one with
-    adapters, whose tensors have other names than transformers would look for.
+    dtype: the dtype that the configuration names. For any other model nothing is written.
     """
-    if not _has_config(model) or _has_adapters(model):
+    if not _has_config(model):
         return
     config: Any = copy.deepcopy(model.config)
     said = {"dtype": str(dtype).removeprefix("torch."), "architectures": [type(unwrapped(model)).__name__]}

@@ -32,6 +32,7 @@ from infinity.checkpoint.tensor_files import Entry, content, distribute, shard_b
 from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateArray
+from infinity.layout.adapters import has_adapters
 from infinity.layout.chunks import ModelLayout
 from infinity.pages.optimizer_page import StatePage, States
 
@@ -101,7 +102,8 @@ def write_copy(
 
 def _write(source: Source, target: Path, contents: Mapping[str, Iterable[bytes | memoryview]]) -> None:
     with storing("save to", target), published(target, private=True) as directory, Writer() as writer:
-        save_config(source.model, directory, source.compute_dtype)
+        if not has_adapters(source.model):  # their tensors have other names than transformers would look for
+            save_config(source.model, directory, source.compute_dtype)
         for name, pieces in contents.items():
             with storing("write", target / name):
                 writer.write(directory / name, pieces)
