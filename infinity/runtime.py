@@ -25,6 +25,7 @@ from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
+from infinity.model.compiled_blocks import compile_blocks
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.plain_parameters import PlainParameters
@@ -423,6 +424,21 @@ class Runtime(Closing):
                 parts.updater.complete_all()
             parts.edits.sync_edits()
             export(self._source(), path, dtype=dtype, shard=shard, merge=merge)
+
+    def compile(self, block_class: type[nn.Module], **options: Any) -> int:
+        """Compile the modules of class `block_class` in the model; return how many there are.
+
+        Each runs as one graph (torch.compile with fullgraph=True) over all its pages, which are fetched
+        together before, so the device needs room for a whole block. Blocks that differ in parameters alone
+        share a graph. options: others of torch.compile, such as backend=. Raises ConfigError if the model has
+        no such module; a block that cannot be one graph raises ConfigError when it is called.
+        """
+        parts = self._components
+        with parts.pager.lock:
+            self._refuse()
+            blocks = compile_blocks(self._model, block_class, parts.pager, options)
+            self._handles += blocks
+            return len(blocks)
 
     def close(self, *, keep: bool = False) -> None:
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.

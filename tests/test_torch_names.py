@@ -49,6 +49,7 @@ REPLACEMENTS = {
     "torch._cudnn_rnn_flatten_weight": "nothing: torch would no longer call it",
     "torch._ops.OpOverload": "the type of torch.ops.aten.add.Tensor",
     "torch._subclasses.fake_tensor": "the meta device, which lacks a device of its own for each tensor",
+    "torch._dynamo.exc": "a RuntimeError that torch.compile raises",
     "torch._dynamo.trace_rules": "torch.compiler.disable on every function that hooks call",
     "torch.utils._pytree": "optree",
     "torch.utils._python_dispatch.TorchDispatchMode": "its public name, once torch gives one",

@@ -129,6 +129,27 @@ class Pager:
                     self._settle(places)
         return result
 
+    @contextmanager
+    def views(self, parameters: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
+        """Context with a view of each paged parameter, as a plain tensor of the parameter's graph, and the
+        others among `parameters` as they are. All pages are fetched before, together. What autograd saves of
+        a view in the context is a reference to its page.
+
+        Raises BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
+        """
+        with self.lock:
+            self.refuse()
+            paged = [each for each in parameters if isinstance(each, PagedParameter)]
+            self.prefetch_engine.demand(
+                list(dict.fromkeys(each._place.page.index for each in paged)), _kind_now()
+            )
+            with torch._C.DisableTorchFunctionSubclass():
+                views = [
+                    each.view_as(each) if isinstance(each, PagedParameter) else each for each in parameters
+                ]
+        with saving(self._find, self._fetch, self.saved_bytes):
+            yield views
+
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
         """Remember the values of a parameter that an operation in place is about to change, so that the fp32
         masters of elements that it leaves alone are kept. Returns the parameter's place, if it is of ours.
