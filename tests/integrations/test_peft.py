@@ -233,6 +233,31 @@ def test_saved_adapters_are_read_after_the_offload(tmp_path: Path) -> None:
         assert torch.equal(model.eval()(IDS).logits, plain.eval()(IDS).logits)
 
 
+def test_a_run_over_a_base_on_meta_is_resumed_without_its_directory(tmp_path: Path) -> None:
+    base = saved(LLAMA, tmp_path)
+    options: dict[str, Any] = {"budget": infinity.Budget(host="64MiB"), "device": "cpu"}
+
+    def losses(steps: int, **way: Any) -> list[float]:
+        with torch.device("meta"):
+            on_meta = AutoModelForCausalLM.from_config(LLAMA)
+        model = peft.get_peft_model(on_meta, lora(use_dora=True, modules_to_save=["lm_head"]))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        with infinity.offload(model, optimizer, **options, **way) as runtime:
+            for step in range(steps):
+                if step == 1:
+                    runtime.save().wait()
+                loss = model(IDS, labels=IDS).loss
+                loss.backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    expected = losses(2, weights=base, checkpoint=tmp_path / "commits")
+    assert losses(1, resume=tmp_path / "commits") == expected[1:]
+
+
 def test_a_step_writes_the_adapters_and_their_states_alone(tmp_path: Path) -> None:
     config = LlamaConfig(**{**_SIZES, "hidden_size": 64, "intermediate_size": 512})
     base = saved(config, tmp_path)
