@@ -186,7 +186,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
         A list that is assigned gives its groups to the present list, which schedulers and the runtime hold.
         """
-        groups: list[dict[str, Any]] = self.__dict__["param_groups"]
+        groups: list[dict[str, Any]] | None = vars(self).get("param_groups")
+        if groups is None:  # of a wrapper that takes attributes from this optimizer, as Lightning's
+            raise AttributeError("param_groups")
         return groups
 
     @param_groups.setter
