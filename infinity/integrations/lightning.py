@@ -7,6 +7,13 @@ them. Here the dictionary has an `_Elsewhere` in their places, and a checkpoint 
 - checkpoint.pt: the dictionary without these tensors, written by torch.save.
 - run/: a copy of the run, which `Runtime.save` wrote. Or, if only weights were asked for, weights/: what
   `Runtime.export` wrote of the fp32 masters.
+
+[Note: generators]
+A run that is resumed shall draw the random numbers of the undisturbed run, which draws some where it begins
+to iterate over the training data of an epoch. Before that, the Trainer tries out an iterator, of which the
+undisturbed run knows nothing; after that, it tries out the validation data. So generators get the states of
+the checkpoint when loaders are processed. When training starts, they get those from before the trial of
+validation data, or again those of the checkpoint, if the epoch goes on in which it was made.
 """
 
 from __future__ import annotations
@@ -89,6 +96,8 @@ class InfinityStrategy(SingleDeviceStrategy):
         self._options = options
         self._resumed: dict[str, Any] | None = None
         """The states of random number generators of the checkpoint that fit resumes."""
+        self._before_validation: dict[str, Any] | None = None
+        """States of generators that such a fit has before it looks at validation data."""
         super().__init__()
 
     # --- what the Trainer chooses ----------------------------------------------------------------------
@@ -220,15 +229,31 @@ class InfinityStrategy(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Do nothing: pages go to the device, and `infinity.offload` moves buffers."""
 
-    def on_train_start(self) -> None:
-        """Set random number generators again, if a checkpoint from the middle of an epoch is resumed: the
-        iterator over its data, which is made before, has used them.
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader. Before the Trainer iterates over the training data of a run that it resumes,
+        random number generators are set; see [Note: generators].
         """
-        trainer = self._trainer()
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if self._resumed is not None and progress.current.ready and not progress.is_last_batch:
+        if self._resumed is not None and self._trainer().training:
             set_generators(self._resumed)
-        self._resumed = None
+            self._before_validation = None  # the sanity check, which restores generators, came before
+        return dataloader
+
+    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
+        """Note the states of generators before the Trainer looks at validation data; see [Note: generators].
+
+        name: of the place in Lightning's loops.
+        """
+        if self._resumed is not None and name == "val_dataloader()":
+            self._before_validation = generators()
+
+    def on_train_start(self) -> None:
+        """Set random number generators, if the Trainer resumes a run; see [Note: generators]."""
+        progress = self._trainer().fit_loop.epoch_loop.batch_progress
+        inside_epoch = progress.current.ready > 0 and not progress.is_last_batch
+        states = self._resumed if inside_epoch else self._before_validation
+        if states is not None:
+            set_generators(states)
+        self._resumed = self._before_validation = None
 
     def teardown(self) -> None:
         """Leave the model in its pages. (Other strategies copy it and all optimizer states to the CPU.)"""

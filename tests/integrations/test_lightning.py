@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import infinity
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from infinity.integrations.lightning import InfinityStrategy
 
@@ -98,6 +99,39 @@ def data(count: int = BATCHES, *, shuffle: bool = False) -> torch.utils.data.Dat
     return torch.utils.data.DataLoader(pairs, batch_size=4, shuffle=shuffle)
 
 
+class Resumable:
+    """Batches in an order that torch's generator draws for each epoch. As Lightning asks of data that can go
+    on in the middle of an epoch, it has a state.
+    """
+
+    def __init__(self) -> None:
+        self.batches = list(data())
+        self.state: dict[str, Any] = {"order": [], "given": 0}
+        self.resumed = False
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(BATCHES).tolist()
+        if not self.resumed:
+            self.state = {"order": order, "given": 0}
+        self.resumed = False
+        return self
+
+    def __next__(self) -> Any:
+        if self.state["given"] == BATCHES:
+            raise StopIteration
+        self.state["given"] += 1
+        return self.batches[self.state["order"][self.state["given"] - 1]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state, self.resumed = dict(state), state["given"] < BATCHES
+
+
 def trainer(directory: Path, **options: Any) -> Trainer:
     options = {"max_epochs": 2, "enable_checkpointing": False, **options}
     return Trainer(
@@ -165,3 +199,37 @@ def test_training_equals_plain_lightning(case: str, tmp_path: Path) -> None:
     expected = fit(make(), tmp_path, **options)
     found = fit(make(), tmp_path, strategy(tmp_path, **ours), **options)
     check_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("compute", "every"),
+    [
+        ("fp32", {"every_n_epochs": 1}),
+        ("bf16", {"every_n_epochs": 1, "save_on_train_epoch_end": True}),
+        ("fp32", {"every_n_train_steps": 4}),
+        ("bf16", {"every_n_train_steps": 4}),
+    ],
+)
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
+    compute: str, every: dict[str, int], tmp_path: Path
+) -> None:
+    precision = infinity.Precision(compute=compute)
+    saving = ModelCheckpoint(tmp_path / "kept", save_top_k=-1, save_last=True, **every)
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
+
+    def run(model: Net, ckpt_path: Path | None = None, **more: Any) -> Net:
+        torch.manual_seed(7)
+        ours = strategy(tmp_path, precision=precision)
+        loader = data(shuffle=True) if "every_n_epochs" in every else Resumable()
+        trainer(tmp_path, strategy=ours, **more).fit(model, loader, data(2), ckpt_path=ckpt_path)
+        assert ours.runtime is not None
+        ours.runtime.close(keep=True)
+        return model
+
+    whole = run(Net(dropout=0.2, schedule="step"), **options)
+    first = sorted((tmp_path / "kept").glob("epoch*"))[0]
+    resumed = run(Net(dropout=0.2, schedule="step"), first)
+    assert 0 < len(resumed.losses) < len(whole.losses)
+    assert resumed.losses == whole.losses[-len(resumed.losses) :]
+    states = whole.state_dict()
+    assert all(torch.equal(value, states[name]) for name, value in resumed.state_dict().items())
