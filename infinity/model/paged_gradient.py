@@ -139,8 +139,14 @@ class PagedGradient(torch.Tensor):
         if any(each is not cls for each in types):
             return NotImplemented  # a paged parameter brings its page first
         if args and isinstance(args[0], cls):
+            if (
+                func == _ANY.data.__set__
+                and isinstance(args[1], cls)
+                and args[1].is_of(args[0]._stored, args[0]._key)
+            ):
+                return None  # Module.to and Module.cpu do this if there is nothing to convert
             if func in _OF_MEMORY:
-                _refuse(args[0], "data =" if func is _ANY.data.__set__ else func.__name__)
+                _refuse(args[0], "data =" if func == _ANY.data.__set__ else func.__name__)
             if func in _OF_COPIES:
                 result = func(args[0].copied(), *args[1:], **(kwargs or {}))
                 if hasattr(result, "setflags"):

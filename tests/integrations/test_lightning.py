@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from living_tensors import Living
 from torch import Tensor, nn
 
 import infinity
+from infinity.errors import ConfigError, UnsupportedOptimizer
 
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.utilities import grad_norm
 
 from infinity.integrations.lightning import InfinityStrategy
 
@@ -233,3 +237,190 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
     assert resumed.losses == whole.losses[-len(resumed.losses) :]
     states = whole.state_dict()
     assert all(torch.equal(value, states[name]) for name, value in resumed.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_of_the_trainer_becomes_that_of_pages(precision: str, tmp_path: Path) -> None:
+    plain = fit(Net(), tmp_path, precision=precision)
+    given = strategy(tmp_path)
+    found = fit(Net(), tmp_path, given, precision=precision)
+    assert given.runtime is not None
+    assert given.runtime.plan.precision == infinity.Precision(compute="bf16")
+    assert {each.dtype for each in found.parameters()} == {torch.float32}, "close(keep=True) gives masters"
+    assert found.losses[0] == pytest.approx(plain.losses[0], rel=2**-8)
+    assert found.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
+    explicit = strategy(tmp_path, precision=infinity.Precision(compute="bf16"))
+    batches = {"bf16-mixed": "32-true"}
+    if precision in batches:
+        assert fit(Net(), tmp_path, explicit, precision="32-true").losses == found.losses
+
+
+class Wide(Net):
+    """Has 3 MiB of parameters, of which no tensor is larger than 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [nn.Linear(512, 512, bias=False) for _ in range(3)]
+        self.net = nn.Sequential(nn.Linear(16, 512), *wide, nn.Linear(512, 16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def test_a_checkpoint_takes_no_ram_for_all_tensors(tmp_path: Path) -> None:
+    """The run has 12 MiB: parameters and AdamW's states."""
+    (tmp_path / "pages").mkdir()
+    budget = infinity.Budget(device="3MiB", host="4MiB", nvme={tmp_path / "pages": "64MiB"})
+    given, model = InfinityStrategy(budget=budget), Wide()
+    made = trainer(tmp_path, strategy=given, max_epochs=1)
+    made.fit(model, data(2))
+    with Living() as living:
+        made.save_checkpoint(tmp_path / "one.ckpt")
+        made.save_checkpoint(tmp_path / "two.ckpt", weights_only=True)
+        made.strategy.load_model_state_dict(made.strategy.load_checkpoint(tmp_path / "one.ckpt"))
+    assert living.peak < 3 << 20
+    assert sum(each.stat().st_size for each in (tmp_path / "one.ckpt" / "run").iterdir()) > 9 << 20
+
+
+def test_checkpoints_are_tested_validated_and_replaced(tmp_path: Path) -> None:
+    given = strategy(tmp_path)
+    saving = ModelCheckpoint(tmp_path / "kept", save_last=True, save_top_k=1, monitor=None)
+    made = trainer(tmp_path, strategy=given, enable_checkpointing=True, callbacks=[saving])
+    model = Net()
+    made.fit(model, data(), data(2))
+    assert sorted(each.name for each in (tmp_path / "kept").iterdir()) == [
+        "epoch=1-step=14.ckpt",
+        "last.ckpt",
+    ]
+    before = model.evaluated[-2:]
+    torch.manual_seed(5)
+    made.test(model, data(2), verbose=False)
+    drawn = torch.random.get_rng_state()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    torch.manual_seed(5)
+    made.test(model, data(2), ckpt_path="last", verbose=False)
+    assert model.evaluated[-2:] == before
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+    made.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert not list((tmp_path / "weights.ckpt").rglob("states*"))
+    given.runtime.close(keep=True)  # type: ignore[union-attr]
+
+    other = Net()  # offloaded for inference alone
+    fresh = trainer(tmp_path, strategy=strategy(tmp_path / "kept"))
+    fresh.validate(other, data(2), ckpt_path=tmp_path / "weights.ckpt", verbose=False)
+    assert other.evaluated == before
+    with pytest.raises(KeyError, match="contains only the model"):
+        fresh.fit(other, data(), ckpt_path=tmp_path / "weights.ckpt")
+    fresh.fit(other, data(1), ckpt_path=tmp_path / "kept" / "last.ckpt")  # has ended: does nothing
+    assert not other.losses
+
+
+def test_a_second_fit_goes_on_with_a_new_optimizer_as_plain_lightning_does(tmp_path: Path) -> None:
+    runs = []
+    for options in ({}, {"strategy": strategy(tmp_path)}):
+        model = Net()
+        made = trainer(tmp_path, max_epochs=1, **options)
+        made.fit(model, data(2))
+        made.fit_loop.max_epochs = 2
+        made.fit(model, data(2))
+        runs.append(model)
+    runs[1].cpu()
+    check_equal(runs[1], runs[0])
+
+
+def test_a_file_of_another_strategy_is_resumed(tmp_path: Path) -> None:
+    plain = Net(schedule="step")
+    made = trainer(tmp_path)
+    made.fit(plain, data(3))
+    made.save_checkpoint(tmp_path / "plain.ckpt")
+    expected = Net(schedule="step")
+    trainer(tmp_path, max_epochs=3).fit(expected, data(3), ckpt_path=tmp_path / "plain.ckpt")
+    found, given = Net(schedule="step"), strategy(tmp_path)
+    trainer(tmp_path, max_epochs=3, strategy=given).fit(found, data(3), ckpt_path=tmp_path / "plain.ckpt")
+    check_equal(found, expected)
+
+
+def test_norms_skipped_batches_and_schedules_of_accumulation(tmp_path: Path) -> None:
+    class Hooked(Net):
+        norms: list[float]
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+            loss = super().training_step(batch, index)
+            return None if index in (2, 4) else loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found = grad_norm(self.net, 2)
+            self.norms = [*getattr(self, "norms", []), float(found.get("grad_2.0_norm_total", 0.0))]
+
+    def run(given: InfinityStrategy | None) -> Hooked:
+        model = Hooked()
+        accumulation = GradientAccumulationScheduler({0: 1, 1: 3})
+        fit(model, tmp_path, given, callbacks=[accumulation])
+        return model
+
+    expected, found = run(None), run(strategy(tmp_path))
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    check_equal(found, expected)
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    def refused(says: str, kind: type[Exception] = ConfigError, *, of: Any = None, **options: Any) -> None:
+        with pytest.raises(kind, match=says):
+            trainer(tmp_path, strategy=strategy(tmp_path), max_epochs=1, **options).fit(of or Net(), data(2))
+
+    def optimizers(made: Callable[[Net], Any]) -> Net:
+        model = Manual()
+        model.configure_optimizers = lambda: made(model)  # type: ignore[method-assign]
+        return model
+
+    sgd, lbfgs = torch.optim.SGD, torch.optim.LBFGS
+    several = optimizers(lambda model: [sgd([each]) for each in model.parameters()])
+    refused("returned 5 optimizers", of=several)
+    refused("LBFGS", UnsupportedOptimizer, of=optimizers(lambda model: lbfgs(model.parameters())))
+    with pytest.warns(UserWarning, match="no optimizer"):
+        refused("returned no optimizer", of=optimizers(lambda model: None))
+    refused("DoublePrecision", precision="64-true")
+    refused("AsyncCheckpointIO", plugins=[AsyncCheckpointIO()])
+    with pytest.raises(ConfigError, match="devices=2"):
+        Trainer(accelerator="cpu", devices=2, strategy=strategy(tmp_path))
+    with pytest.raises(ConfigError, match="num_nodes=2"):
+        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy(tmp_path))
+    with pytest.raises(ConfigError, match="computes in fp16"):
+        Trainer(
+            accelerator="cpu",
+            strategy=InfinityStrategy(precision=infinity.Precision(compute="fp16")),
+            precision="bf16-true",
+        )
+    with pytest.raises(ConfigError, match="was given mesh, resume"):
+        InfinityStrategy(mesh=None, resume="somewhere")
+
+
+def test_hooks_cannot_read_or_replace_tensors_of_a_checkpoint(tmp_path: Path) -> None:
+    class Reads(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = len(checkpoint["state_dict"])
+
+    class Replaces(Callback):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"] = {}
+
+    for callback, says in ((Reads(), "has read"), (Replaces(), "has replaced")):
+        made = trainer(tmp_path, strategy=strategy(tmp_path), max_epochs=1, callbacks=[callback])
+        made.fit(Net(), data(1))
+        with pytest.raises(ConfigError, match=says):
+            made.save_checkpoint(tmp_path / "never.ckpt")
+        assert not (tmp_path / "never.ckpt").exists()
+        made.callbacks.remove(callback)  # type: ignore[attr-defined]
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match="no checkpoint of this strategy"):
+            made.save_checkpoint(tmp_path / "mine")
+        with pytest.raises(ConfigError, match="not to be a local directory"):
+            made.save_checkpoint("s3://bucket/a.ckpt")
+
+
+def test_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.integrations.lightning.several_ranks", lambda mesh: True)
+    with pytest.raises(ConfigError, match="one of several ranks"):
+        trainer(tmp_path, strategy=strategy(tmp_path)).fit(Net(), data(1))

@@ -200,6 +200,13 @@ def divide(model: nn.Module, optimizer: Any) -> None:
         each.grad.data.div_(torch.tensor(4.0)).mul_(2)
 
 
+def move(model: nn.Module, optimizer: Any) -> None:
+    """Convert the model to the device and dtype that it has, by all of Module's ways."""
+    at = model[0].weight.device
+    model.to(at).float()._apply(lambda each: each.to(at))
+    halve(model, optimizer)
+
+
 def clip_by_hand(model: nn.Module, optimizer: Any) -> None:
     norm = math.sqrt(sum(float(each.grad.detach().norm(2)) ** 2 for each in model.parameters()))
     torch._foreach_div_([each.grad for each in model.parameters()], norm / 1e-2)
@@ -258,6 +265,7 @@ STEPS: dict[str, Step] = {
     "halve": halve,
     "ascend": ascend,
     "divide": divide,
+    "move": move,
     "noise": add_noise,
     "PCGrad": project,
     "SAM": sharpen,
