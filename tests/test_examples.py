@@ -39,3 +39,14 @@ def test_one_page(tmp_path: Path) -> None:
     found = figures("one_page.py", tmp_path, r"AdamW: (\S+)\nread (\d+) MiB, wrote (\d+) MiB")
     assert float(found[1]) < 5e-6, "a few units in the last place of weights up to 5"
     assert (int(found[2]), int(found[3])) == (40, 48)
+
+
+def test_lightning_fit(tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    found = figures(
+        "lightning_fit.py",
+        tmp_path,
+        r"loss (\S+) -> (\S+); largest relative difference to plain Lightning (\S+)",
+    )
+    assert float(found[2]) < 0.7 * float(found[1])
+    assert float(found[3]) < 1e-5
