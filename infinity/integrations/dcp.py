@@ -27,7 +27,6 @@ from infinity.checkpoint.safetensors_files import persistent
 from infinity.errors import ConfigError
 from infinity.model.paged_parameter import PagedParameter
 from infinity.optim.paged_optimizer import PagedOptimizer
-from infinity.optim.state_copies import plain
 
 
 class PagedTensor(Tensor):
@@ -93,7 +92,7 @@ class StateOfParameter:
         """Return a copy of an entry, on the CPU."""
         found = self._copies.pop(name, None)
         if found is None:
-            self._copies = plain(self._optimizer.state[self._parameter])
+            self._copies = self._optimizer.state.copies(self._parameter)
             found = self._copies.pop(name)
         return found
 

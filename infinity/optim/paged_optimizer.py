@@ -99,6 +99,12 @@ class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
             lambda: self._backend.read_state(known), lambda state: self.__setitem__(parameter, state)
         )
 
+    def copies(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return copies of the entries of a state as plain tensors, whose edits go nowhere."""
+        known = self._known(parameter)
+        self._backend.check_capacity(self._nbytes(known))
+        return self._backend.read_state(known)
+
     def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         known = self._known(parameter)
         self._replace(known, checked_state(self._rule, known, plain(state)))

@@ -20,7 +20,7 @@ from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.cost_model import MachineRates, Prediction, Traffic, UpdateTime, predict, traffic
 from infinity.planning.operator_timing import Seconds
 from infinity.planning.placement import Homes, Kind
-from infinity.planning.plan_text import text_of
+from infinity.planning.plan_text import html_of_plan, text_of
 from infinity.planning.slab_layout import (
     SlabLayout,
     frozen_bytes,
@@ -430,6 +430,10 @@ class Plan:
 
     def __str__(self) -> str:
         return text_of(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table and lines of `str()`."""
+        return html_of_plan(self)
 
     @functools.cached_property
     def page_sizes(self) -> dict[Kind, list[int]]:

@@ -1,4 +1,4 @@
-"""Plan text: the text by which a plan is printed. Pure."""
+"""Plan text: the text by which a plan is printed, or shown in a notebook. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from infinity.config import format_size
 from infinity.planning.placement import Kind
-from infinity.planning.table import render
+from infinity.planning.table import cell, render
+from infinity.telemetry.html_table import html_of
 from infinity.tiers import Tier
 
 if TYPE_CHECKING:
@@ -22,9 +23,19 @@ rating, so that readers can scale the number of days to their own drive.
 
 def text_of(plan: Plan) -> str:
     """The table of a plan's tiers, and lines on the step, on the device, on commits and on budgets."""
+    return "\n".join([render(plan.rows()), *_notes(plan)])
+
+
+def html_of_plan(plan: Plan) -> str:
+    """The same as `text_of`, as HTML."""
+    rows = plan.rows()
+    return html_of([list(rows[0]), *([cell(each) for each in row.values()] for row in rows)], _notes(plan))
+
+
+def _notes(plan: Plan) -> list[str]:
+    """The lines below the table."""
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
-    lines = [
-        render(plan.rows()),
+    return [
         _step(plan),
         *_unknown(plan),
         *_ranks(plan),
@@ -34,7 +45,6 @@ def text_of(plan: Plan) -> str:
         *_commits(plan),
         f"smallest budgets that would do: {smallest}",
     ]
-    return "\n".join(lines)
 
 
 def _step(plan: Plan) -> str:

@@ -29,14 +29,15 @@ def render(rows: Sequence[Mapping[str, Any]], *, words: bool = False) -> str:
         right, wraps = bool(index) and not words, words and index == len(rows[0]) - 1
         table.add_column(name, justify="right" if right else "left", no_wrap=not wraps)
     for row in rows:
-        table.add_row(*(Text(_cell(value)) for value in row.values()))
+        table.add_row(*(Text(cell(value)) for value in row.values()))
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as text:
         console.print(table)
     return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """The text of a value in a table, as `render` says."""
     if value is None:
         return "unknown"
     if isinstance(value, int):

@@ -8,10 +8,11 @@ other ranks. The rest is `compute_seconds`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 
 from infinity.config import format_size
+from infinity.telemetry.html_table import html_of
 from infinity.telemetry.wear import Written, days_until_worn
 
 RANKS = "ranks"
@@ -201,15 +202,46 @@ class Stats:
         """
         return days_until_worn(terabytes_written, self.written_per_day)
 
+    def flat(self) -> dict[str, int | float]:
+        """Return all measurements as one level of numbers by name, such as a logger of metrics takes.
+
+        The names are those of the fields and properties. "nvme_to_host/bytes" is a measurement of an edge,
+        "peak/transit" one of `peaks`, and "last_step/..." one of the last step. What is None is left out.
+        """
+        numbers = {each.name: getattr(self, each.name) for each in fields(self)}
+        for name in ("hit_rate", "stall_seconds", "fault_seconds", "written_per_step", "written_per_day"):
+            numbers[name] = getattr(self, name)
+        for edge, stats in self.edges.items():
+            way = edge.value.replace("->", "_to_")
+            numbers |= {f"{way}/{name}": value for name, value in asdict(stats).items()}
+        numbers |= {f"peak/{name.replace(' ', '_')}": nbytes for name, nbytes in self.peaks.items()}
+        if self.last_step is not None:
+            numbers |= {f"last_step/{name}": value for name, value in self.last_step.flat().items()}
+        return {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+
     def __str__(self) -> str:
+        lines = [
+            f"{name:<14}{moved:>10}" + "".join(f"{each:>12}" for each in more)
+            for name, moved, *more in self._rows()
+        ]
+        return "\n".join([*lines, *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table and lines of `str()`."""
+        return html_of(self._rows(), self._notes())
+
+    def _rows(self) -> list[list[str]]:
+        """The table of edges over which bytes have moved, with its titles."""
         rows = [["edge", "moved", "transfers", "stalled", "for faults"]]
         for edge, stats in self.edges.items():
             if stats != EdgeStats():
                 seconds = [f"{each:.3f} s" for each in (stats.stall_seconds, stats.fault_seconds)]
                 rows.append([edge.value, format_size(stats.bytes), str(stats.transfers), *seconds])
-        lines = [
-            f"{name:<14}{moved:>10}" + "".join(f"{each:>12}" for each in more) for name, moved, *more in rows
-        ]
+        return rows
+
+    def _notes(self) -> list[str]:
+        """The lines below the table."""
+        lines = []
         if self.last_step is not None:
             lines.append(self.last_step._step_line())
         counts = [f"steps {self.steps}" + (f" ({self.skipped_steps} skipped)" if self.skipped_steps else "")]
@@ -222,7 +254,7 @@ class Stats:
             lines.append(
                 "peak " + ", ".join(f"{name} {format_size(peak)}" for name, peak in self.peaks.items())
             )
-        return "\n".join(lines)
+        return lines
 
     def _step_line(self) -> str:
         ranks = f"other ranks {self.rank_seconds:.3f} s, " if self.rank_seconds else ""

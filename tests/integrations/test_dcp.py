@@ -1,4 +1,4 @@
-"""Tests of torch.distributed.checkpoint over models in pages, with torch's own functions and with planners."""
+"""Tests of torch.distributed.checkpoint over models in pages, by torch's own functions and by planners."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from living_tensors import Living
 from small_runtime import TIED, opened, train_step, two_layers
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -22,6 +22,9 @@ from infinity.integrations.dcp import LoadPlanner, SavePlanner, get_state_dict
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
 )
+
+
+both_precisions = pytest.mark.parametrize("compute", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 
 
 def paged(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -58,7 +61,7 @@ def check_same(found: Any, expected: Any) -> None:
             assert ours[name] == value, name
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@both_precisions
 def test_a_checkpoint_is_torchs_and_loads_into_a_fresh_run(compute: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     model = TIED.make("cpu")
@@ -81,7 +84,7 @@ def test_a_checkpoint_is_torchs_and_loads_into_a_fresh_run(compute: str, tmp_pat
         assert [train_step(other, runtime, step) for step in (3, 4)] == after
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@both_precisions
 def test_torchs_own_functions_answer_and_set_a_fresh_run(compute: str, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
     model = TIED.make("cpu")
@@ -143,10 +146,9 @@ def test_a_checkpoint_moves_between_torch_and_pages(way: str, tmp_path: Path) ->
 
 
 def test_one_tensor_is_in_ram_at_a_time(tmp_path: Path) -> None:
-    """The run has 3 MiB: 8 matrices of 128 KiB with two moments each."""
+    """The run has 24 matrices: 8 parameters, with two moments each."""
     (tmp_path / "pages").mkdir()
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 256 if i % 2 == 0 else 128, bias=False) for i in range(1)))
     model = nn.Sequential(*(nn.Linear(180, 180, bias=False) for _ in range(8)))
     with opened(model, tmp_path / "pages") as runtime:
         model(torch.randn(2, 180)).sum().backward()
@@ -156,10 +158,10 @@ def test_one_tensor_is_in_ram_at_a_time(tmp_path: Path) -> None:
         one = 4 * 180 * 180
         with Living() as living:
             save(state, tmp_path / "saved")
-        assert living.peak <= 6 * one
+        assert living.peak <= 4 * one
         with Living() as living:
             dcp.load(state, checkpoint_id=tmp_path / "saved", planner=LoadPlanner())
-        assert living.peak <= 6 * one
+        assert living.peak <= 4 * one
 
 
 def test_states_that_are_not_there_are_not_saved(tmp_path: Path) -> None:
@@ -180,12 +182,12 @@ def test_other_planners_and_models_are_refused(tmp_path: Path, monkeypatch: pyte
     with opened(model, tmp_path / "pages") as runtime:
         state = paged(model, runtime.optimizer)
         assert "PagedTensor" in repr(state["model"]["0.weight"])
-        with pytest.raises(Exception, match="planner=SavePlanner"):
+        with pytest.raises(CheckpointException, match="planner=SavePlanner"):
             dcp.save(state, checkpoint_id=tmp_path / "saved")
         save(paged(model, None), tmp_path / "weights")
-        with pytest.raises(Exception, match="planner=LoadPlanner"):
+        with pytest.raises(CheckpointException, match="planner=LoadPlanner"):
             dcp.load(paged(model, None), checkpoint_id=tmp_path / "weights")
-        with pytest.raises(Exception, match="Missing key"):
+        with pytest.raises(CheckpointException, match="Missing key"):
             dcp.load(state, checkpoint_id=tmp_path / "weights", planner=LoadPlanner())
         monkeypatch.setattr("infinity.integrations.dcp.several_ranks", lambda mesh: True)
         with pytest.raises(ConfigError, match="several ranks"):

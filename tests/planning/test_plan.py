@@ -1,3 +1,6 @@
+import re
+from html import unescape
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -246,6 +249,14 @@ def test_a_meta_model_prints_a_table() -> None:
     assert "unknown" in lines[2]
     assert "predicted unknown s/step" in lines[5]
     assert "smallest budgets" in lines[6]
+
+
+def test_a_notebook_shows_a_plan_as_a_table() -> None:
+    made = plan(stack([64] * 4), None, budget=Budget(device="64KiB", host="200KiB"), device="cpu")
+    html = made._repr_html_()
+    words = unescape(re.sub("<[^>]*>", " ", html)).split()
+    assert words == re.sub("─+", "", str(made)).split()
+    assert html.count("<tr>") == 1 + len(made.budgets) and len(html) < 2000
 
 
 def test_what_is_no_model_is_refused() -> None:

@@ -2,7 +2,10 @@
 the resource that limited the last step is named.
 """
 
+import json
+import re
 from dataclasses import FrozenInstanceError, fields, replace
+from html import unescape
 from pathlib import Path
 from threading import Thread
 
@@ -52,6 +55,45 @@ def test_what_happened_adds_up_before_a_step_is_done() -> None:
     assert (stats.accesses, stats.misses, stats.hit_rate) == (2, 1, 0.5)
     assert stats.stall_seconds == 0.75
     assert (stats.steps, stats.limited_by, stats.last_step) == (0, None, None)
+
+
+NO_NUMBERS = {"edges", "peaks", "written", "last_step"}
+"""The fields of Stats whose numbers have names of their own in `flat`."""
+
+
+def test_flat_has_every_number_and_a_logger_can_take_it() -> None:
+    meter = Meter()
+    assert meter.snapshot().flat()["steps"] == 0
+    busy_step(meter)
+    meter.peak("device homes", 70)
+    meter.scaled(2.0)
+    meter.stepped(4.0)
+    stats = meter.snapshot()
+    flat = json.loads(json.dumps(stats.flat()))
+    for found, whole in (("", stats), ("last_step/", stats.last_step)):
+        assert whole is not None
+        for each in fields(whole):
+            value = getattr(whole, each.name)
+            if each.name not in NO_NUMBERS and value is not None:
+                assert flat[found + each.name] == value
+        assert flat[f"{found}nvme_to_host/bytes"] == 150
+        assert flat[f"{found}host_to_device/stall_seconds"] == flat[f"{found}stall_seconds"] - 0.5 == 0.25
+    assert (flat["peak/device_homes"], flat["hit_rate"], flat["loss_scale"]) == (70, 0.5, 2.0)
+    assert {type(each) for each in flat.values()} <= {int, float}
+
+
+def test_a_notebook_shows_the_text_as_a_table() -> None:
+    meter = Meter()
+    busy_step(meter)
+    meter.peak("<pool>", 70)
+    meter.stepped(4.0)
+    stats = meter.snapshot()
+    html = stats._repr_html_()
+    cells = re.sub("<[^>]*>", " ", html)
+    words = unescape(cells).split()
+    assert words == str(stats).split()
+    assert "<td>nvme-&gt;host</td>" in html and "&lt;pool&gt;" in html
+    assert len(html) < 2000
 
 
 def test_steps_are_told_apart_and_sum_to_the_total() -> None:
