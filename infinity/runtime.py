@@ -121,6 +121,11 @@ class Runtime(Closing):
         self._optimizer = optimizer
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._components.health.closed
+
+    @property
     def stats(self) -> Stats:
         """Measurements of the run so far and of its last step.
 

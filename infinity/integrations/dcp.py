@@ -60,7 +60,7 @@ class PagedTensor(Tensor):
             return False
         raise ConfigError(
             f"{func} was called on a tensor in pages that is to be saved or loaded.",
-            "Give dcp.save planner=SavePlanner() and dcp.load planner=LoadPlanner(), of "
+            "Use dcp.save (not async_save) with planner=SavePlanner() and dcp.load with planner=LoadPlanner(), of "
             "infinity.integrations.dcp.",
         )
 

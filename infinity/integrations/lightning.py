@@ -178,7 +178,7 @@ class InfinityStrategy(SingleDeviceStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._close()
             self.setup_optimizers(trainer)
-        elif self.runtime is None or self._module is not module:
+        elif self.runtime is None or self.runtime.closed or self._module is not module:
             self._close()
             self._offload(module, None, {name: self._options.get(name) for name in _OF_INFERENCE})
         self.setup_precision_plugin()
@@ -221,7 +221,7 @@ class InfinityStrategy(SingleDeviceStrategy):
 
     def _close(self) -> None:
         """Hand back the model that was offloaded before, as a plain one."""
-        if self.runtime is not None:
+        if self.runtime is not None and not self.runtime.closed:
             self.runtime.close(keep=True)
         self.runtime = None
         self._reset_optimizers_and_schedulers()

@@ -197,7 +197,15 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"plain", "anomalies", "schedule by step", "validation between"}
+"""Cases whose parts other cases have, too."""
+
+
+def marked(*values: Any, slow: bool) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("case", [marked(each, slow=each in SLOW) for each in CASES])
 def test_training_equals_plain_lightning(case: str, tmp_path: Path) -> None:
     make, options, ours = CASES[case]
     expected = fit(make(), tmp_path, **options)
@@ -208,10 +216,10 @@ def test_training_equals_plain_lightning(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("compute", "every"),
     [
-        ("fp32", {"every_n_epochs": 1}),
-        ("bf16", {"every_n_epochs": 1, "save_on_train_epoch_end": True}),
-        ("fp32", {"every_n_train_steps": 4}),
-        ("bf16", {"every_n_train_steps": 4}),
+        marked("fp32", {"every_n_epochs": 1}, slow=True),
+        marked("bf16", {"every_n_epochs": 1, "save_on_train_epoch_end": True}, slow=False),
+        marked("fp32", {"every_n_train_steps": 4}, slow=False),
+        marked("bf16", {"every_n_train_steps": 4}, slow=True),
     ],
 )
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
@@ -239,7 +247,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
     assert all(torch.equal(value, states[name]) for name, value in resumed.state_dict().items())
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", [marked("bf16-mixed", slow=True), marked("bf16-true", slow=False)])
 def test_precision_of_the_trainer_becomes_that_of_pages(precision: str, tmp_path: Path) -> None:
     plain = fit(Net(), tmp_path, precision=precision)
     given = strategy(tmp_path)
@@ -249,10 +257,6 @@ def test_precision_of_the_trainer_becomes_that_of_pages(precision: str, tmp_path
     assert {each.dtype for each in found.parameters()} == {torch.float32}, "close(keep=True) gives masters"
     assert found.losses[0] == pytest.approx(plain.losses[0], rel=2**-8)
     assert found.losses[-1] == pytest.approx(plain.losses[-1], rel=0.05)
-    explicit = strategy(tmp_path, precision=infinity.Precision(compute="bf16"))
-    batches = {"bf16-mixed": "32-true"}
-    if precision in batches:
-        assert fit(Net(), tmp_path, explicit, precision="32-true").losses == found.losses
 
 
 class Wide(Net):
@@ -328,6 +332,11 @@ def test_a_second_fit_goes_on_with_a_new_optimizer_as_plain_lightning_does(tmp_p
         runs.append(model)
     runs[1].cpu()
     check_equal(runs[1], runs[0])
+    given = made.strategy
+    assert isinstance(given, InfinityStrategy) and given.runtime is not None
+    given.runtime.close()
+    made.validate(Net(), data(1), verbose=False)
+    assert not given.runtime.closed, "another model is offloaded though the first is gone"
 
 
 def test_a_file_of_another_strategy_is_resumed(tmp_path: Path) -> None:
