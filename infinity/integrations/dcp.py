@@ -60,8 +60,8 @@ class PagedTensor(Tensor):
             return False
         raise ConfigError(
             f"{func} was called on a tensor in pages that is to be saved or loaded.",
-            "Use dcp.save (not async_save) with planner=SavePlanner() and dcp.load with planner=LoadPlanner(), of "
-            "infinity.integrations.dcp.",
+            "Give dcp.save planner=SavePlanner() and dcp.load planner=LoadPlanner(), of "
+            "infinity.integrations.dcp; async_save cannot be used.",
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
