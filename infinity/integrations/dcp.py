@@ -21,12 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
+from infinity.activations.heap import HeapGuard
 from infinity.api import several_ranks
 from infinity.checkpoint.run_state import modules_with_extra_state
 from infinity.checkpoint.safetensors_files import persistent
 from infinity.errors import ConfigError
 from infinity.model.paged_parameter import PagedParameter
 from infinity.optim.paged_optimizer import PagedOptimizer
+from infinity.system import machine
+
+_HOLES = 8 << 20
+"""Bytes by which resident memory may grow before holes in the heap, which copies of former tensors leave, are
+returned to the kernel.
+"""
 
 
 class PagedTensor(Tensor):
@@ -195,6 +202,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Leave out the states of parameters that have none."""
         super().set_up_planner(state_dict, *args, **kwargs)
+        self._heap = HeapGuard(machine.resident_bytes() + _HOLES)
         self.state_dict = {
             name: value
             for name, value in self.state_dict.items()
@@ -204,7 +212,10 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         """Return the object to be written, for a PagedTensor a copy of the tensor."""
         found = super().lookup_object(index)
-        return found.read() if isinstance(found, PagedTensor) else found
+        if not isinstance(found, PagedTensor):
+            return found
+        self._heap.allocated(found.nbytes)
+        return found.read()
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -220,6 +231,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Await those entries of optimizer states that the checkpoint has, after all parameters."""
         super().set_up_planner(state_dict, metadata, *args, **kwargs)
+        self._heap = HeapGuard(machine.resident_bytes() + _HOLES)
         first, then = {}, {}
         for name, value in self.state_dict.items():
             state = value.state if isinstance(value, PagedTensor) else None
@@ -253,3 +265,4 @@ class LoadPlanner(DefaultLoadPlanner):
             self._read[name] = whole, left
         else:
             self.state_dict[name].write(whole)
+            self._heap.allocated(whole.nbytes)
