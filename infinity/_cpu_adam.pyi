@@ -47,6 +47,7 @@ class Rule(Enum):
     SGD = 4
     SGD_MOMENTUM = 5
     ADAGRAD = 6
+    LION = 7
 
 class Access(Enum):
     READ = 0
@@ -81,6 +82,11 @@ class SgdHyper:
 class AdagradHyper:
     def __init__(
         self, lr: float, lr_decay: float, eps: float, weight_decay: float, step: int, maximize: bool
+    ) -> None: ...
+
+class LionHyper:
+    def __init__(
+        self, lr: float, beta1: float, beta2: float, weight_decay: float, maximize: bool
     ) -> None: ...
 
 class AverageStep:
@@ -130,7 +136,7 @@ class Pool:
         average: int,
         average_step: AverageStep,
         segments: Sequence[tuple[int, int, int, int, int]],
-        hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper],
+        hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper | LionHyper],
         scale: float,
         awaited: bool,
     ) -> UpdateTicket: ...
@@ -159,4 +165,4 @@ class Pool:
     ) -> StreamTicket: ...
 
 def runnable_isas() -> list[str]: ...
-def fold(hyper: AdamHyper | SgdHyper | AdagradHyper, scale: float) -> bytes: ...
+def fold(hyper: AdamHyper | SgdHyper | AdagradHyper | LionHyper, scale: float) -> bytes: ...

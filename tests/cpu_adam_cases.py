@@ -10,6 +10,7 @@ from infinity.cpu_adam import (
     Adagrad,
     Adam,
     AdamW,
+    Lion,
 )
 
 RULES = {
@@ -21,6 +22,7 @@ RULES = {
     "nesterov": SGD(lr=0.1, momentum=0.9, nesterov=True, first_step=False),
     "first": SGD(lr=0.1, momentum=0.9, dampening=0.2, first_step=True),
     "adagrad": Adagrad(step=3, lr_decay=0.1, weight_decay=1e-3),
+    "lion": Lion(lr=1e-2, weight_decay=0.1),
 }
 NAN = 0x7FC00000
 

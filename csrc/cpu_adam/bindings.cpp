@@ -248,7 +248,8 @@ void bind_formats(nb::module_& m) {
         .value("ADAM_SMALL_BETA", Rule::kAdamSmallBeta)
         .value("SGD", Rule::kSgd)
         .value("SGD_MOMENTUM", Rule::kSgdMomentum)
-        .value("ADAGRAD", Rule::kAdagrad);
+        .value("ADAGRAD", Rule::kAdagrad)
+        .value("LION", Rule::kLion);
     nb::enum_<Access>(m, "Access")
         .value("READ", Access::kRead)
         .value("WRITE", Access::kWrite)
@@ -272,6 +273,9 @@ void bind_hypers(nb::module_& m) {
     nb::class_<AdagradHyper>(m, "AdagradHyper")
         .def(nb::init<double, double, double, double, int64_t, bool>(), "lr"_a, "lr_decay"_a,
              "eps"_a, "weight_decay"_a, "step"_a, "maximize"_a);
+    nb::class_<LionHyper>(m, "LionHyper")
+        .def(nb::init<double, double, double, double, bool>(), "lr"_a, "beta1"_a, "beta2"_a,
+             "weight_decay"_a, "maximize"_a);
 }
 
 void bind_pool(nb::module_& m) {

@@ -56,8 +56,9 @@ enum class Rule : uint8_t {
     kSgd,
     kSgdMomentum,
     kAdagrad,
+    kLion,
 };
-constexpr int kRules = 7;
+constexpr int kRules = 8;
 
 // Elements per block, counted from a parameter's first element. Norms are summed per block. Work is
 // cut at block boundaries only, so no block of kCodeBlock elements is shared by two threads.
@@ -94,12 +95,12 @@ struct Folded {
     bool decay_from_one;  // second moment: v - w v (small w) or beta v (large w)
     bool lerp_from_grad;  // first moment: m + w d (small w) or g + (w-1) d (large w)
     float scale;          // gradient scale: unscaling times clipping, negative to maximize
-    float weight_decay;   // L2 rules: coefficient; AdamW: lr * weight_decay
-    float step_size;      // Adam: lr / bias correction 1; SGD: lr; Adagrad: decayed lr
-    float lerp;           // Adam: w or w - 1; SGD: 1 - dampening
-    float momentum;       // SGD
-    float grad_weight;    // Adam: 1 - beta2
-    float keep_weight;    // Adam: -(1 - beta2) or beta2
+    float weight_decay;   // L2 rules: coefficient; AdamW, Lion: lr * weight_decay
+    float step_size;      // Adam: lr / bias correction 1; SGD, Lion: lr; Adagrad: decayed lr
+    float lerp;           // Adam: w or w - 1; SGD: 1 - dampening; Lion: 1 - beta1
+    float momentum;       // SGD; Lion: beta1
+    float grad_weight;    // Adam, Lion: 1 - beta2
+    float keep_weight;    // Adam: -(1 - beta2) or beta2; Lion: beta2
     float root_scale;     // Adam: 1 / sqrt(bias correction 2)
     float eps;
 };
@@ -111,7 +112,7 @@ struct UpdateArrays {
     void* param = nullptr;          // fp32 master, or the uint16 high half of a split one
     int16_t* remainder = nullptr;   // low half of a split master
     void* copy = nullptr;           // copy out, written only
-    void* first_moment = nullptr;   // Adam: mean of gradients; SGD: momentum buffer
+    void* first_moment = nullptr;   // Adam, Lion: mean of gradients; SGD: momentum buffer
     void* second_moment = nullptr;  // Adam: mean of squares; Adagrad: sum of squares
     // kInt8: biased exponents. The block that starts at element i has its exponent in slot i /
     // kCodeBlock.

@@ -100,6 +100,23 @@ Folded fold_one(const AdagradHyper& h, double scale) {
     return f;
 }
 
+Folded fold_one(const LionHyper& h, double scale) {
+    check_non_negative("lr", h.lr);
+    check_beta("beta1", h.beta1);
+    check_beta("beta2", h.beta2);
+    check_non_negative("weight_decay", h.weight_decay);
+    Folded f{};
+    f.rule = Rule::kLion;
+    f.scale = signed_scale(scale, h.maximize);
+    f.weight_decay = static_cast<float>(h.lr * h.weight_decay);
+    f.step_size = static_cast<float>(h.lr);
+    f.momentum = static_cast<float>(h.beta1);
+    f.lerp = static_cast<float>(1.0 - h.beta1);
+    f.keep_weight = static_cast<float>(h.beta2);
+    f.grad_weight = static_cast<float>(1.0 - h.beta2);
+    return f;
+}
+
 }  // namespace
 
 Folded fold(const Hyper& hyper, double scale) {
@@ -109,6 +126,8 @@ Folded fold(const Hyper& hyper, double scale) {
 
 bool uses_first_moment(Rule rule) { return rule != Rule::kSgd && rule != Rule::kAdagrad; }
 
-bool uses_second_moment(Rule rule) { return rule != Rule::kSgd && rule != Rule::kSgdMomentum; }
+bool uses_second_moment(Rule rule) {
+    return rule != Rule::kSgd && rule != Rule::kSgdMomentum && rule != Rule::kLion;
+}
 
 }  // namespace infinity::cpu_adam

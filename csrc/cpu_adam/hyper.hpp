@@ -44,7 +44,16 @@ struct AdagradHyper {
     bool maximize;
 };
 
-using Hyper = std::variant<AdamHyper, SgdHyper, AdagradHyper>;
+// Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2), with decoupled weight decay.
+struct LionHyper {
+    double lr;
+    double beta1;
+    double beta2;
+    double weight_decay;
+    bool maximize;
+};
+
+using Hyper = std::variant<AdamHyper, SgdHyper, AdagradHyper, LionHyper>;
 
 // Checks the ranges (ConfigError), computes every constant in fp64 and rounds it once. `scale`
 // multiplies the gradient: unscaling times clipping. It may have any value, since a non-finite

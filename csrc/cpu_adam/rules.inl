@@ -119,5 +119,44 @@ struct Adagrad {
     F weight_decay, minus_step, eps;
 };
 
+struct Lion {
+    static constexpr bool kFirst = true;
+    static constexpr bool kSecond = false;
+    explicit Lion(const Folded& h)
+        : weight_decay(Vec::set(h.weight_decay)),
+          step_size(Vec::set(h.step_size)),
+          momentum(Vec::set(h.momentum)),
+          grad_share(Vec::set(h.lerp)),
+          keep_weight(Vec::set(h.keep_weight)),
+          grad_weight(Vec::set(h.grad_weight)),
+          zero(Vec::set(0.0F)),
+          one(Vec::as_u(Vec::set(1.0F))),
+          sign_bit(Vec::set_u(0x80000000U)),
+          magnitude_bits(Vec::set_u(0x7FFFFFFFU)) {}
+
+    // The step's direction replaces the gradient. Both means are rounded as m.mul(beta).add(g,
+    // alpha = 1 - beta) rounds them in PyTorch: where a mean is close to 0, a rounding decides its
+    // sign.
+    template <class M>
+    INFINITY_INLINE void moments(F, F& g, F& m, F&) const {
+        const F direction = sign(Vec::fma(grad_share, g, Vec::mul(momentum, m)));
+        m = Vec::fma(grad_weight, g, Vec::mul(keep_weight, m));
+        g = direction;
+    }
+    INFINITY_INLINE F parameter(F p, F g, F, F) const {
+        return Vec::sub(p, Vec::fma(weight_decay, p, Vec::mul(step_size, g)));
+    }
+    // 1, -1 or 0; NaN if x is not finite, see [Note: quiet last].
+    INFINITY_INLINE F sign(F x) const {
+        const Vec::U bits = Vec::as_u(x);
+        const Vec::U unit =
+            Vec::at_least_if(Vec::and_u(bits, magnitude_bits), one, Vec::as_u(zero));
+        return Vec::add(Vec::as_f(Vec::and_or(bits, sign_bit, unit)), Vec::mul(x, zero));
+    }
+
+    F weight_decay, step_size, momentum, grad_share, keep_weight, grad_weight, zero;
+    Vec::U one, sign_bit, magnitude_bits;
+};
+
 }  // namespace
 }  // namespace infinity::cpu_adam

@@ -46,6 +46,7 @@ constexpr KernelTable make_table(const char* name, StreamKernel stream) {
     fill_dtypes<Rule::kSgd>(table);
     fill_dtypes<Rule::kSgdMomentum>(table);
     fill_dtypes<Rule::kAdagrad>(table);
+    fill_dtypes<Rule::kLion>(table);
     table.average[0] = average<ParameterFormat::kPlain>;
     table.average[1] = average<ParameterFormat::kPlainF32>;
     table.average[2] = average<ParameterFormat::kPlainBf16>;

@@ -33,6 +33,10 @@ template <>
 struct RuleOf<Rule::kAdagrad> {
     using Type = Adagrad;
 };
+template <>
+struct RuleOf<Rule::kLion> {
+    using Type = Lion;
+};
 
 // The type of moments in a format. kKeeps: whether the rule keeps any moments. If it keeps none,
 // the format does not matter.

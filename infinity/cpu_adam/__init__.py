@@ -23,7 +23,7 @@ done.
 """
 
 from infinity.cpu_adam.form import UpdateForm
-from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper, NativeHyper
+from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper, Lion, NativeHyper
 from infinity.cpu_adam.placement import default_cpus
 from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
 from infinity.cpu_adam.work import (
@@ -55,6 +55,7 @@ __all__ = [
     "Gradient",
     "GradientResult",
     "Hyper",
+    "Lion",
     "NativeHyper",
     "Segment",
     "Span",

@@ -89,7 +89,26 @@ class Adagrad:
         )
 
 
-Hyper: TypeAlias = Adam | SGD | Adagrad
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    """Lion (arXiv:2302.06675, algorithm 2), with decoupled weight decay.
 
-NativeHyper: TypeAlias = _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper
+    The array `cpu_adam.Update.first_moment` is the mean of gradients. A gradient or mean that is not finite
+    makes the parameter NaN.
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.LionHyper:
+        return _cpu_adam.LionHyper(self.lr, *self.betas, self.weight_decay, self.maximize)
+
+
+Hyper: TypeAlias = Adam | SGD | Adagrad | Lion
+
+NativeHyper: TypeAlias = (
+    _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper | _cpu_adam.LionHyper
+)
 """Hyper-parameters as an object of the native core. The method `native` of a `Hyper` makes the object."""

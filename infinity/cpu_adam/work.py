@@ -115,7 +115,7 @@ class Update:
     parameter of a split master. A float16 copy is rounded to the nearest value, with ties to even.
     """
     first_moment: Array | None = None
-    """Adam's mean of gradients or SGD's momentum buffer: float32, bfloat16 or uint8 (int8 codes)."""
+    """Mean of gradients (Adam, Lion) or momentum buffer (SGD): float32, bfloat16 or uint8 (int8 codes)."""
     second_moment: Array | None = None
     """Adam's mean of squares or Adagrad's sum of squares: float32, bfloat16 or uint8 (int8 codes)."""
     first_scale: Array | None = None

@@ -80,6 +80,7 @@ _RULES_OF = {
     "Adam": (*_ADAM_W, _cpu_adam.Rule.ADAM, _cpu_adam.Rule.ADAM_SMALL_BETA),
     "SGD": (_cpu_adam.Rule.SGD, _cpu_adam.Rule.SGD_MOMENTUM),
     "Adagrad": (_cpu_adam.Rule.ADAGRAD,),
+    "Lion": (_cpu_adam.Rule.LION,),
 }
 """The update rules that the groups of a torch optimizer may need, by the name of the optimizer's class."""
 _MASTERS = {

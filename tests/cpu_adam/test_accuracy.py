@@ -28,8 +28,9 @@ from typing import Any
 import pytest
 import torch
 from cpu_adam_cases import adversarial
+from other_optimizers import Lion as PlainLion
 
-from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Segment, ThreadPool, Update, runnable_isas
+from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW, Lion, Segment, ThreadPool, Update, runnable_isas
 
 N = 10_000_000
 LARGEST = torch.finfo(torch.float32).max
@@ -137,9 +138,27 @@ def adagrad_oracle(h: Adagrad, s: State, g: torch.Tensor) -> Oracle:
     )
 
 
+def lion_oracle(h: Lion, s: State, g: torch.Tensor) -> Oracle:
+    """A direction that rounding may turn round counts as right either way, and NaN if it is not finite."""
+    p, m, g = s["parameter"].double(), s["first_moment"].double(), g.double()
+    b1, b2 = h.betas
+    direction = fit(b1 * m + (1 - b1) * g)
+    near = direction.abs() <= 8 * ulp(torch.maximum((b1 * m).abs(), ((1 - b1) * g).abs()))
+    decay = h.lr * h.weight_decay * p
+    sign = torch.where(direction.isfinite(), direction.sign(), torch.nan)
+    unit = ulp(torch.maximum(p.abs(), decay.abs()).clamp(min=h.lr))
+    first_size = torch.maximum((b2 * m).abs(), ((1 - b2) * g).abs())
+    return Oracle(
+        {"parameter": fit(p - decay - h.lr * sign), "first_moment": fit(b2 * m + (1 - b2) * g)},
+        {"parameter": torch.where(near, unit.clamp(min=2 * h.lr), unit), "first_moment": ulp(first_size)},
+    )
+
+
 def oracle(h: Any, s: State, g: torch.Tensor) -> Oracle:
     if isinstance(h, Adam):
         return adam_oracle(h, s, g)
+    if isinstance(h, Lion):
+        return lion_oracle(h, s, g)
     return sgd_oracle(h, s, g) if isinstance(h, SGD) else adagrad_oracle(h, s, g)
 
 
@@ -156,6 +175,7 @@ RULES = {
     "sgd": SGD(lr=0.1, weight_decay=1e-2, momentum=0.9, dampening=0.1, first_step=False),
     "nesterov": SGD(lr=0.1, weight_decay=1e-2, momentum=0.9, nesterov=True, first_step=False),
     "adagrad": Adagrad(lr=0.1, lr_decay=0.01, weight_decay=1e-2, step=7),
+    "lion": Lion(lr=1e-3, weight_decay=0.1),
 }
 
 
@@ -169,6 +189,8 @@ def torch_optimizer(h: Any, parameter: torch.Tensor, **how: bool) -> torch.optim
     if isinstance(h, Adam):
         kind = torch.optim.AdamW if isinstance(h, AdamW) else torch.optim.Adam
         return kind([parameter], h.lr, h.betas, h.eps, h.weight_decay, **how)  # type: ignore[arg-type]
+    if isinstance(h, Lion):
+        return PlainLion([parameter], h.lr, h.betas, h.weight_decay)
     if isinstance(h, SGD):
         return torch.optim.SGD([parameter], h.lr, h.momentum, h.dampening, h.weight_decay, h.nesterov, **how)
     return torch.optim.Adagrad([parameter], h.lr, h.lr_decay, h.weight_decay, eps=h.eps, **how)
@@ -181,6 +203,8 @@ def torchs(h: Any, s: State, g: torch.Tensor, **how: bool) -> State:
     optimizer = torch_optimizer(h, parameter, **how)
     if isinstance(h, SGD):
         optimizer.state[parameter] = {"momentum_buffer": now["first_moment"]}
+    elif isinstance(h, Lion):
+        optimizer.state[parameter] = {"exp_avg": now["first_moment"]}
     elif isinstance(h, Adagrad):
         optimizer.state[parameter] = {"step": torch.tensor(h.step - 1.0), "sum": now["second_moment"]}
     else:

@@ -146,6 +146,7 @@ def test_each_optimizer_has_the_rules_that_its_groups_may_ask_for() -> None:
     assert rules("AdamW") == {"kAdamW", "kAdamWSmallBeta"}
     assert rules("Adam") == {"kAdamW", "kAdamWSmallBeta", "kAdam", "kAdamSmallBeta"}
     assert rules("SGD") == {"kSgd", "kSgdMomentum"} and rules("Adagrad") == {"kAdagrad"}
+    assert rules("Lion") == {"kLion"}
     assert str(UpdateKind(6, 2, 3, 1)) == "INFINITY_UPDATE(kAdagrad, kF16, kPlainF16, kBf16)"
 
 

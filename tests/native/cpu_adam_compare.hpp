@@ -126,7 +126,8 @@ inline std::vector<Hyper> every_rule() {
             SgdHyper{0.1, 0.9, 0.5, 1e-4, false, false, true},
             SgdHyper{0.1, 0.9, 0.0, 1e-4, true, false, false},
             SgdHyper{0.1, 0.9, 0.5, 0.0, false, true, false},
-            AdagradHyper{0.1, 0.01, 1e-10, 1e-4, 7, false}};
+            AdagradHyper{0.1, 0.01, 1e-10, 1e-4, 7, false},
+            LionHyper{1e-2, 0.9, 0.99, 0.1, false}};
 }
 
 inline void compare_formats(const KernelTable& a, const KernelTable& b, const Folded& folded,
