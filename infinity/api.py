@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,11 +62,11 @@ def offload(
 
     model: any nn.Module; it is changed in place. It may be in RAM, on the device, or built under
     torch.device("meta"); in the last case the model's own initialisers fill it, module by module. optimizer:
-    AdamW, Adam, SGD or Adagrad of torch.optim over the model's parameters; `Runtime.optimizer` replaces it.
-    None: inference only. budget: bytes of each tier that the runtime may use. precision: the dtypes of
-    computation and states. device: where the model computes; by default "cuda" if there is a GPU, else "cpu".
-    weights: a safetensors file, or a directory of such files, from which the model is filled. example_inputs:
-    see infinity.plan.
+    AdamW, Adam, SGD or Adagrad of torch.optim, Lion of lion-pytorch, or AdamW or Lion of bitsandbytes, over
+    the model's parameters; `Runtime.optimizer` replaces it. None: inference only. budget: bytes of each tier
+    that the runtime may use. precision: the dtypes of computation and states. device: where the model
+    computes; by default "cuda" if there is a GPU, else "cpu". weights: a safetensors file, or a directory of
+    such files, from which the model is filled. example_inputs: see infinity.plan.
 
     update: the time when parameters are updated. A unit is a group of parameters that move together. "sync":
     all units before `step` returns. "lazy": each unit before its next use, while earlier units compute.
@@ -359,6 +360,8 @@ def plan_for(
             'Give update="lazy", or leave average= out.',
         )
     rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
+    if rule is not None:
+        precision = replace(precision, states=rule.states)  # an 8-bit optimizer chooses them
     draft = functools.partial(
         make_plan,
         model,

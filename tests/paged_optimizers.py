@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from other_optimizers import Lion
 from update_backend import MemoryBackend
 
 from infinity.cpu_adam import ThreadPool
@@ -22,6 +23,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.2}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5, "lr_decay": 0.1}),
+    "lion": (Lion, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

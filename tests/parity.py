@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from homes import budget_for, check_homes
+from other_optimizers import Lion
 from torch import Tensor, nn
 from zoo import Batch, Entry
 
@@ -28,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adagrad": lambda groups, **options: torch.optim.Adagrad(
         groups, initial_accumulator_value=0.1, **options
     ),
+    "lion": Lion,
 }
 RATE = 1e-3
 

@@ -1,4 +1,4 @@
-"""Optimizer rules: the state arrays and the hyper-parameters of each torch optimizer."""
+"""Optimizer rules: the state arrays and the hyper-parameters of each optimizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from infinity.config import round_up
-from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper
+from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper, Lion
 from infinity.errors import ConfigError, UnsupportedOptimizer
+from infinity.formats import other_optimizers
 from infinity.formats.moments import DTYPES
 from infinity.tiers import PAGE_ALIGNMENT
 
@@ -131,7 +132,7 @@ def state_arrays(
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The update rule of a torch optimizer: its states, and the hyper-parameters of its updates.
+    """The update rule of an optimizer: its states, and the hyper-parameters of its updates.
 
     `Rule.of` makes a rule; each family of optimizers has a subclass. A rule stores only options that
     determine which states there are. Learning rates and all other options are read from the optimizer's
@@ -139,7 +140,7 @@ class Rule:
     """
 
     name: str
-    """The name of the optimizer's class in torch.optim."""
+    """The name of the optimizer's class: that in torch.optim, or "Lion"."""
     moments: tuple[str, ...]
     """The keys of the moments in torch's state, in the order in which a page holds the moments."""
     first_moment: str | None
@@ -163,27 +164,25 @@ class Rule:
         """The rule of `optimizer`. states: the format of the moments, as in `Precision.states`. average: the
         decay of running averages of masters, from 0 to 1; None for no averages.
 
-        Raises UnsupportedOptimizer if the optimizer's type is not exactly AdamW, Adam, SGD or Adagrad of
-        torch.optim, or if an option of a group is not implemented here. Raises ConfigError if the value of
-        an option is out of range.
+        An 8-bit optimizer of bitsandbytes has moments in "int8". Raises UnsupportedOptimizer if the
+        optimizer's type is not exactly AdamW, Adam, SGD or Adagrad of torch.optim or one of
+        `other_optimizers.NAMES`, or if an option is not implemented here. Raises ConfigError if the value
+        of an option is out of range, and for the reasons of `other_optimizers.recognised`.
         """
-        rules = {
-            torch.optim.AdamW: _adam,
-            torch.optim.Adam: _adam,
-            torch.optim.SGD: _sgd,
-            torch.optim.Adagrad: _adagrad,
-        }
-        make = rules.get(type(optimizer))
-        if make is None:
-            known = ", ".join(each.__name__ for each in rules)
-            kind = type(optimizer)
+        kind, known = type(optimizer), ("AdamW", "Adam", "SGD", "Adagrad")
+        if kind in [getattr(torch.optim, each) for each in known]:
+            name = kind.__name__
+        elif (found := other_optimizers.recognised(optimizer, states)) is not None:
+            name, states = found
+        else:
             raise UnsupportedOptimizer(
                 f"The optimizer is a {kind.__module__}.{kind.__qualname__}, which is not implemented here.",
-                f"Use one of torch.optim's {known} itself, not a subclass.",
+                f"Use one of torch.optim's {', '.join(known)} itself, not a subclass, or one of "
+                f"{', '.join(other_optimizers.NAMES)}.",
             )
         if average is not None and not (type(average) in (int, float) and 0 <= average <= 1):
             raise ConfigError(f"The decay of averages is {average!r}.", "Give average= a number from 0 to 1.")
-        rule = dataclasses.replace(make(optimizer), states=states, average=average)
+        rule = dataclasses.replace(_RULES[name](optimizer, name), states=states, average=average)
         rule.check(optimizer.param_groups)
         return rule
 
@@ -242,11 +241,10 @@ class _AdamRule(Rule):
         _refuse(self.name, group, "amsgrad", "differentiable")
         # AdamW of torch 2.6 does not have this option: its weight decay is always decoupled.
         decoupled = group.get("decoupled_weight_decay", self.name == "AdamW")
-        betas = group["betas"]
         kind = AdamW if decoupled else Adam
         return kind(
             lr=_number("lr", group["lr"]),
-            betas=(_number("betas[0]", betas[0], below=1.0), _number("betas[1]", betas[1], below=1.0)),
+            betas=_betas(group),
             eps=_number("eps", group["eps"]),
             weight_decay=_number("weight_decay", group["weight_decay"]),
             step=step,
@@ -314,9 +312,24 @@ class _AdagradRule(Rule):
         return self.accumulator
 
 
-def _adam(optimizer: torch.optim.Optimizer) -> Rule:
+class _LionRule(Rule):
+    def hyper(self, group: Group, step: int, first: bool) -> Hyper:
+        if group.get("cautious_factor", 1.0) != 1.0:
+            raise UnsupportedOptimizer(
+                f"Lion with cautious_factor={group['cautious_factor']!r} is not implemented here.",
+                "Use cautious_factor=1.0.",
+            )
+        return Lion(
+            lr=_number("lr", group["lr"]),
+            betas=_betas(group),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            maximize=bool(group.get("maximize", False)),
+        )
+
+
+def _adam(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     return _AdamRule(
-        name=type(optimizer).__name__,
+        name=name,
         moments=("exp_avg", "exp_avg_sq"),
         first_moment="exp_avg",
         second_moment="exp_avg_sq",
@@ -325,10 +338,10 @@ def _adam(optimizer: torch.optim.Optimizer) -> Rule:
     )
 
 
-def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
+def _sgd(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     buffer = "momentum_buffer" if any(group["momentum"] for group in optimizer.param_groups) else None
     return _SgdRule(
-        name="SGD",
+        name=name,
         moments=() if buffer is None else (buffer,),
         first_moment=buffer,
         second_moment=None,
@@ -337,9 +350,9 @@ def _sgd(optimizer: torch.optim.Optimizer) -> Rule:
     )
 
 
-def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
+def _adagrad(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     return _AdagradRule(
-        name="Adagrad",
+        name=name,
         moments=("sum",),
         first_moment=None,
         second_moment="sum",
@@ -347,6 +360,25 @@ def _adagrad(optimizer: torch.optim.Optimizer) -> Rule:
         from_the_start=True,
         accumulator=float(optimizer.defaults["initial_accumulator_value"]),
     )
+
+
+def _lion(optimizer: torch.optim.Optimizer, name: str) -> Rule:
+    return _LionRule(
+        name=name,
+        moments=("exp_avg",),
+        first_moment="exp_avg",
+        second_moment=None,
+        counts_steps=False,
+        from_the_start=False,
+    )
+
+
+_RULES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad, "Lion": _lion}
+
+
+def _betas(group: Group) -> tuple[float, float]:
+    first, second = group["betas"]
+    return _number("betas[0]", first, below=1.0), _number("betas[1]", second, below=1.0)
 
 
 def _refuse(optimizer: str, group: Group, *options: str) -> None:

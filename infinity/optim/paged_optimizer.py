@@ -469,7 +469,7 @@ def checked_state(
         if name == "master" and (dtype or parameter.dtype) == torch.float32:
             continue
         if value is None:
-            if rule.counts_steps and state and name != "master":
+            if name != "master" and (rule.counts_steps or name not in state) and state.keys() - {"master"}:
                 raise _misfit(what, f"has no {name!r}")
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.is_sparse:

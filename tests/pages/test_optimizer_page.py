@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from homes import budget_for, check_homes
+from other_optimizers import Lion
 from small_runtime import TIED, opened, train_step
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ RULES: dict[str, Any] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, weight_decay=1e-2),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, initial_accumulator_value=0.3),
+    "lion": lambda parameters: Lion(parameters, lr=1e-2),
 }
 Run = dict[str, Any]
 

@@ -18,6 +18,7 @@ from device_arrays import opened as updates_of
 from device_units import adamw, kernels, opened, part_of, step
 from hard_budgets import check_budgets, offload, smallest
 from homes import ROOMY
+from other_optimizers import Lion
 from parity import tensors_copied
 from planned_models import MiB, check, planned, stack
 from small_runtime import TIED, loss_of
@@ -244,7 +245,7 @@ def test_a_step_is_a_launch_a_unit_one_for_all_squares_and_one_copy(
         store.link = recorded._link
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad", "Lion"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_no_kernel_is_compiled_in_a_step(
     compute: str, optimizer: str, kernels: None, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +267,7 @@ def test_no_kernel_is_compiled_in_a_step(
     monkeypatch.setattr(Kernels, "launch", noted_launch)
     for number, states in enumerate(("fp32", "bf16", "int8")):
         model = TIED.make()
-        made = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-3)
+        made = getattr(torch.optim, optimizer, Lion)(model.parameters(), lr=1e-3)
         precision = infinity.Precision(compute=compute, states=states)
         budget = Budget(device=ROOMY, host=ROOMY)
         with infinity.offload(model, made, budget=budget, precision=precision, device="cpu") as runtime:
