@@ -62,9 +62,9 @@ def offload(
 
     model: any nn.Module; it is changed in place. It may be in RAM, on the device, or built under
     torch.device("meta"); in the last case the model's own initialisers fill it, module by module. optimizer:
-    AdamW, Adam, SGD or Adagrad of torch.optim, Lion of lion-pytorch, or AdamW or Lion of bitsandbytes, over
-    the model's parameters; `Runtime.optimizer` replaces it. None: inference only. budget: bytes of each tier
-    that the runtime may use. precision: the dtypes of computation and states. device: where the model
+    AdamW, Adam, SGD, Adagrad or Muon of torch.optim, Lion of lion-pytorch, or AdamW or Lion of bitsandbytes,
+    over the model's parameters; `Runtime.optimizer` replaces it. None: inference only. budget: bytes of each
+    tier that the runtime may use. precision: the dtypes of computation and states. device: where the model
     computes; by default "cuda" if there is a GPU, else "cpu". weights: a safetensors file, or a directory of
     such files, from which the model is filled. example_inputs: see infinity.plan.
 
@@ -362,6 +362,11 @@ def plan_for(
     rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
     if rule is not None:
         precision = replace(precision, states=rule.states)  # an 8-bit optimizer chooses them
+        if rule.matrix and chosen == "eager":
+            raise ConfigError(
+                f"Eager updates were asked for with {rule.name}, which updates whole matrices.",
+                'Give update="lazy".',
+            )
     draft = functools.partial(
         make_plan,
         model,

@@ -18,7 +18,10 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
+from infinity.formats.master_weights import rounded
+from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
+from infinity.layout.strides import in_memory_order
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
 from infinity.optim.eager import EagerStep
 from infinity.optim.step_options import StepOptions
@@ -552,14 +555,58 @@ class TrainingStep:
         exposed = self._exposed()
         options = StepOptions(self._param_groups, self._group_of(), self._states.rule, self._states.averaged)
         try:
-            self._updater.step(options, order, self._edits.exposed)
+            if self._states.rule.matrix:
+                self._update_matrices()
+            else:
+                self._updater.step(options, order, self._edits.exposed)
         except BaseException as error:
             parts.health.interrupted(error)
             raise
         self._edits.updated()
-        if self._ranked is not None:
+        if self._ranked is not None and not self._states.rule.matrix:
             self._tell_ranks(self._updated_units(options), exposed)
         parts.prefetch_engine.look_ahead()
+
+    def _update_matrices(self) -> None:
+        """Update every matrix that has a gradient and a group, one after the other, by Muon's rule.
+
+        A matrix comes together in RAM, and is written to its page as an edit whose masters are known. Over
+        ranks each rank computes all of it, and keeps its part.
+        """
+        started = time.perf_counter()
+        rule, groups = self._states.rule, self._group_of()
+        for unit, page in self._gradients.pages.items():
+            for index in sorted(page.having):
+                group = groups.get((unit, index))
+                if group is not None:
+                    self._update_matrix(unit, index, rule.whole(self._param_groups[group]))
+        self._components.meter.updating(time.perf_counter() - started)
+
+    def _update_matrix(self, unit: int, index: int, options: Muon) -> None:
+        states, page = self._states, self._components.pages[unit]
+        parameter, layout = page.parameters[index], page.layout.parameters[index]
+        gradient = self.read_gradient(unit, index)
+        momentum = states.read(unit, index).get("momentum_buffer")
+        assert gradient is not None
+        master, gradient = self._master(self._place(parameter)), gradient.to(torch.float32)
+        if momentum is None:
+            momentum = torch.zeros_like(gradient)
+        with torch.no_grad():
+            options.update(master, momentum, gradient, self._components.plan.device)
+        if self._ranked is not None:
+            # Then no rank reads former parts any more, and devices that round otherwise are found.
+            self._ranked.agree_on_states(
+                {(unit, index): state_digest(layout, {"momentum_buffer": momentum, "master": master})},
+                "Train on equal devices, with equal versions of torch and numbers of threads.",
+            )
+        step = states.pages[unit].steps[index] + 1
+        states.write(unit, index, {"momentum_buffer": momentum})
+        states.pages[unit].steps[index] = step
+        states.given[unit, index] = flat = in_memory_order(master, layout.stride)
+        with torch.no_grad():
+            parameter.copy_(rounded(flat, layout.dtype).as_strided(layout.shape, layout.stride))
+        self._edits.write_back(page)
+        del states.given[unit, index]
 
     def _exposed(self) -> list[int]:
         """The units whose bytes user code has views of, for `_tell_ranks`. Called before an update begins,

@@ -167,6 +167,8 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
     optimizer: torch.optim.Optimizer
     if case.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    elif case.optimizer == "muon":
+        optimizer = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], lr=0.02)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     with infinity.offload(

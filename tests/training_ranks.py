@@ -27,6 +27,7 @@ from resumed_cases import (
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
+from infinity.formats.muon import Muon
 from infinity.planning.placement import Kind
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
@@ -102,6 +103,14 @@ def _each_case(run: Any) -> list[Any]:
 
 def training() -> list[Any]:
     return _each_case(train)
+
+
+def training_on_unequal_devices() -> list[Any]:
+    """As `training`, but rank 1 rounds the directions of Muon otherwise."""
+    if os.environ["RANK"] == "1":
+        iteration: Any = Muon._orthogonal
+        Muon._orthogonal = lambda self, matrix: iteration(self, matrix) * (1 + 2**-7)  # type: ignore[method-assign]
+    return training()
 
 
 def training_with_a_break() -> list[Any]:

@@ -418,11 +418,16 @@ class RankedStep:
         if self.contributions is not None:
             self.contributions.expect(self.contributions.ended + later, parameters)
 
-    def agree_on_states(self, digests: Mapping[tuple[int, int], int]) -> None:
+    def agree_on_states(
+        self,
+        digests: Mapping[tuple[int, int], int],
+        cure: str = "Give all ranks the same states, such as those of one file.",
+    ) -> None:
         """Wait until all ranks are about to replace the same optimizer states.
 
-        digests: (unit, index of a parameter) -> digest of its new state. Raises RankDivergence, naming a
-        parameter, if a rank has another state for it or replaces another one, and RankFailure.
+        digests: (unit, index of a parameter) -> digest of its new state. cure: for states that differ. Raises
+        RankDivergence, naming a parameter, if a rank has another state for it or replaces another one, and
+        RankFailure.
         """
         said = [[*place, digest] for place, digest in sorted(digests.items())]
         heard = self._ballots.agree("a change of optimizer states", said)
@@ -433,7 +438,7 @@ class RankedStep:
                     raise RankDivergence(
                         f"At a change of optimizer states the state of {self._name(*place)} on rank {rank} "
                         "is not that on rank 0.",
-                        "Give all ranks the same states, such as those of one file.",
+                        cure,
                     )
 
     def agree(self, call: str) -> None:

@@ -15,6 +15,7 @@ from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper, Lion
 from infinity.errors import ConfigError, UnsupportedOptimizer
 from infinity.formats import other_optimizers
 from infinity.formats.moments import DTYPES
+from infinity.formats.muon import Muon
 from infinity.tiers import PAGE_ALIGNMENT
 
 Group = Mapping[str, Any]
@@ -158,6 +159,10 @@ class Rule:
     """The format of the moments: "fp32", "bf16" or "int8", as in `Precision.states`."""
     average: float | None = None
     """The decay of the running averages of masters; None if there are none."""
+    matrix: int = 0
+    """Number of elements of the largest parameter, for Muon, whose updates take whole matrices; 0 for rules
+    that update elements one by one.
+    """
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, states: str = "fp32", average: float | None = None) -> Rule:
@@ -165,11 +170,12 @@ class Rule:
         decay of running averages of masters, from 0 to 1; None for no averages.
 
         An 8-bit optimizer of bitsandbytes has moments in "int8". Raises UnsupportedOptimizer if the
-        optimizer's type is not exactly AdamW, Adam, SGD or Adagrad of torch.optim or one of
+        optimizer's type is not exactly AdamW, Adam, SGD, Adagrad or Muon of torch.optim or one of
         `other_optimizers.NAMES`, or if an option is not implemented here. Raises ConfigError if the value
         of an option is out of range, and for the reasons of `other_optimizers.recognised`.
         """
-        kind, known = type(optimizer), ("AdamW", "Adam", "SGD", "Adagrad")
+        known = [each for each in ("AdamW", "Adam", "SGD", "Adagrad", "Muon") if hasattr(torch.optim, each)]
+        kind = type(optimizer)
         if kind in [getattr(torch.optim, each) for each in known]:
             name = kind.__name__
         elif (found := other_optimizers.recognised(optimizer, states)) is not None:
@@ -217,6 +223,12 @@ class Rule:
         step: the number of the update, 1 for a parameter's first update. first: whether the parameter's
         momentum buffer has no content yet. Raises UnsupportedOptimizer if an option is not implemented here.
         Raises ConfigError if a value is out of range, or needs a moment that is not in `moments`.
+        """
+        raise NotImplementedError
+
+    def whole(self, group: Group) -> Muon:
+        """The options of an update of whole matrices in `group`, for a rule with a `matrix`; instead of
+        `hyper`, with the same errors.
         """
         raise NotImplementedError
 
@@ -327,6 +339,44 @@ class _LionRule(Rule):
         )
 
 
+class _MuonRule(Rule):
+    def check(self, groups: Sequence[Group]) -> None:
+        if self.states == "int8" or self.average is not None:
+            what = "averages" if self.average is not None else "states of 8 bits"
+            raise UnsupportedOptimizer(f"Muon with {what} is not implemented here.", f"Leave {what} out.")
+        for group in groups:
+            self.whole(group)
+            for each in group["params"]:
+                if each.ndim != 2 or each.numel() > self.matrix:
+                    raise ConfigError(
+                        f"A group of Muon has a parameter of shape {tuple(each.shape)}; there is room for "
+                        f"matrices of at most {self.matrix} elements, as the groups had when offloaded.",
+                        "Offload Muon with all its matrices, and update other parameters otherwise.",
+                    )
+
+    def whole(self, group: Group) -> Muon:
+        coefficients, steps, adjust = group["ns_coefficients"], group["ns_steps"], group["adjust_lr_fn"]
+        if len(coefficients) != 3:
+            raise ConfigError(f"A group's ns_coefficients are {coefficients!r}.", "Give three numbers.")
+        if not (isinstance(steps, int) and 0 <= steps < 100):
+            raise ConfigError(f"A group's ns_steps is {steps!r}.", "Give an integer below 100.")
+        if adjust not in (None, "original", "match_rms_adamw"):
+            raise ConfigError(
+                f"A group's adjust_lr_fn is {adjust!r}.", 'Give None, "original" or "match_rms_adamw".'
+            )
+        a, b, c = (_number("ns_coefficients", each, least=-math.inf) for each in coefficients)
+        return Muon(
+            lr=_number("lr", group["lr"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            momentum=_number("momentum", group["momentum"]),
+            nesterov=bool(group["nesterov"]),
+            ns_coefficients=(a, b, c),
+            eps=_number("eps", group["eps"]),
+            ns_steps=steps,
+            adjust_lr_fn=adjust,
+        )
+
+
 def _adam(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     return _AdamRule(
         name=name,
@@ -373,7 +423,26 @@ def _lion(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     )
 
 
-_RULES = {"AdamW": _adam, "Adam": _adam, "SGD": _sgd, "Adagrad": _adagrad, "Lion": _lion}
+def _muon(optimizer: torch.optim.Optimizer, name: str) -> Rule:
+    return _MuonRule(
+        name=name,
+        moments=("momentum_buffer",),
+        first_moment="momentum_buffer",
+        second_moment=None,
+        counts_steps=False,
+        from_the_start=False,
+        matrix=max(each.numel() for group in optimizer.param_groups for each in group["params"]),
+    )
+
+
+_RULES = {
+    "AdamW": _adam,
+    "Adam": _adam,
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "Lion": _lion,
+    "Muon": _muon,
+}
 
 
 def _betas(group: Group) -> tuple[float, float]:

@@ -103,7 +103,8 @@ class Updater:
         """
         plan = self._store.plan
         on_disk = any(chain.states_on_disk for each in self._units for chain in each.chains)
-        if not on_disk or plan.accumulation is None or plan.update == "sync":
+        whole = plan.rule is not None and plan.rule.matrix  # no chain uses the states
+        if not on_disk or whole or plan.accumulation is None or plan.update == "sync":
             return None
         return ReadAhead(
             {unit: each.chains for unit, each in enumerate(self._units)},

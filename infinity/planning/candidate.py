@@ -29,6 +29,7 @@ from dataclasses import replace
 
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
+from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, state_format
 from infinity.layout.chunks import RegionSize, page_bytes, region_sizes
 from infinity.layout.shards import ALONE, Share
@@ -93,6 +94,8 @@ class Candidate:
         """
         self._largest_unit = 0
         """The most bytes that all chains (updates of chunks) of a single unit take together on this rank."""
+        self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
+        """Bytes of RAM, beside pages, in which whole matrices are updated."""
         self._trained = rule is not None
         self._has_ring = ring and rule is not None
         self._share = share
@@ -192,12 +195,12 @@ class Candidate:
 
     def working(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of host RAM for data on the move: staging, transit buffers, the buffer that receives
-        gradients, and exchange buffers.
+        gradients, exchange buffers, and the matrix that is updated.
 
         level: the rules for the sizes of working buffers. room: the bytes that each tier has.
         """
         local = self.staging(level, room) + self.transit(level, room) + self.ring(level, room)
-        return local + level.exchange(self.exchange_block_bytes)
+        return local + level.exchange(self.exchange_block_bytes) + self._matrix_bytes
 
     @property
     def least_near(self) -> int:

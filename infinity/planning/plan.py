@@ -14,6 +14,7 @@ import torch
 
 from infinity.config import Precision, round_up
 from infinity.device_update.workspace import workspace_of
+from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
 from infinity.layout.shards import ALONE, Share, part_bytes
@@ -227,14 +228,21 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the host arena, in which all memory of the host tier lies but `waiting_bytes`."""
-        return self.host_bytes - self.waiting_bytes
+        """Bytes of the host arena, in which all memory of the host tier lies but `waiting_bytes` and
+        `matrix_bytes`.
+        """
+        return self.host_bytes - self.waiting_bytes - self.matrix_bytes
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of RAM in which torch updates a whole matrix, for Muon; else 0."""
+        return 0 if self.rule is None else bytes_in_ram(self.rule.matrix)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the host tier, in sum: pages at home in RAM, staging, transit buffers, the buffer that
-        receives gradients, the exchange with other ranks, the node cache and, if `unified`, the pool of
-        resident pages.
+        receives gradients, the exchange with other ranks, the node cache, the matrix that is updated
+        and, if `unified`, the pool of resident pages.
         """
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
@@ -247,7 +255,7 @@ class Plan:
     @property
     def _working_in_ram(self) -> int:
         buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes
-        return buffers + self.exchange_bytes + self.node_cache_bytes
+        return buffers + self.exchange_bytes + self.node_cache_bytes + self.matrix_bytes
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
@@ -363,9 +371,10 @@ class Plan:
         """The predicted seconds of a step that runs forward and backward `micro_batches` times.
 
         The prediction assumes that every forward takes inputs like the example inputs of the plan. Returns
-        None if the plan was made without example inputs, or if the model's control flow depends on data.
+        None if the plan was made without example inputs, if the model's control flow depends on data, or for
+        Muon, whose products of matrices are not timed.
         """
-        if self.speeds is None or self.compute is None:
+        if self.speeds is None or self.compute is None or (self.rule is not None and self.rule.matrix):
             return None
         return predict(self.traffic, self.speeds, self.compute, micro_batches)
 

@@ -16,6 +16,7 @@ from torch import nn
 from infinity.config import Budget, Precision
 from infinity.device_update.workspace import largest_workspace
 from infinity.errors import ConfigError
+from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import build
 from infinity.layout.division import Division
@@ -109,8 +110,10 @@ def make_plan(
     unified = device.type == "cpu" and budget.device_bytes is None
     surveyed = survey(model, precision)
     budgets = _budgets(budget, available, unified=unified)
+    # Activations are gone when a matrix is updated.
+    apart = 0 if rule is None or unified else bytes_on_device(rule.matrix)
     reserve = Reserve.of(
-        activations,
+        None if activations is None else max(activations, apart),
         _buffer_bytes(model),
         unknown=_UNKNOWN_SHARE if device.type == "cuda" else None,
         headroom=available.headroom,
@@ -220,8 +223,9 @@ class _Draft:
         )
         found = planned(placement)
         alone = self.share.ranks == 1
-        averages = found.rule is not None and found.rule.average is not None  # not in the device's kernels
-        if alone and not self.unified and not averages and twin_flow.has_kernels(device):
+        rule = found.rule
+        has_kernels = rule is None or (rule.average is None and not rule.matrix)
+        if alone and not self.unified and has_kernels and twin_flow.has_kernels(device):
             found = self._with_updates_on_device(
                 found, self.room(reserve), planned, preferred=self.search.prefers(placement)
             )

@@ -82,7 +82,10 @@ class Mine(torch.optim.AdamW):
     pass
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.NAdam, torch.optim.SparseAdam, Mine])
+OTHERS = ("Adafactor", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam")
+
+
+@pytest.mark.parametrize("kind", [*(getattr(torch.optim, name) for name in OTHERS), Mine])
 def test_other_optimizers_are_refused_and_the_cure_names_those_that_work(kind: Any) -> None:
     with pytest.raises(UnsupportedOptimizer) as caught:
         Rule.of(kind([torch.nn.Parameter(torch.zeros(3))]))
