@@ -50,3 +50,20 @@ def test_lightning_fit(tmp_path: Path) -> None:
     )
     assert float(found[2]) < 0.7 * float(found[1])
     assert float(found[3]) < 1e-5
+
+
+def test_finetune_hf(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    line = r"loss (\S+) -> (\S+); largest relative difference to a plain Trainer (\S+)"
+    found = figures("finetune_hf.py", tmp_path, f"(?s)full: {line}.*LoRA: {line}")
+    assert float(found[2]) < 0.8 * float(found[1]) and float(found[5]) < float(found[4])
+    assert max(float(found[3]), float(found[6])) < 1e-5
+
+
+def test_sft_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = r"loss (\S+) -> (\S+); largest relative difference to a plain SFTTrainer (\S+)"
+    found = figures("sft_trl.py", tmp_path, line)
+    assert float(found[2]) < 0.7 * float(found[1])
+    assert float(found[3]) < 1e-5
