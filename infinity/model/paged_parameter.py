@@ -351,6 +351,26 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
     return place.pager.run(torch.Tensor.detach, [place], (parameter,), {})  # type: ignore[no-any-return]
 
 
+def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what carries out `function`, which tells where a parameter's bytes are. Raises ConfigError for
+    safetensors, which reads the bytes of all tensors in the end, when pages may have been moved.
+    """
+
+    def carried_out(parameter: PagedParameter) -> Any:
+        place, caller = parameter._place, sys._getframe(2).f_globals.get("__name__")
+        if caller == "safetensors.torch":
+            raise ConfigError(
+                f"safetensors was given the offloaded parameter {place.name}, whose memory changes.",
+                "Call runtime.export(directory), or give it model.state_dict(), whose tensors are copies.",
+            )
+        return place.pager.run(function, [place], (parameter,), {})
+
+    return carried_out
+
+
+_MEMORY: list[Any] = [torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage]
+
+
 _AVERAGING = frozenset(
     getattr(place, name)
     for place in (torch, torch.Tensor)
@@ -536,6 +556,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _SET_DATA: _set_data,
     _SET_REQUIRES_GRAD: _set_requires_grad,
     _REQUIRES_GRAD: _set_requires_grad,
+    **{each: _memory(each) for each in _MEMORY},
     torch.Tensor.detach: _detach,
     torch.Tensor.resize_: _no_other_storage,
     torch.Tensor.resize_as_: _no_other_storage,

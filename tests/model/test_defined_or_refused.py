@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from homes import each_device, places
 from parity import copied, differences
-from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step
+from safetensors.torch import load_file, save_file
+from small_runtime import TIED, WIDE, gradients, loss_of, opened, train_step, two_layers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
@@ -518,3 +520,19 @@ def test_a_wrapper_of_the_optimizer_may_step(tmp_path: Path) -> None:
         model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
         wrapper.step()
         assert not torch.equal(model.state_dict()["bias"], before)
+
+
+@pytest.mark.parametrize("home", ["nvme", "unified"])
+def test_safetensors_is_given_copies_alone(home: str, tmp_path: Path) -> None:
+    """It collects the addresses of all tensors, and reads the bytes there when pages may have been moved."""
+    model, path = two_layers(), tmp_path / "saved.safetensors"
+    plain = copied(model.state_dict())
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    with opened(model, pages, home=home):
+        for save in (save_file, lambda tensors, _: safetensors.torch.save(tensors)):
+            with pytest.raises(ConfigError, match=r"the offloaded parameter 0\.weight, whose memory changes"):
+                save(dict(model.named_parameters()), path)
+        assert not path.exists()
+        save_file(model.state_dict(), path)
+        assert differences(load_file(path), plain) == []
