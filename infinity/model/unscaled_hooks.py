@@ -24,6 +24,7 @@ the running backward is noted in the thread-local state of torch, which autograd
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -169,6 +170,13 @@ def retain(tensor: torch.Tensor) -> None:
     _retained.append(weakref.ref(tensor))
 
 
+def _is_made(found: object) -> bool:
+    """Whether an object that the garbage collector knows is a tensor that an operation made."""
+    with contextlib.suppress(RuntimeError):  # torch 2.6 has tensor objects without a tensor
+        return issubclass(type(found), torch.Tensor) and not found.is_leaf  # type: ignore[attr-defined]
+    return False
+
+
 def take_older() -> None:
     """Have the hooks and retained gradients that tensors have now be as those that are to come.
 
@@ -177,7 +185,7 @@ def take_older() -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
-            if issubclass(type(each), torch.Tensor) and not each.is_leaf:
+            if _is_made(each):
                 for key in list(each._backward_hooks or ()):
                     each._backward_hooks[key] = unscaled(each._backward_hooks[key])
                 if each.retains_grad:
