@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import locale
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -39,16 +39,16 @@ class Nvrtc:
         texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
         arguments = (source.encode(), b"infinity.cu", len(headers), texts, names)
         self._check(self._library.nvrtcCreateProgram(ctypes.byref(program), *arguments), "")
-        # NVRTC 12.4 leaves the process in the locale C, in which Python reads files as ASCII.
-        before = locale.setlocale(locale.LC_ALL)
         try:
             given = (ctypes.c_char_p * len(options))(*(each.encode() for each in options))
-            result = self._library.nvrtcCompileProgram(program, len(options), given)
+            # NVRTC 12.4 leaves its thread in the locale C, in which Python reads files as ASCII.
+            with ThreadPoolExecutor(1) as thread:
+                compiled = thread.submit(self._library.nvrtcCompileProgram, program, len(options), given)
+            result = compiled.result()
             self._check(result, self._output(program, "ProgramLog").decode(errors="replace"))
             virtual = any(each.startswith("--gpu-architecture=compute_") for each in options)
             return self._output(program, "PTX" if virtual else "CUBIN")
         finally:
-            locale.setlocale(locale.LC_ALL, before)
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
     def _output(self, program: ctypes.c_void_p, what: str) -> bytes:
