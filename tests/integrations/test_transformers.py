@@ -18,6 +18,7 @@ pytest.importorskip("peft")
 import peft
 import rank_processes
 import transformers
+from homes import HOMES
 from parity import differences
 from safetensors.torch import load_file
 from trainers import DROPPED, MODELS, distance, make, trained, trainer_of
@@ -66,6 +67,14 @@ def test_numbers_of_a_plain_trainer(name: str, case: str, tmp_path: Path) -> Non
     if case == "load best":  # elsewhere the losses tell, and biases of ViT's keys are rounding errors
         for key, value in learnt.items():
             torch.testing.assert_close(runs[0][1][key], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", [each for each in HOMES if each != "unified"])
+def test_homes_change_no_bit(home: str, tmp_path: Path) -> None:
+    case: dict[str, Any] = {**CASES["accumulation"], "bf16": True}
+    found = [trained("llama", tmp_path / each, each, **case) for each in (home, "unified")]
+    assert found[0][0] == found[1][0] and differences(found[0][1], found[1][1]) == []
 
 
 def resumed(name: str, directory: Path, commits: bool, **options: Any) -> tuple[Any, Any]:

@@ -66,10 +66,12 @@ def trainer_of(kind: str, directory: Path, lora: bool) -> Any:
         "disable_tqdm": True,
         "bf16": False,
     }
-    if kind == "sft":
+    if kind in ("sft", "packed"):
+        arguments |= {"packing": True, "max_length": 16} if kind == "packed" else {}
         data = Dataset.from_list([{"text": text(each, 8)} for each in range(FEW)])
         return trl.SFTTrainer(args=trl.SFTConfig(**arguments), train_dataset=data, **given)
-    if kind == "dpo":
+    if kind in ("dpo", "precomputed"):
+        arguments["precompute_ref_log_probs"] = kind == "precomputed"
         rows = [{"prompt": text(each, 3), "chosen": text(99 + each, 8)} for each in range(FEW)]
         data = Dataset.from_list([{**row, "rejected": text(50 - each, 8)} for each, row in enumerate(rows)])
         given["ref_model"] = None if lora else model(directory / "base")
@@ -93,12 +95,13 @@ def numbers(trainer: Any) -> list[dict[str, float]]:
     ("kind", "lora"),
     [
         ("dpo", False),
-        *(
-            pytest.param(kind, lora, marks=pytest.mark.slow)
-            for kind in ("sft", "dpo", "grpo")
-            for lora in (False, True)
-            if (kind, lora) != ("dpo", False)
-        ),
+        pytest.param("dpo", True, marks=pytest.mark.slow),
+        pytest.param("precomputed", False, marks=pytest.mark.slow),
+        pytest.param("sft", False, marks=pytest.mark.slow),
+        pytest.param("sft", True, marks=pytest.mark.slow),
+        pytest.param("packed", False, marks=pytest.mark.slow),
+        pytest.param("grpo", False, marks=pytest.mark.slow),
+        pytest.param("grpo", True, marks=pytest.mark.slow),
     ],
 )
 def test_numbers_of_a_plain_trainer(kind: str, lora: bool, tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_numbers_of_a_plain_trainer(kind: str, lora: bool, tmp_path: Path) -> No
     budget = infinity.Budget(host="1MiB", nvme={str(tmp_path / "pages"): "64MiB"})
     with attach(paged, budget=budget) as runtime:
         reference = getattr(paged, "ref_model", None)
-        assert (reference is None) == (lora or kind == "sft")
+        assert (reference is None) == (lora or kind in ("sft", "packed"))
         if reference is None:
             paged.train()
         else:  # its pages lie beside those of the model that is trained
