@@ -135,7 +135,8 @@ class Copier:
         self.classes.add(type(module))
         made: nn.Module = self.put(module, object.__new__(type(module)))
         for name, value in list(vars(module).items()):
-            unused = name.startswith(("_state_dict_", "_load_state_dict_"))  # hooks that a step does not call
+            # Hooks that a step does not call, and arguments of torch.compile, which Lightning notes.
+            unused = name.startswith(("_state_dict_", "_load_state_dict_")) or name == "_compile_kwargs"
             try:
                 made.__dict__[name] = OrderedDict() if unused else self.copy(value)
             except _Located:
