@@ -33,14 +33,14 @@ from transformers.trainer import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.api import offload
-from infinity.checkpoint.run_copy import RECORD
+from infinity.checkpoint.run_copy import DATA, RECORD
 from infinity.checkpoint.run_state import generators, set_generators
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError, storage_errors
 from infinity.layout.names import is_a
 from infinity.runtime import Runtime
 
-_WRITTEN = ("*.safetensors", "*.safetensors.index.json", "run.json", "run.data")
+_WRITTEN = ("*.safetensors", "*.safetensors.index.json", RECORD, DATA)
 """Patterns of the files that a model or a run copy consists of."""
 _STEP = "global_step"
 _OWN = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
