@@ -4,6 +4,7 @@ Parameters, gradients and optimizer states are pages that live in device memory,
 """
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,12 @@ from typing import TYPE_CHECKING, Any
 # otherwise.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+
+if importlib.util.find_spec("infinity._tiers") is None:
+    raise ImportError(
+        f"The native modules of infinity are not in {os.path.dirname(__file__)}. Start Python in another "
+        "directory to use an installed infinity, or build them there as CONTRIBUTING.md says."
+    )
 
 from infinity.api import offload, plan
 from infinity.checkpoint.commit import Commit

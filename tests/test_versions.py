@@ -17,8 +17,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 CI = ROOT / ".ci" / "run"
-
-needs_ci = pytest.mark.skipif(not CI.exists(), reason="an sdist comes without .ci")
+MAKEFILE = ROOT / "Makefile"
 
 
 def project() -> dict[str, Any]:
@@ -40,14 +39,13 @@ def tool(hook: dict[str, Any]) -> str:
     return str(hook["entry"]).split()[0]
 
 
-def ci_checks() -> dict[str, list[str]]:
-    """Command lines of CI's step "lint, formatting and types", by the tool that they run."""
-    step = CI.read_text().split('step "lint, formatting and types"\n')[1].split("\n\n")[0]
+def checks() -> dict[str, list[str]]:
+    """Command lines of `make lint`, which CI runs, by the tool that they run."""
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", MAKEFILE.read_text(), re.MULTILINE)
+    assert recipe is not None
     found: dict[str, list[str]] = {}
-    for line in step.splitlines():
-        command = line.split("| xargs ")[-1]
-        if not command.startswith("pip "):
-            found.setdefault(command.split()[0], []).append(line)
+    for line in recipe[1].splitlines():
+        found.setdefault(line.split("| xargs ")[-1].split()[0], []).append(line.strip())
     return found
 
 
@@ -65,20 +63,17 @@ def test_a_hook_has_the_version_of_the_dev_extra(hook: dict[str, Any]) -> None:
         assert hook["additional_dependencies"] == [f"{tool(hook)}=={pins()[tool(hook)]}"]
 
 
-@needs_ci
-def test_hooks_and_ci_run_the_same_tools() -> None:
-    assert {tool(hook) for hook in hooks()} == set(ci_checks())
+def test_hooks_and_make_lint_run_the_same_tools() -> None:
+    assert {tool(hook) for hook in hooks()} == set(checks())
 
 
-@needs_ci
-def test_hooks_and_ci_run_both_halves_of_ruff() -> None:
+def test_hooks_and_make_lint_run_both_halves_of_ruff() -> None:
     in_hooks = {hook["entry"].split()[1] for hook in hooks() if tool(hook) == "ruff"}
-    assert in_hooks == {line.split()[1] for line in ci_checks()["ruff"]} == {"check", "format"}
+    assert in_hooks == {line.split()[1] for line in checks()["ruff"]} == {"check", "format"}
 
 
-@needs_ci
-def test_hooks_and_ci_format_the_same_native_files() -> None:
-    (line,) = ci_checks()["clang-format"]
+def test_hooks_and_make_lint_format_the_same_native_files() -> None:
+    (line,) = checks()["clang-format"]
     endings = set(re.findall(r"'\*(\.\w+)'", line))
     (pattern,) = (hook["files"] for hook in hooks() if tool(hook) == "clang-format")
     native = {path for folder in ("csrc", "tests") for path in (ROOT / folder).rglob("*.*") if path.is_file()}
@@ -87,9 +82,14 @@ def test_hooks_and_ci_format_the_same_native_files() -> None:
     assert {path.suffix for path in by_hook} == endings
 
 
-@needs_ci
-def test_ci_installs_the_extra_that_has_the_pins() -> None:
-    assert 'pip install --quiet ".[dev]"' in CI.read_text()
+def test_make_lint_installs_the_extra_that_has_the_pins() -> None:
+    assert re.search(r"^lint:.*/with-dev", MAKEFILE.read_text(), re.MULTILINE)
+
+
+@pytest.mark.skipif(not CI.exists(), reason="an sdist comes without .ci")
+def test_ci_runs_readmes_second_command_and_make_lint() -> None:
+    targets = re.findall(r"^commands (\w+)$", CI.read_text(), re.MULTILINE)
+    assert targets == ["lint", "test"] and "make test" in (ROOT / "README.md").read_text()
 
 
 def test_the_package_says_the_version_of_its_metadata() -> None:
