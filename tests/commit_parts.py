@@ -64,7 +64,8 @@ def newest_parts(places: Sequence[Places], nodes: Sequence[int], stage: int) -> 
     with ThreadPoolExecutor(len(nodes)) as threads:
         for rank, node in enumerate(nodes):
             here, share = rank_directories(places[node]), Share(rank, len(nodes), stage)
-            arguments = (here, next(iter(here.values())), FILES, share)
+            names = {f"rank-{each}": path for each, path in here.items()}
+            arguments = (names, next(iter(here.values())), FILES, share)
             calls.append(
                 threads.submit(meeting.attend, rank, agreed_commit.find_parts, *arguments, node=node)
             )
@@ -72,7 +73,7 @@ def newest_parts(places: Sequence[Places], nodes: Sequence[int], stage: int) -> 
     calls.sort(key=lambda call: isinstance(call.exception(), threading.BrokenBarrierError))
     found = [call.result() for call in calls]
     return [
-        FoundPart(nodes[holder], found[holder].read[rank]) for rank, holder in enumerate(found[0].holders)
+        FoundPart(nodes[holder], found[holder].read[rank][1]) for rank, holder in enumerate(found[0].holders)
     ]
 
 

@@ -58,6 +58,8 @@ class Case:
     """Whether each rank runs forwards alone between steps, each rank another number of them."""
     copy: str = ""
     """Name of a copy that is saved or loaded."""
+    first: int = 0
+    """Number of the first step of a run that goes on from a commit."""
 
     @property
     def exact(self) -> bool:

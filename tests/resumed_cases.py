@@ -83,6 +83,43 @@ def train_with_a_move(case: Case, place: Place, directory: Path) -> dict[str, An
     return found
 
 
+def begin(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Take the first step of a case, commit, and end."""
+    found = nothing()
+    with running(case, place, directory, checkpoint=_commits_of_all(case, directory)) as run:
+        run.take_steps(range(1), found)
+        run.runtime.save(state=run.schedules()).wait()
+    return found
+
+
+def go_on(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Go on from the last commit of a case, which any number of ranks may have made, and take one more step.
+
+    Nothing of that commit is left then but what it has in common with the new one.
+    """
+    found, commits = nothing(), _commits_of_all(case, directory)
+    with running(case, place, directory, resume=commits) as run:
+        run.load_schedules(run.runtime.load())
+        run.take_steps(range(case.first, case.first + 1), found)
+        run.runtime.save(state=run.schedules()).wait()
+        tell_values(run.model, found)
+        found["states"] = digests_of_states(run.runtime)
+    return found
+
+
+def left_over(case: Case, ranks: int, directory: Path) -> list[str]:
+    """How the files of commits of a case differ from those of one commit of so many ranks."""
+    commits = _commits_of_all(case, directory)
+    number = case.first + 1
+    mine = {f"rank-{rank}/commit-{number}" for rank in range(ranks)} if ranks > 1 else {f"commit-{number}"}
+    files = {f"{each.relative_to(commits)}" for each in commits.rglob("commit-*")}
+    return sorted(files ^ (mine | {f"{each}.data" for each in mine}))
+
+
+def _commits_of_all(case: Case, directory: Path) -> Path:
+    return directory / "commits" / replace(case, first=0, accumulate=1, stage=0).name
+
+
 def train_on_other_nodes(case: Case, place: Place, directory: Path, how: str | None = None) -> dict[str, Any]:
     """Train a case as `train` does, but have each rank go on from a commit on the node of another rank,
     and begin there once more in the end. A node is a directory. how: of CUTS, how the second run cuts pages;

@@ -17,6 +17,8 @@ import torch
 from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import Case, Place, backwards, differences, opened, train
 from resumed_cases import (
+    begin,
+    go_on,
     resume_with_other_frozen_layers,
     train_back_and_forth,
     train_cut_otherwise,
@@ -115,6 +117,14 @@ def training_on_unequal_devices() -> list[Any]:
 
 def training_with_a_break() -> list[Any]:
     return _each_case(train_with_a_break)
+
+
+def beginning() -> list[Any]:
+    return _each_case(begin)
+
+
+def going_on() -> list[Any]:
+    return _each_case(go_on)
 
 
 def training_with_a_move() -> list[Any]:

@@ -1,9 +1,9 @@
-"""Agreed commit: the newest commit of which every rank's part is whole, from which a run of ranks goes on.
+"""Agreed commit: the newest commit of which every part is whole, from which all ranks of a run go on.
 
 [Note: parts that have moved]
-A rank's part lies on the node where the rank ran. A restart may put ranks on other nodes. So each rank looks
-at all parts on its node. A part whose rank runs elsewhere is read by another rank of its node, and sent over
-the network (infinity/checkpoint/moved_parts.py).
+A rank's part lies on the node where the rank ran. A restart may put ranks on other nodes, and there may be
+more ranks, or fewer. So each rank looks at all parts on its node. A part that is not of a rank which runs
+there is read by another rank of the node, and sent over the network (infinity/checkpoint/moved_parts.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import CommitName, named_commits
+from infinity.checkpoint.rank_directories import name_of
 from infinity.checkpoint.resume import check_loadable, no_commit
 from infinity.errors import CorruptState, IncompatibleCheckpoint, InfinityError
 from infinity.layout.shards import Share
@@ -31,87 +32,90 @@ class Parts:
 
     name: CommitName
     holders: tuple[int, ...]
-    """For each rank, the rank that reads its part: itself, if the part is on its node."""
-    read: Mapping[int, SavedCommit]
-    """The parts that this rank reads, by the rank whose parts they are."""
+    """For each part, the rank that reads it: the rank with the part's number, if the part is on its node."""
+    read: Mapping[int, tuple[Path, SavedCommit]]
+    """The parts that this rank reads, each with its directory, by their numbers."""
 
 
 def find_parts(
-    directories: Mapping[int, Path], given: Path, files: DiskFiles, share: Share, agree: Agree, *, node: int
+    directories: Mapping[str, Path], given: Path, files: DiskFiles, share: Share, agree: Agree, *, node: int
 ) -> Parts:
-    """Find the newest commit of which all parts are whole. All ranks call this.
+    """Find the newest commit of which all parts are whole, whatever their number. All ranks call this.
 
-    directories: the directories of ranks on this rank's node, which is `node`. given: the directory that the
+    directories: `commit_directories` on this rank's node, which is `node`. given: the directory that the
     user gives, for errors. Raises ConfigError if there is no commit, IncompatibleCheckpoint if no rank finds
-    a rank's part or if there were another number of ranks, and CorruptState if no commit is whole.
+    a part, and CorruptState if no commit is whole.
     """
-    heard = agree("offload()", node=node, ranks=sorted(directories))
-    whole: dict[int, dict[CommitName, SavedCommit]] = {}
-    faults: dict[int, dict[int, str]] = {}
-    for rank, directory in sorted(directories.items()):
-        if rank < share.ranks and reader_of(rank, node, heard) == share.rank:
-            whole[rank], faults[rank] = _read_all(directory, files, share, rank)
-    told = [[rank, sorted(commits)] for rank, commits in whole.items()]
-    found: list[dict[int, set[CommitName]]] = [{} for _ in range(share.ranks)]
+    heard = agree("offload()", node=node, holds=sorted(directories))
+    mine: dict[tuple[CommitName, int, int], tuple[Path, SavedCommit]] = {}
+    faults: list[str] = []
+    for place, directory in sorted(directories.items()):
+        if reader_of(place, node, heard) == share.rank:
+            whole, wrong = _read_all(directory, place, files)
+            faults += wrong.values()
+            for saved in whole:
+                newer = [fault for number, fault in wrong.items() if number > saved.manifest.generation]
+                skipped = replace(saved, skipped=tuple(newer))
+                mine[saved.manifest.name, saved.manifest.world_size, saved.manifest.rank] = directory, skipped
+    told = [[*commit, size, part] for commit, size, part in mine]
+    readers: dict[tuple[CommitName, int], dict[int, list[int]]] = {}
     for reader, said in agree("offload()", parts=told).items():
-        for rank, names in said["parts"]:
-            found[rank][reader] = {CommitName(*name) for name in names}
-    everywhere = [set().union(*readers.values()) for readers in found]
-    common = set.intersection(*everywhere)
-    if not common:
-        raise _no_common(
-            given, everywhere, [each for of_rank in faults.values() for each in of_rank.values()]
-        )
-    name = max(common)
-    holders = tuple(
-        rank if name in readers.get(rank, ()) else min(each for each in readers if name in readers[each])
-        for rank, readers in enumerate(found)
-    )
-    mine = {rank: commits[name] for rank, commits in whole.items() if holders[rank] == share.rank}
-    if share.rank in mine:
-        newer = [fault for number, fault in faults[share.rank].items() if number > name.generation]
-        mine[share.rank] = replace(mine[share.rank], skipped=tuple(newer))
-    return Parts(name, holders, mine)
+        for generation, created, size, part in said["parts"]:
+            of_commit = readers.setdefault((CommitName(generation, created), size), {})
+            of_commit.setdefault(part, []).append(reader)
+    complete = [commit for commit, of_parts in readers.items() if len(of_parts) == commit[1]]
+    if not complete:
+        raise _no_common(given, readers, faults)
+    name, size = max(complete)
+    found = readers[name, size]
+    holders = tuple(part if part in found[part] else min(found[part]) for part in range(size))
+    read = {part: mine[name, size, part] for part in range(size) if holders[part] == share.rank}
+    return Parts(name, holders, read)
 
 
-def _no_common(given: Path, everywhere: Sequence[set[CommitName]], faults: Sequence[str]) -> InfinityError:
-    """The error if there is no commit of which all parts are whole."""
-    if not any(everywhere) and not faults:
+def _no_common(
+    given: Path, readers: Mapping[tuple[CommitName, int], Mapping[int, object]], faults: Sequence[str]
+) -> InfinityError:
+    """The error if there is no commit of which all parts are whole. readers: commit -> its parts."""
+    if not readers and not faults:
         return no_commit(given)
-    told = "; ".join(f"of rank {rank} {named_commits(names)}" for rank, names in enumerate(everywhere))
+    size = max((size for _, size in readers), default=1)
+    of_parts = [{name for (name, _), found in readers.items() if part in found} for part in range(size)]
+    told = "; ".join(f"of rank {part} {named_commits(names)}" for part, names in enumerate(of_parts))
     cause = " ".join([f"There is no commit in {given} of which all parts are whole: {told}.", *faults])
-    if all(everywhere):
+    if all(of_parts):
         return CorruptState(cause, "Give back what the ranks had in one run.")
     return IncompatibleCheckpoint(
         cause, "Start a rank on each node that has parts of ranks, or give back the disk that had them."
     )
 
 
-def reader_of(rank: int, node: int, heard: Mapping[int, Mapping[str, Any]]) -> int:
-    """The rank that reads a rank's part on a node: that rank itself, or the first one there.
+def reader_of(name: str, node: int, heard: Mapping[int, Mapping[str, Any]]) -> int:
+    """The rank that reads a directory of commits on a node: that whose own it is, or the first one there.
 
-    heard: rank -> "node", where it runs, and "ranks", of which there are parts there.
+    name: of `commit_directories`. heard: rank -> "node", where it runs, and "holds", the names there.
     """
-    here = [each for each, said in sorted(heard.items()) if said["node"] == node and rank in said["ranks"]]
-    return rank if rank in here else here[0]
+    here = [each for each, said in sorted(heard.items()) if said["node"] == node and name in said["holds"]]
+    return next((each for each in here if name_of(each, len(heard)) == name), here[0])
 
 
-def _read_all(
-    directory: Path, files: DiskFiles, share: Share, rank: int
-) -> tuple[dict[CommitName, SavedCommit], dict[int, str]]:
-    """Read all commits of a rank. Returns those that are whole, and by number what is wrong with others."""
-    found, faults = {}, {}
+def _read_all(directory: Path, name: str, files: DiskFiles) -> tuple[list[SavedCommit], dict[int, str]]:
+    """Read all commits of a directory. Returns those that are whole, and by number what is wrong with others.
+
+    name: of the directory, as in `commit_directories`.
+    """
+    found, faults = [], {}
     for generation in commit_files.generations(directory):
         try:
             saved = commit_files.read(directory, generation, files)
         except CorruptState as error:
             faults[generation] = error.cause
             continue
-        check_loadable(saved, share.ranks)
-        if saved.manifest.rank != rank:
+        check_loadable(saved)
+        if name_of(saved.manifest.rank, saved.manifest.world_size) != name:
             raise IncompatibleCheckpoint(
                 f"Commit {generation} in {directory} is the part of rank {saved.manifest.rank}.",
                 "Give each rank the directory that it had.",
             )
-        found[saved.manifest.name] = saved
+        found.append(saved)
     return found, faults

@@ -13,7 +13,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, open_slabs, volume_record
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
-from infinity.checkpoint.rank_directories import check_ranks, directory_of, rank_directories
+from infinity.checkpoint.rank_directories import commit_directories, directory_of, rank_directories
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
 from infinity.checkpoint.run_slabs import RunSlabs
 from infinity.config import Budget
@@ -47,10 +47,9 @@ class Checkpoint(Closing):
         connects with the other ranks, which all call this; None with one rank.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
-        a value that cannot be a path, and IncompatibleCheckpoint for commits of another number of ranks.
-        Raises StorageError for a directory that cannot be used, or that another process uses (EBUSY), and
-        CorruptState or IncompatibleCheckpoint for a commit that cannot be loaded.
-        Directories that were made are then removed.
+        a value that cannot be a path. Raises StorageError for a directory that cannot be used, or that
+        another process uses (EBUSY), and CorruptState or IncompatibleCheckpoint for a commit that cannot be
+        loaded. Directories that were made are then removed.
         """
         given = directory if directory is not None else resume
         assert given is not None
@@ -60,13 +59,15 @@ class Checkpoint(Closing):
         self.saved: SavedCommit | None = None
         """The commit that the run continues; None for a new run."""
         self.moved: MovedParts | None = None
-        """What ranks send each other of this commit; None with one rank, and for a new run."""
+        """What ranks read for each other of this commit; None for a new run, and if one rank goes on from a
+        commit of one.
+        """
         self._old: NvmeTier | None = None
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
             if resume is not None and (share.ranks == 1 or os.path.lexists(resume)):
-                check_ranks(check_directory(resume), share)
+                check_directory(resume)
             # The part of a rank that runs on another node now is not here, and its directory is made.
             makes = resume is None or directory is not None or share.ranks > 1
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
@@ -79,7 +80,7 @@ class Checkpoint(Closing):
                 source = make_directory(there, made) if share.ranks > 1 else check_directory(there)
                 if source not in self.locks:
                     self._lock(source, cleanup)
-                if communicator is None:
+                if communicator is None and not _has_ranks(source):
                     self.saved = read_newest(source, files)
                 else:
                     self.saved, self.moved = commit_of_all(communicator, check_directory(resume), files)
@@ -116,8 +117,9 @@ class Checkpoint(Closing):
         """UUIDs of the slabs of the commit that the run continues. They stay, even if they look like what a
         crash has left.
         """
-        slabs = () if self.saved is None else self.saved.manifest.volume.slabs
-        return frozenset(slab.uuid for slab in slabs)
+        lent = () if self.moved is None else (each.saved for each in self.moved.lent.values())
+        parts = () if self.saved is None else (self.saved, *lent)
+        return frozenset(slab.uuid for each in parts for slab in each.manifest.volume.slabs)
 
     def divide(self, plan: Plan) -> None:
         """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
@@ -187,6 +189,11 @@ class Checkpoint(Closing):
         self.locks[directory] = cleanup.enter_context(lock)
 
 
+def _has_ranks(directory: Path) -> bool:
+    """Whether several ranks have committed in a directory."""
+    return any(commit_files.generations(each) for each in rank_directories(directory).values())
+
+
 def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
     """A name that all ranks of a new run have, and no other run; None for any other run.
 
@@ -203,9 +210,8 @@ def _check_unused(given: Path, directory: Path) -> None:
 
     given: the directory that the user gives. directory: this rank's. Raises ConfigError.
     """
-    used = {each for each in (given, directory) if commit_files.generations(each)}
-    if directory == given:
-        used |= {each for each in rank_directories(given).values() if commit_files.generations(each)}
+    used = {*commit_directories(given).values(), directory}
+    used = {each for each in used if commit_files.generations(each)}
     if used:
         first = min(used)
         raise ConfigError(

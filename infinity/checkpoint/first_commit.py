@@ -12,15 +12,17 @@ continues a commit has no name.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import reader_of
-from infinity.checkpoint.rank_directories import rank_directories
+from infinity.checkpoint.manifest import CommitName
+from infinity.checkpoint.rank_directories import commit_directories, name_of, rank_of
 from infinity.checkpoint.slab_list import SlabList
-from infinity.errors import IncompatibleCheckpoint
+from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
 
@@ -29,67 +31,88 @@ if TYPE_CHECKING:
 
 
 class _Found(NamedTuple):
-    """What a directory of a rank has, on any node."""
+    """What a directory of commits has, on any node."""
 
-    rank: int
+    name: str
+    """As in `commit_directories`."""
     committed: bool
     """Whether there are parts of commits."""
     run: str | None
     """The name of the run that has its list of slabs there."""
+    parts: frozenset[tuple[CommitName, int]]
+    """The commits of which there is a part that can be read, each with the number of its parts."""
 
 
 def commits_to_continue(communicator: Communicator, given: str | os.PathLike[str], files: DiskFiles) -> bool:
-    """Whether a directory has commits of these ranks, on any of their nodes. All ranks call this.
+    """Whether a directory has commits, on any node of these ranks. All ranks call this.
 
     given: the directory that the user gives. Parts of a run of which no commit has counted are removed; see
-    [Note: a run without a commit]. Raises IncompatibleCheckpoint if some ranks have parts and others have
-    not, and it is not certain that no commit has counted, and StorageError (EBUSY) for parts that are in use.
+    [Note: a run without a commit]. Raises IncompatibleCheckpoint if some parts of all commits are missing,
+    and it is not certain that no commit has counted, and StorageError (EBUSY) for parts that are in use.
     """
-    share = communicator.share
-    there = rank_directories(given) if os.path.isdir(given) else {}
-    here = {rank: directory for rank, directory in sorted(there.items()) if rank < share.ranks}
+    there = commit_directories(given) if os.path.isdir(given) else {}
     heard = communicator.agree(
         "offload()",
         node=communicator.place.node,
-        ranks=list(here),
-        found=[_look(rank, directory, files) for rank, directory in here.items()],
+        holds=sorted(there),
+        found=[_look(name, directory, files) for name, directory in sorted(there.items())],
     )
-    found = {_Found(*each) for said in heard.values() for each in said["found"]}
-    lacking = set(range(share.ranks)) - {each.rank for each in found if each.committed}
-    if not lacking:
+    found = {
+        _Found(name, committed, run, frozenset((CommitName(*commit), size) for commit, size in parts))
+        for said in heard.values()
+        for name, committed, run, parts in said["found"]
+    }
+    commits = {each for one in found for each in one.parts}
+    if any(_names(each[1]) <= {one.name for one in found if each in one.parts} for each in commits):
         return True
-    if len(lacking) < share.ranks:
-        if not _never_counted(found, lacking):
-            numbers = ", ".join(map(str, sorted(lacking)))
-            raise IncompatibleCheckpoint(
-                f"There are commits of some ranks in {os.fspath(given)}, and none of {numbers}.",
-                "Start ranks on all nodes where commits are, or give back the disks that had them.",
-            )
-        _remove_parts(here, heard, communicator, files)
-        communicator.agree("offload()")  # no rank begins anew before all parts are gone
+    having = {each.name for each in found if each.committed}
+    if not having:
+        return False
+    lacking = _names(max((size for _, size in commits), default=communicator.share.ranks)) - having
+    if not lacking:
+        return True  # offload says what is wrong with them
+    if not _never_counted(found, lacking):
+        raise IncompatibleCheckpoint(
+            f"There are commits of some ranks in {os.fspath(given)}, and none of "
+            f"{', '.join(sorted(lacking))}.",
+            "Start ranks on all nodes where commits are, or give back the disks that had them.",
+        )
+    _remove_parts(there, heard, communicator, files)
+    communicator.agree("offload()")  # no rank begins anew before all parts are gone
     return False
 
 
-def _look(rank: int, directory: Path, files: DiskFiles) -> _Found:
-    return _Found(rank, bool(commit_files.generations(directory)), SlabList(directory, files).read().run)
+def _names(size: int) -> set[str]:
+    """The directories of all parts of a commit."""
+    return {name_of(part, size) for part in range(size)}
 
 
-def _never_counted(found: set[_Found], lacking: set[int]) -> bool:
+def _look(name: str, directory: Path, files: DiskFiles) -> tuple[str, bool, str | None, list[Any]]:
+    """A directory's `_Found`, as JSON can hold it."""
+    parts = []
+    for generation in (generations := commit_files.generations(directory)):
+        with suppress(CorruptState):
+            manifest = commit_files.read(directory, generation, files).manifest
+            parts.append((manifest.name, manifest.world_size))
+    return name, bool(generations), SlabList(directory, files).read().run, parts
+
+
+def _never_counted(found: Collection[_Found], lacking: Collection[str]) -> bool:
     """Whether all parts are of one run of which a rank has made none."""
     runs = {each.run for each in found if each.committed}
-    without = {each.run for each in found if each.rank in lacking}
+    without = {each.run for each in found if each.name in lacking}
     return len(runs) == 1 and None not in runs and runs <= without
 
 
 def _remove_parts(
-    here: Mapping[int, Path],
+    here: Mapping[str, Path],
     heard: Mapping[int, Mapping[str, object]],
     communicator: Communicator,
     files: DiskFiles,
 ) -> None:
     """Remove the parts in directories of this node, of which each is looked after by one rank."""
-    for rank, directory in here.items():
-        if reader_of(rank, communicator.place.node, heard) == communicator.share.rank:
-            with PathLock(directory, rank=rank, files=files):
+    for name, directory in here.items():
+        if reader_of(name, communicator.place.node, heard) == communicator.share.rank:
+            with PathLock(directory, rank=rank_of(directory), files=files):
                 for generation in commit_files.generations(directory):
                     commit_files.remove(directory, generation, files)

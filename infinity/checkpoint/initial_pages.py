@@ -116,7 +116,7 @@ class InitialPages:
         moved, locks = checkpoint.moved, self.store.nvme.locks
         if moved is not None:
             own = functools.partial(checkpoint.open_source, budget, locks)
-            self.early += moved.values(saved, budget, own, self._restore)
+            self.early += moved.values(saved, budget, locks, own, self._restore)
             if moved.away or moved.recut:
                 return
         if streamed:

@@ -4,15 +4,20 @@ A rank's part may lie on another node: see [Note: parts that have moved] in
 infinity/checkpoint/agreed_commit.py. The rank that reads a part is its holder.
 
 [Note: a commit that is cut otherwise]
-Other budgets, another stage or other strides can have each rank keep other elements than its part has. The
-parts of all ranks together are the whole run, as ranges of elements of each parameter. So each rank then
-reads what it keeps now from all parts: from its own one where that has it, else from those on its node, else
-from the holders of the others, who also tell which ranges they have.
+Other budgets, another stage, other strides or another number of ranks can have each rank keep other elements
+than its part has. All parts together are the whole run, as ranges of elements of each parameter. So each rank
+then reads what it keeps now from all parts: from its own one where that has it, else from those on its node,
+else from the holders of the others, who also tell which ranges they have.
+
+[Note: another number of ranks]
+Rank r of a run continues what part r of the commit says of the run: generators, buffers, the user's state. Of
+a commit of n parts a rank r >= n continues those of part r % n. But random numbers of two ranks are not to be
+the same, so that rank leaves its generators as the program has set them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import find_parts
+from infinity.checkpoint.agreed_commit import Agree, find_parts
 from infinity.checkpoint.array_source import VALUES, SavedOptimizer
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, open_slabs, saved_parameter
 from infinity.checkpoint.part_ranges import PartRanges, from_table, table_of
 from infinity.checkpoint.parts_source import PartsSource, Read, ReadablePart
-from infinity.checkpoint.rank_directories import rank_directories
+from infinity.checkpoint.rank_directories import commit_directories, name_of
 from infinity.checkpoint.resume import has_all_kept
 from infinity.config import Budget
 from infinity.formats.optimizer_rules import StateArray
+from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.disk_files import DiskFiles
@@ -46,32 +52,28 @@ _WINDOW = 16 << 20
 
 
 class LentPart(Closing):
-    """Another rank's part of a commit, which lies on this rank's node. Locked as long as it is open."""
+    """A part of a commit on this rank's node, outside the rank's directory. Locked while it is open."""
 
-    def __init__(self, rank: int, directory: Path, saved: SavedCommit, files: DiskFiles) -> None:
-        """rank: whose part it is. directory: of its commits. Raises StorageError (EBUSY) if it is in use."""
+    def __init__(self, part: int, directory: Path, saved: SavedCommit, files: DiskFiles) -> None:
+        """part: its number. directory: of its commits. Raises StorageError (EBUSY) if it is in use."""
         self.saved = saved
         self._directory = directory
         self._files = files
-        self._lock = PathLock(directory, rank=rank, files=files)
+        self._lock = PathLock(directory, rank=part, files=files)
         self._tier: NvmeTier | None = None
 
-    def source(self, budget: Budget) -> CommitSource:
+    def source(self, budget: Budget, shared: Mapping[Path, PathLock]) -> CommitSource:
         """Open the part's slabs, which are looked for in the directories of `budget` and in that of the part.
-        Raises IncompatibleCheckpoint if a slab is missing.
+        shared: locks of directories that this rank holds under the part's number. Raises
+        IncompatibleCheckpoint if a slab is missing.
         """
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), self._directory])
-        self._tier = open_slabs(self.saved, directories, self._files, {self._directory: self._lock})
+        locks = {**shared, self._directory: self._lock}
+        self._tier = open_slabs(self.saved, directories, self._files, locks)
         return CommitSource(self.saved, self._tier)
 
-    def file(self, number: int) -> torch.Tensor:
-        """The bytes of the manifest (number 0) or of its data file (1): uint8."""
-        path = _FILES[number](self._directory, self.saved.manifest.generation)
-        content = bytearray(self._files.read(path, limit=path.stat().st_size))
-        return torch.frombuffer(content, dtype=torch.uint8)
-
     def superseded(self) -> None:
-        """Remove the part, and older commits of the rank here: it has committed on its own node. Raises
+        """Remove the part, and older commits in its directory: all ranks have committed in their own. Raises
         StorageError.
         """
         slabs = commit_files.named_slabs(self._directory, self._files)
@@ -99,125 +101,149 @@ class MovedParts:
     """What this rank takes from holders, and gives as a holder."""
 
     def __init__(
-        self, communicator: Communicator, holders: Sequence[int], lent: Mapping[int, LentPart]
+        self,
+        communicator: Communicator | None,
+        holders: Sequence[int],
+        own: tuple[Path, SavedCommit] | None,
+        lent: Mapping[int, LentPart],
+        read: Mapping[int, tuple[Path, SavedCommit]],
     ) -> None:
-        """holders: for each rank, the rank that reads its part. lent: the parts that this rank reads for
-        others, by their rank.
+        """holders: for each part, the rank that reads it. own: the part in this rank's directory, which has
+        this rank's number, if that is of the commit. lent: the other parts that this rank reads. read: all
+        parts that it reads, with their directories.
         """
         self.lent = lent
         self.recut = False
         """Whether ranks read each other's parts, because a rank's own part lacks what the rank keeps now."""
+        self.away = own is None
+        """Whether this rank's own part is on another node, or there is none."""
         self._communicator = communicator
-        self._rank = communicator.share.rank
+        self._agree: Agree = agreement_of(communicator)
+        self._share = ALONE if communicator is None else communicator.share
+        self._rank = self._share.rank
         self._holders = holders
+        self._own = own
+        self._read = read
         self._rows: Mapping[int, int] = {}
-        """Rank -> number of ranges in its part, once `divide` was called."""
+        """Number of a part -> number of ranges in it, once `divide` was called."""
 
     @property
-    def away(self) -> bool:
-        """Whether this rank's own part is on another node."""
-        return self._holders[self._rank] != self._rank
+    def repeats(self) -> bool:
+        """Whether another rank continues the same part; see [Note: another number of ranks]."""
+        return self._rank >= len(self._holders)
 
-    def files(self) -> tuple[bytes, bytes] | None:
-        """The bytes of this rank's manifest and of its data file; None unless the part is away. All ranks
-        call this.
+    def saved(self, files: DiskFiles, path: Path) -> SavedCommit:
+        """The part that this rank continues: its own, or one of a commit of fewer ranks. All ranks call this.
+
+        Of a part that another rank reads, the files are sent. path: that of the manifest, for errors.
         """
-        content = {rank: (part.file(0), part.file(1)) for rank, part in self.lent.items()}
-        sizes = {str(rank): [each.nbytes for each in both] for rank, both in content.items()}
-        heard = self._communicator.agree("offload()", sizes=sizes)
+        follows = self._rank % len(self._holders)
+        lacking = -1 if follows in self._read else follows
+        wanted = {rank: said["lacks"] for rank, said in self._agree("offload()", lacks=lacking).items()}
+        given = set(wanted.values()) & self._read.keys()
+        content = {part: _files_of(*self._read[part], files) for part in given}
+        sizes = {str(part): [each.nbytes for each in both] for part, both in content.items()}
+        heard = self._agree("offload()", sizes=sizes)
 
         def part(number: int, first: int, count: int) -> torch.Tensor:
-            number, rank = self._split(number)
-            return content[rank][number][first : first + count]
+            number, which = self._split(number)
+            return content[which][number][first : first + count]
 
-        exchange = self._exchange("a commit's files", part)
-        found = None
-        if self.away:
-            holder = self._holders[self._rank]
-            wanted = heard[holder]["sizes"][str(self._rank)]
+        holder = self._holders[follows]
+        clients = {rank for rank, lacks in wanted.items() if lacks in content and rank != self._rank}
+        exchange = self._exchange("a commit's files", part, {holder} - {self._rank}, clients)
+        if lacking < 0:
+            saved = self._read[follows][1]
+        else:
+            lengths = heard[holder]["sizes"][str(follows)]
             manifest, data = (
-                _file(exchange, holder, self._number(number, self._rank), wanted[number])
-                for number in range(2)
+                _file(exchange, holder, self._number(number, follows), lengths[number]) for number in range(2)
             )
-            found = manifest, data
+            saved = commit_files.from_bytes(manifest, data, path)
         exchange.end()
-        return found
+        return saved
 
     def divide(self, saved: SavedCommit, plan: Plan) -> None:
         """Find out whether all ranks have in their own parts what they keep by their plans. All ranks call
-        this. saved: this rank's part.
+        this. saved: the part that this rank continues.
         """
-        here = {rank: part.saved for rank, part in self.lent.items()}
-        if not self.away:
-            here[self._rank] = saved
-        rows = {str(rank): len(table_of(each.manifest)) for rank, each in here.items()}
-        heard = self._communicator.agree("offload()", rows=rows, enough=has_all_kept(saved, plan))
-        self._rows = {int(rank): count for said in heard.values() for rank, count in said["rows"].items()}
+        rows = {str(part): len(table_of(each.manifest)) for part, (_, each) in self._read.items()}
+        enough = len(self._holders) == self._share.ranks and has_all_kept(saved, plan)
+        heard = self._agree("offload()", rows=rows, enough=enough)
+        self._rows = {int(part): count for said in heard.values() for part, count in said["rows"].items()}
         self.recut = not all(said["enough"] for said in heard.values())
 
     def values(
         self,
         saved: SavedCommit,
         budget: Budget,
+        locks: Mapping[Path, PathLock],
         open_own: Callable[[], CommitSource],
         restore: Callable[[PartsSource], None],
     ) -> list[tuple[int, Any]]:
         """Restore what this rank keeps from all parts, if its own part is away or ranks read each other's
         parts, and serve others as a holder. All ranks call this.
 
-        saved: this rank's part. open_own: opens its slabs, if it is here. restore: called with the source.
-        Returns messages about other things that have come meanwhile.
+        saved: the part that this rank continues. locks: of directories of slabs that this rank holds.
+        open_own: opens the slabs of the own part, if it is here. restore: called with the source. Returns
+        messages about other things that have come meanwhile.
         """
-        sources = {rank: part.source(budget) for rank, part in self.lent.items()}
+        sources = {
+            part: each.source(budget, locks if part == self._rank else {}) for part, each in self.lent.items()
+        }
         if self.recut and not self.away:
             sources[self._rank] = open_own()
         arrays = _arrays(saved)
-        tables = {
-            rank: table_of((saved if rank == self._rank else self.lent[rank].saved).manifest)
-            for rank in (sources if self.recut else ())
-        }
+        tables = {part: table_of(self._read[part][1].manifest) for part in (sources if self.recut else ())}
 
         def part(number: int, first: int, count: int) -> torch.Tensor:
-            number, rank = self._split(number)
+            number, which = self._split(number)
             if number == len(arrays):
-                return tables[rank].view(-1)[first : first + count]
-            return sources[rank].read(*arrays[number], first, count).contiguous()
+                return tables[which].view(-1)[first : first + count]
+            return sources[which].read(*arrays[number], first, count).contiguous()
 
-        exchange = self._exchange("a commit", part, all_parts=self.recut)
+        ranks = range(self._share.ranks)
+        if self.recut:
+            servers = set(self._holders) - {self._rank}
+            clients = set(ranks) - {self._rank} if self._rank in self._holders else set()
+        else:
+            servers = {self._holders[self._rank]} - {self._rank}
+            clients = {each for each in ranks if self._holders[each] == self._rank != each}
+        exchange = self._exchange("a commit", part, servers, clients)
         if self.recut or self.away:
             restore(self._source(saved, sources, exchange))
         return exchange.end()
 
     def _source(
-        self, saved: SavedCommit, sources: Mapping[int, CommitSource], exchange: Exchange
+        self, saved: SavedCommit, sources: Mapping[int, CommitSource], exchange: Exchange | NoExchange
     ) -> PartsSource:
         """What reads this rank's own part, or all parts: its own one first, then those on its node."""
         numbers = {each: number for number, each in enumerate(_arrays(saved))}
         found = []
-        ranks = range(len(self._holders))
-        for rank in sorted(ranks, key=lambda each: (each != self._rank, each not in sources)):
-            if rank in sources:
-                manifest = saved.manifest if rank == self._rank else self.lent[rank].saved.manifest
-                read = _serving(exchange, sources[rank].read)
-                found.append(ReadablePart(PartRanges.of(manifest), read))
-            elif rank == self._rank:
-                read = self._remote(rank, saved, numbers, exchange)
-                found.append(ReadablePart(PartRanges.of(saved.manifest), read))
-            elif self.recut and self._rows[rank]:
-                table = torch.empty((self._rows[rank], 3), dtype=torch.int64, device="cpu")
-                exchange.take(self._number(len(numbers), rank), 0, table.view(-1), server=self._holders[rank])
-                read = self._remote(rank, saved, numbers, exchange)
+        parts = range(len(self._holders))
+        for part in sorted(parts, key=lambda each: (each != self._rank, each not in sources)):
+            if part in sources:
+                read = _serving(exchange, sources[part].read)
+                found.append(ReadablePart(PartRanges.of(self._read[part][1].manifest), read))
+            elif not self.recut:
+                if part == self._rank:
+                    read = self._remote(part, saved, numbers, exchange)
+                    found.append(ReadablePart(PartRanges.of(saved.manifest), read))
+            elif self._rows[part]:
+                table = torch.empty((self._rows[part], 3), dtype=torch.int64, device="cpu")
+                exchange.take(self._number(len(numbers), part), 0, table.view(-1), server=self._holders[part])
+                read = self._remote(part, saved, numbers, exchange)
                 found.append(ReadablePart(from_table(table, saved.manifest), read))
         return PartsSource(saved.manifest, found)
 
     def _remote(
         self,
-        rank: int,
+        part: int,
         saved: SavedCommit,
         numbers: Mapping[tuple[str, str], int],
-        exchange: Exchange,
+        exchange: Exchange | NoExchange,
     ) -> Read:
-        """What reads the part of a rank from its holder."""
+        """What reads a part from its holder."""
         entries = {each.names[0]: saved_parameter(each) for each in saved.manifest.parameters}
         rule = saved.manifest.rule
         optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
@@ -228,30 +254,29 @@ class MovedParts:
             form = next(each for each in arrays if each.name == array)
             _, length = form.entries(first, count)
             into = torch.empty(length, dtype=form.dtype, device="cpu")
-            number = self._number(numbers[name, array], rank)
-            exchange.take(number, first, into, count, server=self._holders[rank])
+            number = self._number(numbers[name, array], part)
+            exchange.take(number, first, into, count, server=self._holders[part])
             return into
 
         return read
 
     def _exchange(
-        self, label: str, part: Callable[[int, int, int], torch.Tensor], *, all_parts: bool = False
-    ) -> Exchange:
-        """An exchange in which ranks take their own parts from holders, or anything from any holder."""
+        self,
+        label: str,
+        part: Callable[[int, int, int], torch.Tensor],
+        servers: Collection[int],
+        clients: Collection[int],
+    ) -> Exchange | NoExchange:
+        """An exchange in which this rank takes from holders, and gives to `clients`."""
+        if self._communicator is None:
+            return NoExchange()
         from infinity.distributed.exchange import Exchange
 
-        ranks = range(len(self._holders))
-        if all_parts:
-            servers = set(self._holders) - {self._rank}
-            clients = set(ranks) - {self._rank} if self._rank in self._holders else set()
-        else:
-            servers = {self._holders[self._rank]} - {self._rank}
-            clients = {each for each in ranks if self._holders[each] == self._rank != each}
         return Exchange(self._communicator, label, part, servers=servers, clients=clients)
 
-    def _number(self, number: int, rank: int) -> int:
-        """The number in an exchange of tensor `number` of a rank's part."""
-        return number * len(self._holders) + rank
+    def _number(self, number: int, part: int) -> int:
+        """The number in an exchange of tensor `number` of a part."""
+        return number * len(self._holders) + part
 
     def _split(self, number: int) -> tuple[int, int]:
         return divmod(number, len(self._holders))
@@ -268,31 +293,47 @@ class MovedParts:
 
 
 def commit_of_all(
-    communicator: Communicator, given: Path, files: DiskFiles
+    communicator: Communicator | None, given: Path, files: DiskFiles
 ) -> tuple[SavedCommit, MovedParts]:
-    """This rank's part of the newest commit of which all parts are whole, and what ranks send each other of
-    it. All ranks call this.
+    """The part that this rank continues of the newest commit of which all parts are whole, and what ranks
+    send each other of it. All ranks call this.
 
-    given: the directory that the user gives. Raises the errors of `find_parts`, and StorageError (EBUSY) for
-    a part that is in use.
+    communicator: None with one rank. given: the directory that the user gives. Raises the errors of
+    `find_parts`, and StorageError (EBUSY) for a part that is in use.
     """
-    share, directories = communicator.share, rank_directories(given)
-    node = communicator.place.node
-    parts = find_parts(directories, given, files, share, communicator.agree, node=node)
+    share, node = (ALONE, 0) if communicator is None else (communicator.share, communicator.place.node)
+    agree = agreement_of(communicator)
+    parts = find_parts(commit_directories(given), given, files, share, agree, node=node)
+    size, mine = len(parts.holders), name_of(share.rank, share.ranks)
+    own = parts.read.get(share.rank) if name_of(share.rank, size) == mine else None
     with ExitStack() as cleanup:
         lent = {
-            rank: cleanup.enter_context(LentPart(rank, directories[rank], saved, files))
-            for rank, saved in parts.read.items()
-            if rank != share.rank
+            part: cleanup.enter_context(LentPart(part, directory, saved, files))
+            for part, (directory, saved) in parts.read.items()
+            if own is None or part != share.rank
         }
-        moved = MovedParts(communicator, parts.holders, lent)
-        sent = moved.files()
-        if sent is None:
-            saved = parts.read[share.rank]
-        else:
-            saved = commit_files.from_bytes(*sent, commit_files.manifest_path(given, parts.name.generation))
+        moved = MovedParts(communicator, parts.holders, own, lent, parts.read)
+        saved = moved.saved(files, commit_files.manifest_path(given, parts.name.generation))
         cleanup.pop_all()
     return saved, moved
+
+
+def agreement_of(communicator: Communicator | None) -> Agree:
+    """How all ranks agree; one rank hears what it says itself."""
+    return (lambda call, **facts: {0: facts}) if communicator is None else communicator.agree
+
+
+class NoExchange:
+    """The exchange of one rank, which has nobody to take from."""
+
+    def serve_waiting(self) -> None:
+        """Do nothing."""
+
+    def take(self, number: int, first: int, into: torch.Tensor, count: int = 0, *, server: int = 0) -> None:
+        raise AssertionError("one rank reads all parts itself")
+
+    def end(self) -> list[tuple[int, Any]]:
+        return []
 
 
 def _arrays(saved: SavedCommit) -> list[tuple[str, str]]:
@@ -306,7 +347,7 @@ def _arrays(saved: SavedCommit) -> list[tuple[str, str]]:
     ]
 
 
-def _serving(exchange: Exchange, read: Read) -> Read:
+def _serving(exchange: Exchange | NoExchange, read: Read) -> Read:
     """What reads on this node, and serves the ranks that wait meanwhile."""
 
     def reading(name: str, array: str, first: int, count: int) -> torch.Tensor:
@@ -316,11 +357,20 @@ def _serving(exchange: Exchange, read: Read) -> Read:
     return reading
 
 
-def _file(exchange: Exchange, server: int, number: int, nbytes: int) -> bytes:
+def _files_of(directory: Path, saved: SavedCommit, files: DiskFiles) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes, uint8, of a part's manifest and of its data file."""
+    manifest, data = (
+        torch.frombuffer(bytearray(files.read(path, limit=path.stat().st_size)), dtype=torch.uint8)
+        for path in (each(directory, saved.manifest.generation) for each in _FILES)
+    )
+    return manifest, data
+
+
+def _file(exchange: Exchange | NoExchange, server: int, number: int, nbytes: int) -> bytes:
     return b"".join(_pieces(exchange, server, number, nbytes))
 
 
-def _pieces(exchange: Exchange, server: int, number: int, nbytes: int) -> Iterator[bytes]:
+def _pieces(exchange: Exchange | NoExchange, server: int, number: int, nbytes: int) -> Iterator[bytes]:
     for first in range(0, nbytes, _WINDOW):
         into = torch.empty(min(_WINDOW, nbytes - first), dtype=torch.uint8, device="cpu")
         exchange.take(number, first, into, server=server)

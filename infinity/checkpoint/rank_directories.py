@@ -11,8 +11,7 @@ import re
 from pathlib import Path
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.resume import no_commit
-from infinity.errors import IncompatibleCheckpoint, storage_errors
+from infinity.errors import storage_errors
 from infinity.layout.shards import Share
 from infinity.system.directory import path_text
 
@@ -25,7 +24,7 @@ def directory_of(directory: str | os.PathLike[str], share: Share) -> str:
     directory: the one that the user gives. Raises ConfigError for a value that cannot be a path.
     """
     text = path_text(directory)
-    return text if share.ranks == 1 else os.path.join(text, f"rank-{share.rank}")
+    return text if share.ranks == 1 else os.path.join(text, name_of(share.rank, share.ranks))
 
 
 def rank_of(directory: Path) -> int:
@@ -41,23 +40,14 @@ def rank_directories(directory: str | os.PathLike[str]) -> dict[int, Path]:
         return {int(match[1]): Path(directory) / name for match, name in found if match}
 
 
-def check_ranks(directory: Path, share: Share) -> None:
-    """Check that what is in a directory can be continued by so many ranks, as far as its names say.
-
-    Raises ConfigError if one rank finds no commit at all, and IncompatibleCheckpoint if a single rank finds
-    commits of several, or the other way round.
+def commit_directories(directory: str | os.PathLike[str]) -> dict[str, Path]:
+    """The directories of commits in a directory, by the name of each there: those of ranks, and "." for the
+    directory itself if one rank has committed to it. Raises StorageError.
     """
-    several = any(commit_files.generations(each) for each in rank_directories(directory).values())
-    alone = bool(commit_files.generations(directory))
-    if share.ranks == 1 and not alone and not several:
-        raise no_commit(directory)
-    if several and share.ranks == 1 and not alone:
-        there, here = "several ranks", "one rank"
-    elif alone and share.ranks > 1 and not several:
-        there, here = "one rank", f"{share.ranks} ranks"
-    else:
-        return
-    raise IncompatibleCheckpoint(
-        f"{directory} has the commits of {there}, and this run has {here}.",
-        "Start as many ranks as there were.",
-    )
+    found = {path.name: path for path in rank_directories(directory).values()}
+    return found | ({".": Path(directory)} if commit_files.generations(directory) else {})
+
+
+def name_of(rank: int, ranks: int) -> str:
+    """The name, as in `commit_directories`, of the directory where one of so many ranks commits."""
+    return f"rank-{rank}" if ranks > 1 else "."

@@ -43,15 +43,15 @@ _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
 
 
-def read_newest(directory: Path, files: DiskFiles, ranks: int = 1) -> SavedCommit:
-    """The newest whole commit of a directory, which must be one of so many ranks.
+def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
+    """The newest whole commit of a directory.
 
     Raises ConfigError if there is none, and the errors of `commit_files.newest` and `check_loadable`.
     """
     saved = commit_files.newest(directory, files)
     if saved is None:
         raise no_commit(directory)
-    check_loadable(saved, ranks)
+    check_loadable(saved)
     return saved
 
 
@@ -63,8 +63,8 @@ def no_commit(directory: Path) -> ConfigError:
     )
 
 
-def check_loadable(saved: SavedCommit, ranks: int) -> None:
-    """Check that this infinity can load a commit on so many ranks. Raises IncompatibleCheckpoint."""
+def check_loadable(saved: SavedCommit) -> None:
+    """Check that this infinity can load a commit. Raises IncompatibleCheckpoint."""
     for name, version in saved.manifest.codecs.items():
         if CODECS.get(name) != version:
             raise IncompatibleCheckpoint(
@@ -72,12 +72,6 @@ def check_loadable(saved: SavedCommit, ranks: int) -> None:
                 f"{CODECS.get(name)}.",
                 "Load it with the infinity that wrote it.",
             )
-    if saved.manifest.world_size != ranks:
-        raise IncompatibleCheckpoint(
-            f"Commit {saved.manifest.generation} was written by {saved.manifest.world_size} ranks, and this "
-            f"run has {ranks}.",
-            "Load it with as many ranks.",
-        )
 
 
 def division_of(saved: SavedCommit) -> Division:

@@ -14,11 +14,11 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.first_commit import commits_to_continue
-from infinity.checkpoint.rank_directories import directory_of
+from infinity.checkpoint.rank_directories import commit_directories, directory_of
 from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
-from infinity.layout.shards import ALONE, Share
+from infinity.layout.shards import Share
 from infinity.lm.language_model import LanguageModel
 from infinity.lm.text import Text
 from infinity.pages.open_tiers import injected_files
@@ -40,12 +40,12 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
     directory = options.checkpoint
     if directory is None:
         return None
-    share = ALONE if communicator is None else communicator.share
-    mine = directory_of(directory, share)
-    found = _generations(mine)
+    used = commit_directories(directory) if os.path.isdir(directory) else {}
+    found = {path: generations for path in used.values() if (generations := commit_files.generations(path))}
     if found and not options.resume:
+        first, generations = min(found.items())
         raise ConfigError(
-            f"{mine} has commits of another run, the last is commit-{found[-1]}.",
+            f"{first} has commits of another run, the last is commit-{generations[-1]}.",
             "Continue it with --resume, move the directory, or delete it.",
         )
     if communicator is None:
@@ -55,14 +55,17 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
 
 
 def commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
-    """Read the commit that a rank of a run with these options would continue; None if it would begin anew.
+    """Read the commit that a rank of a run with these options would continue, or the part of another rank,
+    from which it is planned alike; None if it would begin anew.
 
     Nothing is locked or changed. Raises CorruptState and IncompatibleCheckpoint as a run would.
     """
     if options.checkpoint is None or not options.resume:
         return None
-    directory = os.path.realpath(directory_of(options.checkpoint, share))
-    return read_newest(Path(directory), injected_files(), share.ranks) if _generations(directory) else None
+    mine = Path(os.path.realpath(directory_of(options.checkpoint, share)))
+    others = commit_directories(options.checkpoint).values() if os.path.isdir(options.checkpoint) else ()
+    used = next((each for each in (mine, *others) if each.is_dir() and commit_files.generations(each)), None)
+    return None if used is None else read_newest(used, injected_files())
 
 
 def identity_of(options: argparse.Namespace, model: LanguageModel, text: Text, rate: float) -> dict[str, Any]:
@@ -115,10 +118,6 @@ def progress_of(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> 
             f"Give --steps {state['step']} or more.",
         )
     return state
-
-
-def _generations(directory: str) -> list[int]:
-    return commit_files.generations(directory) if os.path.isdir(directory) else []
 
 
 def _digest(content: bytes) -> str:

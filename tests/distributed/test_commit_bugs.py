@@ -59,12 +59,13 @@ def test_a_restart_at_the_newest_part_of_each_rank_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def careless(
-        directories: Mapping[int, Path], given: Path, files: DiskFiles, share: Share, **_: Any
+        directories: Mapping[str, Path], given: Path, files: DiskFiles, share: Share, **_: Any
     ) -> Parts:
-        saved = commit_files.newest(directories[share.rank], files)
+        directory = directories[f"rank-{share.rank}"]
+        saved = commit_files.newest(directory, files)
         if saved is None:
             raise no_commit(given)
-        return Parts(saved.manifest.name, tuple(range(share.ranks)), {share.rank: saved})
+        return Parts(saved.manifest.name, tuple(range(share.ranks)), {share.rank: (directory, saved)})
 
     (made,) = record([(WHOLE, tmp_path / "run", None)])
     monkeypatch.setattr(agreed_commit, "find_parts", careless)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked_cases import HOMES, MODELS, ON_FOUR, SOME, Case, pairwise
+from ranked_cases import HOMES, MODELS, ON_FOUR, SOME, Case, Place, pairwise, train
+from resumed_cases import begin, go_on, left_over
 from training_ranks import check_bits, launch
 
 BREAK = "training_with_a_break"
@@ -91,3 +92,43 @@ def test_models_of_all_kinds(every: int, tmp_path: Path) -> None:
 @SOME
 def test_four_ranks(every: int, tmp_path: Path) -> None:
     check_bits(tuple(map(with_steps, ON_FOUR))[::every], 4, tmp_path, function=BREAK)
+
+
+GLOBAL = 4
+"""Number of micro-batches of all ranks in a step, for runs whose numbers of ranks change."""
+
+
+def _one_step(function: str, cases: list[Case], ranks: int, directory: Path) -> list[list[Any]]:
+    if ranks > 1:
+        return launch(function, cases, ranks, directory, timeout=200.0)
+    run = begin if function == "beginning" else go_on
+    return [[run(each, Place(0, GLOBAL, alone=True), directory)] for each in cases]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [(2, 1, 2), *(pytest.param(each, marks=pytest.mark.slow) for each in ((4, 2, 4), (1, 4, 1), (2, 4, 1)))],
+    ids=str,
+)
+def test_another_number_of_ranks_goes_on(ranks: tuple[int, ...], tmp_path: Path) -> None:
+    """Each number of ranks takes a step, with the same micro-batches: the bits are those of one rank."""
+    subjects = [
+        Case("mlp", 3, home="nvme"),
+        Case("decoder", 2, compute="bf16", states="int8"),
+        Case("adapted", 3, home="host", clip=0.05, optimizer="sgd"),
+    ]
+    for number, count in enumerate(ranks):
+        stages = [each.stage if number % 2 == 0 or each.stage == 2 else 2 for each in subjects]
+        cases = [
+            replace(each, accumulate=GLOBAL // count if count > 1 else 1, stage=stage, first=number)
+            for each, stage in zip(subjects, stages, strict=True)
+        ]
+        found = _one_step("going_on" if number else "beginning", cases, count, tmp_path)
+        assert all(isinstance(each, dict) for of_case in found for each in of_case), found
+        if number:
+            assert [left_over(each, count, tmp_path) for each in cases] == [[]] * len(cases)
+            assert len(list(tmp_path.rglob("*.slab"))) == count * len(cases)
+    alone = Place(0, GLOBAL, alone=True)
+    straight = [train(replace(each, steps=len(ranks)), alone, tmp_path) for each in subjects]
+    for of_case, truth in zip(found, straight, strict=True):
+        assert all(each["digests"] == truth["digests"] for each in of_case)

@@ -107,7 +107,7 @@ def test_parts_that_may_have_counted_stay(
 ) -> None:
     rank_directory(tmp_path, 0, mine, 1)
     rank_directory(tmp_path, 1, other, lists=lists)
-    with pytest.raises(IncompatibleCheckpoint, match=r"commits of some ranks in .*, and none of 1"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"commits of some ranks in .*, and none of rank-1"):
         started([tmp_path] * 2)
     assert len(parts(tmp_path)) == 2
 
