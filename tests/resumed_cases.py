@@ -112,8 +112,10 @@ def left_over(case: Case, ranks: int, directory: Path) -> list[str]:
     commits = _commits_of_all(case, directory)
     number = case.first + 1
     mine = {f"rank-{rank}/commit-{number}" for rank in range(ranks)} if ranks > 1 else {f"commit-{number}"}
-    files = {f"{each.relative_to(commits)}" for each in commits.rglob("commit-*")}
-    return sorted(files ^ (mine | {f"{each}.data" for each in mine}))
+    of_ranks = {f"rank-{rank}" for rank in range(ranks)} if ranks > 1 else set()
+    found = [*commits.rglob("commit-*"), *commits.glob("rank-*")]
+    wanted = mine | {f"{each}.data" for each in mine} | of_ranks
+    return sorted({f"{each.relative_to(commits)}" for each in found} ^ wanted)
 
 
 def _commits_of_all(case: Case, directory: Path) -> Path:

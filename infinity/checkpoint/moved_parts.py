@@ -18,7 +18,7 @@ the same, so that rank leaves its generators as the program has set them.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,9 @@ class LentPart(Closing):
         for generation in commit_files.generations(self._directory):
             commit_files.remove(self._directory, generation, self._files)
         self.close()
+        if self.saved.manifest.world_size > 1:
+            with suppress(OSError):  # it has other files
+                self._directory.rmdir()
 
     def close(self) -> None:
         """Close the slabs and release the lock. A second call does nothing."""
