@@ -19,18 +19,18 @@ ROOMY = 64 << 20
 """A budget in bytes for one tier. It is more than any model in the tests needs in that tier."""
 
 
-def room_on(device: str | torch.device) -> int:
-    """Return a device budget, in bytes, that leaves ROOMY bytes to the model.
+def room_on(device: str | torch.device, roomy: int = ROOMY) -> int:
+    """Return a device budget, in bytes, that leaves `roomy` bytes to the model.
 
-    The result is ROOMY for the CPU. For CUDA it is ROOMY plus the bytes that torch itself takes there.
+    The result is `roomy` for the CPU. For CUDA it is `roomy` plus the bytes that torch itself takes there.
     """
     at = usable_device(device)
     if at.type == "cpu":
-        return ROOMY
+        return roomy
     # Not at the top: benchmarks/bits.py also trains, on the CPU, with packages of other commits.
     from infinity.planning.headroom import Headroom
 
-    return ROOMY + Headroom.of(at).beside(ROOMY)
+    return roomy + Headroom.of(at).beside(roomy)
 
 
 CUDA_HOMES = ("device", "host", "nvme", "mixed")
@@ -83,6 +83,7 @@ def budget_for(
     accumulation: int | None = None,
     checkpoint: Path | None = None,
     average: float | None = None,
+    roomy: int = ROOMY,
 ) -> Any:
     """Return an infinity.Budget under which every page of the model rests at `home`.
 
@@ -91,13 +92,13 @@ def budget_for(
     the disk takes the rest. "mirrored" is the layout of ZeRO-Offload: parameters on the device and in RAM,
     gradients and states in RAM. accumulation: the number of backwards a step that will be declared to
     `offload`, or None. checkpoint, average: what `offload` will be given as the directory of commits and as
-    the decay of running averages, or None.
+    the decay of running averages, or None. roomy: the budget in bytes of a tier with room for all.
     """
-    nvme = {str(directory): ROOMY}
+    nvme = {str(directory): roomy}
     if home == "unified":
-        return infinity.Budget(host=ROOMY)
-    apart = None if home == "unified-nvme" else room_on(device)
-    roomy = infinity.Budget(device=apart, host=ROOMY, nvme=nvme)
+        return infinity.Budget(host=roomy)
+    apart = None if home == "unified-nvme" else room_on(device, roomy)
+    ample = infinity.Budget(device=apart, host=roomy, nvme=nvme)
     planned = functools.partial(
         infinity.plan,
         model,
@@ -108,7 +109,7 @@ def budget_for(
         checkpoint=checkpoint,
         **({} if average is None else {"average": average}),  # other commits' packages lack the argument
     )
-    smallest = planned(budget=roomy).smallest
+    smallest = planned(budget=ample).smallest
     host = smallest[Tier.HOST]
     if home == "unified-nvme":
         return infinity.Budget(host=host, nvme=nvme)
@@ -116,10 +117,10 @@ def budget_for(
     if home == "device":
         return infinity.Budget(device=apart, host=host)
     if home in ("host", "mirrored"):
-        pages = [unit.nbytes for unit in planned(budget=roomy).layout.units]
+        pages = [unit.nbytes for unit in planned(budget=ample).layout.units]
         # Where all parameter pages rest on the device, no further room for a resident page is needed.
         more = sum(pages) - max(pages) if home == "mirrored" else 0
-        return infinity.Budget(device=near + more, host=ROOMY)
+        return infinity.Budget(device=near + more, host=roomy)
     tight = infinity.Budget(device=near, host=host, nvme=nvme)
     if home == "nvme":
         return tight

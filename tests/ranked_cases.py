@@ -48,6 +48,8 @@ class Case:
     compute: str = "fp32"
     states: str = "fp32"
     optimizer: str = "adamw"
+    rate: float = 0.02
+    """Muon's learning rate."""
     declared: bool = False
     """Whether offload is told the number of backwards in a step."""
     together: bool = False
@@ -60,6 +62,8 @@ class Case:
     """Name of a copy that is saved or loaded."""
     first: int = 0
     """Number of the first step of a run that goes on from a commit."""
+    roomy: int = ROOMY
+    """Budget in bytes of a tier that has room for all that shall rest there."""
 
     @property
     def exact(self) -> bool:
@@ -130,12 +134,12 @@ class Place(NamedTuple):
 def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, directory: Path) -> infinity.Budget:
     """A budget under which the pages of the case rest at its home."""
     if case.home == "unified":
-        return infinity.Budget(host=ROOMY)
-    nvme = {str(directory): ROOMY}
+        return infinity.Budget(host=case.roomy)
+    nvme = {str(directory): case.roomy}
     smallest = plan_for(
         model,
         optimizer,
-        budget=infinity.Budget(device=ROOMY, host=ROOMY, nvme=nvme),
+        budget=infinity.Budget(device=case.roomy, host=case.roomy, nvme=nvme),
         precision=precision_of(case),
         example_inputs=None,
         device="cpu",
@@ -145,9 +149,9 @@ def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, direct
         share=ALONE if place.alone else Share(place.rank, place.ranks, case.stage),
     ).smallest
     if case.home == "device":
-        return infinity.Budget(device=ROOMY, host=smallest[Tier.HOST])
+        return infinity.Budget(device=case.roomy, host=smallest[Tier.HOST])
     if case.home == "host":
-        return infinity.Budget(device=smallest[Tier.DEVICE], host=ROOMY)
+        return infinity.Budget(device=smallest[Tier.DEVICE], host=case.roomy)
     return infinity.Budget(device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme=nvme)
 
 
@@ -170,7 +174,7 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
     if case.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
     elif case.optimizer == "muon":
-        optimizer = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], lr=0.02)
+        optimizer = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], lr=case.rate)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     with infinity.offload(

@@ -219,6 +219,22 @@ class _Even(nn.Module):
         return x[:, :CLASSES]
 
 
+class Bottlenecks(nn.Module):
+    """Pairs of a wide and a tall matrix, 29.9M elements in all by default, and no other parameters."""
+
+    def __init__(self, width: int = 2048, inner: int = 128, blocks: int = 57) -> None:
+        super().__init__()
+        self.width = width
+        self.down = nn.ModuleList(nn.Linear(width, inner, bias=False) for _ in range(blocks))
+        self.up = nn.ModuleList(nn.Linear(inner, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, self.width - WIDTH))
+        for down, up in zip(self.down, self.up, strict=True):
+            x = x + up(torch.tanh(down(x)))
+        return x[:, :CLASSES]
+
+
 SUBJECTS = {
     "mlp": Subject(mlp),
     "decoder": Subject(decoder, _tokens, _next_token),
@@ -235,4 +251,5 @@ SUBJECTS = {
     "even": Subject(_Even),
     "recomputed": Subject(lambda: _Recomputed(reentrant=False)),
     "reentrant": Subject(lambda: _Recomputed(reentrant=True)),
+    "bottlenecks": Subject(Bottlenecks),
 }

@@ -142,15 +142,15 @@ class Rule:
 
     name: str
     """The name of the optimizer's class: that in torch.optim, or "Lion"."""
-    moments: tuple[str, ...]
+    moments: tuple[str, ...] = ()
     """The keys of the moments in torch's state, in the order in which a page holds the moments."""
-    first_moment: str | None
+    first_moment: str | None = None
     """The key of the moment that is passed as `cpu_adam.Update.first_moment`; None if there is none."""
-    second_moment: str | None
+    second_moment: str | None = None
     """The key of the moment that is passed as `cpu_adam.Update.second_moment`; None if there is none."""
-    counts_steps: bool
+    counts_steps: bool = False
     """Whether torch's state of a parameter has an entry "step", the number of updates."""
-    from_the_start: bool
+    from_the_start: bool = False
     """Whether torch creates all states in the optimizer's constructor.
 
     Otherwise torch creates the states of a parameter at the parameter's first update.
@@ -384,27 +384,18 @@ def _adam(optimizer: torch.optim.Optimizer, name: str) -> Rule:
         first_moment="exp_avg",
         second_moment="exp_avg_sq",
         counts_steps=True,
-        from_the_start=False,
     )
 
 
 def _sgd(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     buffer = "momentum_buffer" if any(group["momentum"] for group in optimizer.param_groups) else None
-    return _SgdRule(
-        name=name,
-        moments=() if buffer is None else (buffer,),
-        first_moment=buffer,
-        second_moment=None,
-        counts_steps=False,
-        from_the_start=False,
-    )
+    return _SgdRule(name=name, moments=() if buffer is None else (buffer,), first_moment=buffer)
 
 
 def _adagrad(optimizer: torch.optim.Optimizer, name: str) -> Rule:
     return _AdagradRule(
         name=name,
         moments=("sum",),
-        first_moment=None,
         second_moment="sum",
         counts_steps=True,
         from_the_start=True,
@@ -413,14 +404,7 @@ def _adagrad(optimizer: torch.optim.Optimizer, name: str) -> Rule:
 
 
 def _lion(optimizer: torch.optim.Optimizer, name: str) -> Rule:
-    return _LionRule(
-        name=name,
-        moments=("exp_avg",),
-        first_moment="exp_avg",
-        second_moment=None,
-        counts_steps=False,
-        from_the_start=False,
-    )
+    return _LionRule(name=name, moments=("exp_avg",), first_moment="exp_avg")
 
 
 def _muon(optimizer: torch.optim.Optimizer, name: str) -> Rule:
@@ -428,9 +412,6 @@ def _muon(optimizer: torch.optim.Optimizer, name: str) -> Rule:
         name=name,
         moments=("momentum_buffer",),
         first_moment="momentum_buffer",
-        second_moment=None,
-        counts_steps=False,
-        from_the_start=False,
         matrix=max(each.numel() for group in optimizer.param_groups for each in group["params"]),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from homes import HOMES, budget_for, check_homes
 from ranked_cases import HOMES as RANKED_HOMES
 from ranked_cases import Case
+from ranked_models import SUBJECTS, Bottlenecks
 from torch import Tensor, nn
 from training_ranks import check_bits, launch
 
@@ -293,12 +296,98 @@ def test_a_momentum_that_is_the_direction_is_kept() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_have_the_bits_of_one(ranks: int, tmp_path: Path) -> None:
     cases = [
-        Case("decoder", stage, home=home, compute=compute, optimizer="muon", clip=0.05)
+        Case("decoder", stage, home=home, compute=compute, optimizer="muon", clip=0.05, steps=300)
         for stage in range(4)
         for home in RANKED_HOMES
         for compute in ("fp32", "bf16")
     ]
-    check_bits(tuple(cases if ranks == 2 else cases[::5]), ranks, tmp_path, timeout=600.0)
+    check_bits(tuple(cases if ranks == 2 else cases[::5]), ranks, tmp_path, timeout=1800.0)
+
+
+FORMATS = (
+    ("fp32", "fp32"),
+    ("fp32", "bf16"),
+    ("bf16", "fp32"),
+    ("bf16", "bf16"),
+    ("fp16", "fp32"),
+    ("fp16", "bf16"),
+)
+LARGE = 1 << 30
+"""Budget in bytes of a tier that has room for all of `Bottlenecks`."""
+
+
+def large(
+    steps: int, directory: Path | None = None, home: str = "", compute: str = "fp32", states: str = "fp32"
+) -> tuple[list[float], list[Tensor]]:
+    """Train 29.9M parameters, offloaded if there is a directory. Returns losses, parameters, and moments.
+
+    home: as for `budget_for`, or "disk": all but 64 MiB lies on NVMe, and there is no further device.
+    """
+    torch.manual_seed(5)
+    model, subject = Bottlenecks(), SUBJECTS["bottlenecks"]
+    muon: Any = torch.optim.Muon(model.parameters(), lr=5e-4)
+
+    def take() -> list[float]:
+        losses = []
+        for number in range(steps):
+            loss = subject.loss_of(model, subject.batch(number % 16, 0))
+            loss.backward()
+            muon.step()
+            muon.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    if directory is None:
+        return take(), [each.detach() for each in model.parameters()]
+    precision = infinity.Precision(compute=compute, states=states)
+    if home == "disk":
+        budget = infinity.Budget(host="64MiB", nvme={str(directory): LARGE})
+    else:
+        budget = budget_for(home, model, muon, directory, precision, roomy=LARGE)
+    with infinity.offload(model, muon, budget=budget, precision=precision, device="cpu") as runtime:
+        if home != "disk":
+            check_homes(home, runtime.plan)
+        muon = runtime.optimizer
+        losses = take()
+        values = [each.detach().clone() for each in model.parameters()]
+        states_of = [each.clone() for state in muon.state.values() for each in state.values()]
+        return losses, values + states_of
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:Saved activations")
+def test_thirty_million_parameters_over_300_steps_are_torchs(tmp_path: Path) -> None:
+    losses, truth = large(300)
+    found = [large(300, tmp_path, home) for home in ("unified", "disk")]
+    assert all(math.isfinite(each) for each in losses) and losses[-1] < losses[0] / 2
+    for seen, values in found:
+        assert seen == pytest.approx(losses, rel=1e-5)
+        for one, other in zip(values, truth, strict=False):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:Saved activations")
+@pytest.mark.parametrize(("compute", "states"), FORMATS)
+def test_thirty_million_parameters_have_equal_bits_at_all_homes(
+    compute: str, states: str, tmp_path: Path
+) -> None:
+    losses, truth = large(3, tmp_path, HOMES[0], compute, states)
+    for home in HOMES[1:]:
+        seen, values = large(3, tmp_path, home, compute, states)
+        assert seen == losses and all(map(torch.equal, values, truth))
+
+
+@slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_thirty_million_parameters_have_the_bits_of_one_rank(ranks: int, tmp_path: Path) -> None:
+    cases = [
+        Case("bottlenecks", stage, home=home, compute=compute, optimizer="muon", rate=5e-4, roomy=LARGE)
+        for stage, home, compute in ((1, "unified", "fp32"), (2, "host", "bf16"), (3, "nvme", "bf16"))
+    ]
+    check_bits(tuple(replace(each, steps=5) for each in cases), ranks, tmp_path, timeout=900.0)
 
 
 @slow
