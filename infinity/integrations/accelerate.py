@@ -45,7 +45,9 @@ def from_accelerate_config(
     With a block for DeepSpeed the result is that of `from_deepspeed_config`, and its decisions come after
     accelerate's. Raises the errors of `from_deepspeed_config`, for fields of accelerate.
     """
-    values = dict(config) if isinstance(config, Mapping) else read_mapping(config)
+    if not isinstance(config, Mapping):
+        config = read_mapping(config, "JSON" if os.fspath(config).endswith(".json") else "YAML")
+    values = dict(config)
     for block, prefix in _PREFIXES.items():
         if isinstance(values.get(block), Mapping):
             named = values[block].items()
@@ -83,7 +85,7 @@ def _partition(fsdp: Mapping[str, Any]) -> str | None:
 def _for_deepspeed(block: Mapping[str, Any], mixed: Any) -> dict[str, Any]:
     """DeepSpeed's own configuration, as accelerate makes it of its block. mixed: mixed_precision."""
     path = block.get("deepspeed_config_file")
-    if is_on(path):
+    if path is not None and is_on(path):
         values = read_mapping(path)
         for other in sorted(block.keys() - {"deepspeed_config_file"}):
             if RULES[f"deepspeed_config.{other}"][0] == TAKEN:

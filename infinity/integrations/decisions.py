@@ -188,13 +188,12 @@ def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
         raise ConfigError(f"The field {path} is {value!r}.", f"Give one of {known}.") from None
 
 
-def read_mapping(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a file: of YAML by its suffix, for which it takes the package pyyaml, and else of JSON.
-    Raises StorageError if the file cannot be read, and ConfigError if it holds anything else.
+def read_mapping(path: str | os.PathLike[str], language: str = "JSON") -> dict[str, Any]:
+    """The mapping in a file. language: "JSON" or "YAML", which needs the package pyyaml. Raises StorageError
+    if the file cannot be read, and ConfigError if it holds anything else.
     """
-    name = os.fspath(path)
-    yaml = _package("yaml", "pyyaml") if name.endswith((".yaml", ".yml")) else None
-    language, wrong = ("YAML", yaml.YAMLError) if yaml else ("JSON", ValueError)
+    name, yaml = os.fspath(path), _package("yaml", "pyyaml") if language == "YAML" else None
+    wrong = yaml.YAMLError if yaml else ValueError
     try:
         with storage_errors("read", path), open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file) if yaml else json.load(file, object_pairs_hook=_once)

@@ -237,7 +237,7 @@ def test_lion_trains_as_deepspeed_updates_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "lion_pytorch", SimpleNamespace(Lion=Lion))
     model = nn.Linear(8, 8)
     weight, mean = model.weight.detach().clone(), torch.zeros(8, 8)
-    x = torch.arange(1.0, 9.0).repeat(2, 1)
+    x = torch.arange(8.0).repeat(2, 1)
     optimizer = found.build_optimizer(model.parameters())
     with infinity.offload(model, optimizer, device="cpu", **found.offload) as runtime:
         for sign in (1.0, -3.0, 2.0):
@@ -245,7 +245,8 @@ def test_lion_trains_as_deepspeed_updates_it(monkeypatch: pytest.MonkeyPatch) ->
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             gradient = (2 * sign * x[0]).expand(8, 8)
-            # csrc/lion/cpu_lion_impl.cpp of DeepSpeed 0.19.8; no direction is 0 here.
+            # As csrc/lion/cpu_lion_impl.cpp of DeepSpeed 0.19.8, but for the column whose gradient is 0:
+            # DeepSpeed's sign of +0 is 1.
             direction = torch.sign(mean * 0.9 + gradient * (1 - 0.9))
             weight = weight * (1 - 0.1 * 0.5) - 0.1 * direction
             mean = mean * 0.999 + gradient * (1 - 0.999)
