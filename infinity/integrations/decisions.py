@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.config import Budget, Size
 from infinity.errors import ConfigError, storage_errors
 from infinity.planning.table import render
-from infinity.system.directory import free_bytes
 
 TAKEN = "taken"
 """It is part of the result."""
@@ -25,11 +26,6 @@ MISSING = "not there"
 """This package has nothing for it, and training has the same result without it."""
 REFUSED = "refused"
 """This package has nothing for it, and training would have another result: ConfigError unless it is off."""
-SINGLE = "refused above 1"
-"""As REFUSED, for a number of ranks that is off where it is 1."""
-
-Directories = Mapping[str | os.PathLike[str], Size]
-"""As `Budget.nvme`."""
 
 OPEN = "auto: comes from your trainer"
 
@@ -49,30 +45,6 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """What becomes of a field whatever its value is."""
-
-    decision: str
-    why: str
-    """As in `Decision`; the cure of the error where the field is refused."""
-
-
-def make_rules(*groups: tuple[str, str, str]) -> dict[str, Rule]:
-    """Rules by the path of their field. groups: decision, reason, and paths with spaces between them. A path
-    that ends in "." begins the paths after it.
-    """
-    rules = {}
-    for decision, why, paths in groups:
-        before = ""
-        for path in paths.split():
-            if path.endswith("."):
-                before = path.removeprefix(".")
-            else:
-                rules[before + path] = Rule(decision, why)
-    return rules
-
-
-@dataclass(frozen=True)
 class ConvertedConfig:
     """Another library's configuration, as arguments of this one. `str()` is the table of its decisions."""
 
@@ -81,7 +53,9 @@ class ConvertedConfig:
     clip: float | None
     """The max_norm for `Runtime.clip_grad_norm_`; None: no clipping, or left open."""
     optimizer: tuple[str, dict[str, Any]] | None
-    """The name of a class of torch.optim and its options; None if the configuration has no optimizer."""
+    """The name of a class of torch.optim (Lion is lion-pytorch's) and its options; None if the configuration
+    has no optimizer.
+    """
     decisions: tuple[Decision, ...]
     """One for each field, in the order of the configuration."""
 
@@ -92,7 +66,8 @@ class ConvertedConfig:
 
     def build_optimizer(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Make the optimizer of the configuration. parameters: as for any optimizer of torch. options: take
-        the place of the configuration's. Raises ConfigError if there is none, or if an option is left open.
+        the place of the configuration's. Raises ConfigError if there is none, if an option is left open, or
+        if Lion's package is not installed.
         """
         if self.optimizer is None:
             raise ConfigError("The configuration has no optimizer.", "Make one of torch.optim's.")
@@ -104,103 +79,104 @@ class ConvertedConfig:
                 f"The optimizer's {', '.join(missing)} is auto in the configuration.",
                 f"Give build_optimizer(parameters, {', '.join(f'{each}=...' for each in missing)}).",
             )
-        made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, **{**known, **options})
+        package = _package("lion_pytorch", "lion-pytorch") if name == "Lion" else torch.optim
+        made: torch.optim.Optimizer = getattr(package, name)(parameters, **{**known, **options})
         return made
 
     def __str__(self) -> str:
         rows, last = [], ""
         for each in self.decisions:
             block, _, name = each.field.rpartition(".")
-            if block != last:
-                rows.append({"field": block, "value": "", "decision": "", "why": ""})
-            shown = f"  {name}" if block else name
-            rows.append(
-                {"field": shown, "value": _shown(each.value), "decision": each.decision, "why": each.why}
-            )
+            if block not in ("", last):
+                rows.append((block, "", "", ""))
+            rows.append((f"  {name}" if block else name, _shown(each.value), each.decision, each.why))
             last = block
-        return render([row for row in rows if row["field"]], words=True)
+        titles = ("field", "value", "decision", "why")
+        return render([dict(zip(titles, row, strict=True)) for row in rows], words=True)
 
 
-def decide(values: Mapping[str, Any], rules: Mapping[str, Rule], source: str) -> Iterator[Decision]:
+def read_rules(file: str) -> dict[str, tuple[str, str]]:
+    """(The decision, the reason) by the path of a field, from a table beside this module. An indented line
+    goes on with the row before it. A path that ends in "." begins the paths after it in its row.
+    """
+    rules = {}
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    for row in text.replace("\n ", " ").splitlines()[1:]:
+        decision, why, paths = (cell.strip() for cell in row.split("|"))
+        before = ""
+        for path in paths.split():
+            if path.endswith("."):
+                before = path.removeprefix(".")
+            else:
+                rules[before + path] = decision, why
+    return rules
+
+
+def decide(
+    values: Mapping[str, Any], rules: Mapping[str, tuple[str, str]], source: str
+) -> Iterator[Decision]:
     """The decision on each field of a configuration, in its order.
 
-    values: nested mappings. rules: by path; a rule for a block holds for all fields in it that have no rule
-    of their own. source: the name of the library, for errors. Raises ConfigError for a field without a rule,
-    and for one that is REFUSED and on.
+    values: nested mappings. rules: as of `read_rules`; a rule for a block holds for all fields in it if none
+    of them has its own. source: the name of the library, for errors. Raises ConfigError for a field without a
+    rule, and for one that is REFUSED and on.
     """
     blocks = {path[:end] for path in rules for end, letter in enumerate(path) if letter == "."}
     for path, value in _flat(values, blocks):
-        rule, block = rule_of(path, rules), path.rpartition(".")[0]
-        if rule is None and path in blocks:
-            if value is not None:
-                raise ConfigError(
-                    f"The field {path} is {value!r}.", "Give its block of fields, or leave it out."
-                )
-            continue
-        if rule is None:
-            near = [each for each in rules if each.rpartition(".")[0] == block] or list(rules)
-            nearest = difflib.get_close_matches(path, near, n=1, cutoff=0.0)[0]
+        block = path.rpartition(".")[0]
+        if path not in rules and path in blocks:
+            if value is None:
+                continue
+            raise ConfigError(f"The field {path} is {value!r}.", "Give its block of fields, or remove it.")
+        if path not in rules:
+            nearest = difflib.get_close_matches(path, rules, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f"The field {path} of the configuration is not one of {source}'s.",
                 f"The nearest is {nearest}: correct the name, or remove the field.",
             )
-        if f"{block}.enabled" in rules and not is_on(values[block].get("enabled", False), auto=True):
-            yield Decision(path, value, IGNORED, f"{block} is off")
-        elif rule.decision not in (REFUSED, SINGLE):
-            open_ = rule.decision == TAKEN and value == "auto"
-            yield Decision(path, value, rule.decision, OPEN if open_ else rule.why)
-        elif is_on(value) and not (rule.decision == SINGLE and value == 1):
-            raise ConfigError(
-                f"The configuration asks for {path} ({_shown(value)}), which is not there, and without which "
-                "training has another result.",
-                rule.why,
-            )
-        else:
-            yield Decision(path, value, MISSING, "it is off")
+        decision, why = rules[path]
+        switch = values[block].get("enabled") if f"{block}.enabled" in rules else True
+        if not (is_on(switch) or switch == "auto"):
+            decision, why = IGNORED, f"{block} is off"
+        elif decision == REFUSED:
+            # A size of 1 divides nothing among ranks.
+            if is_on(value) and not (path.endswith("_size") and value == 1):
+                raise ConfigError(
+                    f"The configuration asks for {path} ({_shown(value)}), which is not there, and without "
+                    "which training has another result.",
+                    why,
+                )
+            decision, why = MISSING, "it is off"
+        elif decision == TAKEN and value == "auto":
+            why = OPEN
+        yield Decision(path, value, decision, why)
 
 
-def rule_of(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """The rule for a field: its own, or that of the nearest block around it; None if there is none."""
-    while path:
-        if path in rules:
-            return rules[path]
-        path = path.rpartition(".")[0]
-    return None
-
-
-def is_on(value: Any, *, auto: bool = False) -> bool:
+def is_on(value: Any) -> bool:
     """Whether the value of a field asks for something. A mapping with switches ("enabled"), at any depth, is
-    on if one of them is. auto: the answer for "auto".
+    on if one of them is.
     """
     if isinstance(value, Mapping):
-        switches = list(_switches(value))
-        return any(switches) if switches else bool(value)
+        switches = [each for path, each in _flat(value, None) if path.rpartition(".")[2] == "enabled"]
+        return any(map(is_on, switches)) if switches else bool(value)
     if isinstance(value, str):
-        return auto if value == "auto" else value.lower() not in ("", "none", "no", "false")
+        return value.lower() not in ("", "auto", "none", "no", "false")
     return bool(value)
 
 
-def _switches(values: Mapping[str, Any]) -> Iterator[bool]:
+def _flat(values: Mapping[str, Any], blocks: set[str] | None, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The path and value of each field. A mapping whose path is in `blocks` is taken apart; None: each is."""
     for name, value in values.items():
-        if name == "enabled":
-            yield is_on(value)
-        elif isinstance(value, Mapping):
-            yield from _switches(value)
+        path = f"{before}{name}"
+        if isinstance(value, Mapping) and (blocks is None or path in blocks):
+            yield from _flat(value, blocks, f"{path}.")
+        else:
+            yield path, value
 
 
 def _shown(value: Any) -> str:
     """A value as text. Mappings are long, and may have keys that are secret."""
     return "{...}" if isinstance(value, Mapping) and value else str(value)
-
-
-def _flat(values: Mapping[str, Any], blocks: set[str], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The path and value of each field. A mapping whose path is in `blocks` is taken apart."""
-    for name, value in values.items():
-        path = f"{before}{name}"
-        if path in blocks and isinstance(value, Mapping):
-            yield from _flat(value, blocks, f"{path}.")
-        else:
-            yield path, value
 
 
 def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
@@ -212,20 +188,34 @@ def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
         raise ConfigError(f"The field {path} is {value!r}.", f"Give one of {known}.") from None
 
 
-def budget_of(paths: Iterable[str], nvme: Directories | None) -> Budget:
-    """The budget with the NVMe directories of a configuration, which gives them no sizes: each gets 90% of
-    what is free there, divided among directories of one file system. nvme: directories and sizes that take
-    the place of `paths`; None if there are none. Raises StorageError for a directory that cannot be looked
-    at.
+def read_mapping(path: str | os.PathLike[str], language: str = "JSON") -> dict[str, Any]:
+    """The mapping in a file. language: "JSON" or "YAML", which needs the package pyyaml. Raises StorageError
+    if the file cannot be read, and ConfigError if it holds anything else.
     """
-    if nvme is not None:
-        return Budget(nvme=nvme)
-    free = {}
-    for path in dict.fromkeys(paths):
-        with storage_errors("look at", path, cure=f'Make it, or give nvme={{"{path}": "400GiB"}}.'):
-            free[path] = os.stat(path).st_dev, free_bytes(path)
-    systems = [system for system, _ in free.values()]
-    sizes: dict[str | os.PathLike[str], Size] = {
-        path: room * 9 // 10 // systems.count(system) for path, (system, room) in free.items()
-    }
-    return Budget(nvme=sizes or None)
+    name, yaml = os.fspath(path), _package("yaml", "pyyaml") if language == "YAML" else None
+    wrong = yaml.YAMLError if yaml else ValueError
+    try:
+        with storage_errors("read", path), open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file) if yaml else json.load(file, object_pairs_hook=_once)
+    except (wrong, ValueError) as error:
+        raise ConfigError(f"{name} is not {language}: {error}.", f"Give a file of {language}.") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} holds no configuration.", "Give a file that has fields by name.")
+    return values
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of `pairs`. Raises ConfigError for a name that comes twice, of which JSON drops one."""
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"The configuration has the field {name} twice.", "Remove one of them.")
+    return dict(pairs)
+
+
+def _package(module: str, name: str) -> Any:
+    """The module of another package, imported where a configuration needs it. name: as pip knows it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"The package {name} is not installed.", f"Run `pip install {name}`.") from error

@@ -8,16 +8,17 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from other_optimizers import Lion
 from torch import nn
 
 import infinity
 from infinity import Budget, ConfigError, Precision, StorageError, from_deepspeed_config
-from infinity.integrations import decisions, deepspeed
-from infinity.integrations.decisions import rule_of
+from infinity.integrations import accelerate, deepspeed
 
 FIELDS = json.loads(Path(__file__).with_name("deepspeed_fields.json").read_text())
 
@@ -54,16 +55,24 @@ def decision_on(field: str, config: dict[str, Any]) -> tuple[str, str]:
 
 
 def undecided(fields: dict[str, list[str]]) -> list[str]:
-    """The fields without a rule. A block whose fields all have rules needs none."""
+    """The fields without a rule of their own, of a block around them, or of fields in them."""
     paths = {f"{block}.{name}".lstrip(".") for block, names in fields.items() for name in names}
-    blocks = {path.rpartition(".")[0] for path in paths} | {"bfloat16"}  # the old name of bf16
-    return [path for path in sorted(paths - blocks) if rule_of(path, deepspeed.RULES) is None]
+    paths.discard("bfloat16")  # the old name of bf16
+
+    def decided(path: str) -> bool:
+        return any(
+            f"{path}.".startswith(f"{each}.") or each.startswith(f"{path}.") for each in deepspeed.RULES
+        )
+
+    return sorted(path for path in paths if not decided(path))
 
 
 def test_every_field_of_deepspeed_has_a_decision() -> None:
     assert sum(map(len, FIELDS["fields"].values())) > 200
     assert undecided(FIELDS["fields"]) == []
     assert undecided({"": ["new"], "zero_optimization": ["newer"]}) == ["new", "zero_optimization.newer"]
+    words = {"taken", "ignored", "said otherwise", "not there", "refused"}
+    assert {each for each, _ in (*deepspeed.RULES.values(), *accelerate.RULES.values())} == words
 
 
 def test_the_recorded_fields_are_those_of_the_installed_deepspeed() -> None:
@@ -148,7 +157,7 @@ def test_dtypes_are_the_precision(config: dict[str, Any], precision: Precision) 
 
 
 def test_directories_get_90_percent_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(deepspeed, "free_bytes", lambda path: 1000)
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -196,16 +205,61 @@ def test_clipping_that_is_not_mentioned_is_deepspeeds_default() -> None:
         ("adamw", {"torch_adam": True}, "AdamW", {"weight_decay": 0.01}),
         ("Adagrad", {"eps": 1e-9}, "Adagrad", {"eps": 1e-9}),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, "SGD", {"momentum": 0.9}),
+        ("Lion", {}, "Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        (
+            "lion",
+            {"betas": [0.8, 0.9], "weight_decay": 0.1},
+            "Lion",
+            {"betas": (0.8, 0.9), "weight_decay": 0.1},
+        ),
     ],
 )
 def test_optimizers_are_built_with_deepspeeds_defaults(
-    kind: str, params: dict[str, Any], name: str, options: dict[str, Any]
+    kind: str,
+    params: dict[str, Any],
+    name: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "lion_pytorch", SimpleNamespace(Lion=Lion))
     found = from_deepspeed_config({"optimizer": {"type": kind, "params": params}})
     built = found.build_optimizer(nn.Linear(2, 2).parameters())
-    assert type(built) is getattr(torch.optim, name)
+    assert type(built) is (Lion if name == "Lion" else getattr(torch.optim, name))
     usual = {} if kind == "SGD" else {"weight_decay": 0.0}
     assert {**usual, **options}.items() <= built.param_groups[0].items()
+
+
+def test_lion_trains_as_deepspeed_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = from_deepspeed_config({"optimizer": {"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.5}}})
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    with pytest.raises(ConfigError, match="lion-pytorch is not installed"):
+        found.build_optimizer(nn.Linear(2, 2).parameters())
+    monkeypatch.setitem(sys.modules, "lion_pytorch", SimpleNamespace(Lion=Lion))
+    model = nn.Linear(8, 8)
+    weight, mean = model.weight.detach().clone(), torch.zeros(8, 8)
+    x = torch.arange(8.0).repeat(2, 1)
+    optimizer = found.build_optimizer(model.parameters())
+    with infinity.offload(model, optimizer, device="cpu", **found.offload) as runtime:
+        for sign in (1.0, -3.0, 2.0):
+            (model(x).sum() * sign).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            gradient = (2 * sign * x[0]).expand(8, 8)
+            # As csrc/lion/cpu_lion_impl.cpp of DeepSpeed 0.19.8, but for the column whose gradient is 0:
+            # DeepSpeed's sign of +0 is 1.
+            direction = torch.sign(mean * 0.9 + gradient * (1 - 0.9))
+            weight = weight * (1 - 0.1 * 0.5) - 0.1 * direction
+            mean = mean * 0.999 + gradient * (1 - 0.999)
+        with runtime.full_parameters(model):
+            torch.testing.assert_close(model.weight.detach(), weight)
+
+
+def test_muon_is_refused_with_the_two_optimizers_that_it_is() -> None:
+    params = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.95}
+    with pytest.raises(ConfigError, match="Adam for all other parameters") as caught:
+        from_deepspeed_config({"optimizer": {"type": "Muon", "params": params}})
+    assert "torch.optim.Muon of the matrices" in caught.value.cure
+    assert "Precision(keep=...)" in caught.value.cure
 
 
 def test_options_that_are_open_must_be_given() -> None:
@@ -288,7 +342,7 @@ def test_a_fixed_loss_scale_and_rough_masters_are_refused_where_fp16_is_on(field
 
 
 @pytest.mark.parametrize(
-    "name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "Lion", "Muon", "RMSprop", "MuAdam"]
+    "name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLion", "RMSprop", "MuAdam"]
 )
 def test_other_optimizers_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"is {name}, which is not there"):
@@ -300,8 +354,14 @@ def test_other_optimizers_are_refused_by_name(name: str) -> None:
     [
         ({"gradient_cliping": 1.0}, "nearest is gradient_clipping"),
         ({"zero_optimization": {"stag": 3}}, r"nearest is zero_optimization\.stage"),
-        ({"optimizer": {"type": "AdamW", "params": {"learning": 1}}}, r"torch\.optim\.AdamW's"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning": 1}}}, r"optimizer\.params\.learning"),
         ({"optimizer": {"type": "AdamW", "params": {"bias_correction": False}}}, "bias_correction"),
+        (
+            {"optimizer": {"type": "Lion", "params": {"fp32_optimizer_states": False}}},
+            "fp32_optimizer_states",
+        ),
+        ({"optimizer": {"type": "Lion", "params": {"eps": 1e-8}}}, r"optimizer\.params\.eps"),
+        ({"optimizer": "AdamW"}, "Give its block"),
         ({"zero_optimization": {"stage": 4}}, "Give one of 0, 1, 2, 3"),
         ({"zero_optimization": {"stage": [3]}}, "Give one of 0, 1, 2, 3"),
         ({"zero_optimization": 3}, "Give its block"),
