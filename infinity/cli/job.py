@@ -24,11 +24,10 @@ from infinity.cli.resumption import commit_to_continue, identity_of, progress_of
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError
 from infinity.layout.shards import ALONE, Share
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import LanguageModel, language_model
-from infinity.lm.presets import PRESETS
-from infinity.lm.text import Text, find_text
-from infinity.lm.training import Recipe, make_optimizer
+from infinity.lm.data import Batches, Text, find_text
+from infinity.lm.decoder import PRESETS
+from infinity.lm.loop import Recipe, make_optimizer
+from infinity.lm.model import LanguageModel, language_model
 from infinity.planning.budget_errors import format_count
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan

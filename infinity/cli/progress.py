@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from infinity.lm.training import StepReport
+from infinity.lm.loop import StepReport
 from infinity.telemetry.stats import Edge
 
 _BARS = "▁▂▃▄▅▆▇"

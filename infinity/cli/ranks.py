@@ -15,7 +15,7 @@ import torch
 from infinity.api import several_ranks, stage_of
 from infinity.cli.failure import Told, first_error, report
 from infinity.errors import ConfigError, InfinityError
-from infinity.lm.ranks import ONE_RANK, RunRanks
+from infinity.lm.loop import ONE_RANK, RunRanks
 from infinity.system import launcher
 from infinity.telemetry.timeline import Timeline
 

@@ -19,8 +19,8 @@ from infinity.checkpoint.resume import read_newest, run_state
 from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.shards import Share
-from infinity.lm.language_model import LanguageModel
-from infinity.lm.text import Text
+from infinity.lm.data import Text
+from infinity.lm.model import LanguageModel
 from infinity.pages.open_tiers import injected_files
 
 if TYPE_CHECKING:  # a run of one rank does not import the package

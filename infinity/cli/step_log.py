@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from infinity.errors import storage_errors
-from infinity.lm.training import StepReport
+from infinity.lm.loop import StepReport
 
 
 @contextlib.contextmanager

@@ -21,9 +21,15 @@ from infinity.cli.progress import ProgressLine
 from infinity.cli.ranks import ending_together, leads, run_ranks
 from infinity.cli.signals import StopFlag, Stopped
 from infinity.cli.step_log import write_step
-from infinity.lm.sample import generate
-from infinity.lm.training import HeldOut, StepReport, Training, do_nothing
-from infinity.lm.work import evaluation_batches, sample_tokens
+from infinity.lm.loop import (
+    HeldOut,
+    StepReport,
+    Training,
+    do_nothing,
+    evaluation_batches,
+    generate,
+    sample_tokens,
+)
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.timeline import Timeline

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from infinity.cli import progress
 from infinity.cli.progress import ProgressLine, curve, format_rate, format_seconds
-from infinity.lm.training import StepReport
+from infinity.lm.loop import StepReport
 from infinity.telemetry.stats import Edge, EdgeStats, Stats
 
 

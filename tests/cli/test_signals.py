@@ -10,7 +10,7 @@ import pytest
 
 from infinity.cli.signals import StopFlag, Stopped, signal_of
 from infinity.cli.training_run import _Run
-from infinity.lm.ranks import RunRanks
+from infinity.lm.loop import RunRanks
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -20,10 +20,9 @@ import infinity
 from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import atomic_directory
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import language_model
-from infinity.lm.text import find_text
-from infinity.lm.training import HeldOut
+from infinity.lm.data import Batches, find_text
+from infinity.lm.loop import HeldOut
+from infinity.lm.model import language_model
 from infinity.pages.open_tiers import injected
 
 

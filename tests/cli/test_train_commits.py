@@ -21,8 +21,8 @@ from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.cli import training_run
-from infinity.lm.batches import Batches
-from infinity.lm.training import HeldOut
+from infinity.lm.data import Batches
+from infinity.lm.loop import HeldOut
 from infinity.pages.open_tiers import injected
 
 ROOMY = ["--budget-host", "64MiB"]

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 from lm_models import TINY, preset_of, text_of
 
 from infinity.errors import ConfigError
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import language_model
-from infinity.lm.presets import PRESETS
-from infinity.lm.text import Text
-from infinity.lm.vocabulary import Bytes, Tokens, decode_stretch
+from infinity.lm.data import Batches, Bytes, Text, Tokens, decode_stretch
+from infinity.lm.decoder import PRESETS
+from infinity.lm.model import language_model
 
 
 class Words:
