@@ -42,10 +42,12 @@ def print_json(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
 
 
 class Output:
-    """What a command prints: lines for people, to stderr with --json, and one JSON object of its results."""
+    """What a command prints: lines for people, to stderr with --json, and one JSON object of its results.
+
+    quiet: whether to print nothing, as ranks from 1 on.
+    """
 
     def __init__(self, options: argparse.Namespace, *, quiet: bool = False) -> None:
-        """quiet: whether to print nothing, as ranks from 1 on."""
         self.console = Console(stderr=options.json, quiet=quiet)
         self._options, self._quiet = options, quiet
 
@@ -62,26 +64,16 @@ class Output:
 # --- errors -----------------------------------------------------------------------------------------------
 
 
-class Told(Exception):
-    """Raised in place of an error that `report` has printed already."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-        """The exit code."""
-
-
 def exit_code(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code, as `infinity.cli.main` says. An InfinityError is printed, with
-    --json also as JSON. Of a signal that ends the command at once, --json prints the name. With several ranks
-    the one that has the error prints it; of a signal, rank 0 prints the name.
+    """Run a command and return its exit code, as `infinity.cli.main` says.
+
+    An InfinityError is printed by the rank that has it. Of a signal that ends the command at once, --json
+    prints the name.
     """
     try:
         code: int = options.run(options)
     except InfinityError as error:
         return report(error, options)
-    except Told as told:
-        return told.code
     except KeyboardInterrupt as error:
         if leads():
             print_json(options, {"stopped": signal_of(error).name})
@@ -240,19 +232,17 @@ def leads() -> bool:
 def ending_together(communicator: Communicator | None, options: argparse.Namespace) -> Iterator[None]:
     """Context whose error, or interruption, ends the run on all ranks; no rank waits for another one then.
 
-    An InfinityError is printed, and Told is raised in its place: torchrun ends all ranks once one has ended,
-    which could be before this one has closed its files. Use the context inside of those that close what other
-    ranks need. communicator: None with one rank, where nothing is changed.
+    An InfinityError is printed, and SystemExit is raised in its place: torchrun ends all ranks once one has
+    ended, which could be before this one has closed its files. Use the context inside of those that close
+    what other ranks need. communicator: None with one rank, where nothing is changed.
     """
     try:
         yield
-    except Told:
-        raise
     except BaseException as error:
-        if communicator is None:
+        if communicator is None or isinstance(error, SystemExit):
             raise
         first_error(error)  # before the others hear of it
         communicator.fail(error)
         if isinstance(error, InfinityError):
-            raise Told(report(error, options)) from None
+            raise SystemExit(report(error, options)) from None
         raise

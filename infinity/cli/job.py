@@ -286,9 +286,7 @@ def make_job(
 
 
 def _device(given: str | None, *, several: bool) -> str:
-    """The device that --device names. several: whether there are several ranks; then each rank of a node has
-    a GPU of its own by default.
-    """
+    """The device that --device names. With several ranks each of a node has a GPU of its own by default."""
     chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
     return f"cuda:{launcher.local_rank()}" if several and chosen == "cuda" else chosen
 

@@ -117,11 +117,9 @@ class TrainingRun:
             count = job.resumed["held_out"]["batches"]
         self._held_out = HeldOut(model, batches, job.device, count=count, ranks=ranks)
         self.before: float | None = None
-        """Held-out loss before training, in nats per token; None if the run was stopped before."""
         self.after: float | None = None
-        """Held-out loss after training; None if the run was stopped."""
+        """Held-out loss before and after training, in nats per token; None if the run was stopped before."""
         self.reports: list[StepReport] = []
-        """The reports of this process's steps."""
         self.peak = 0
         """Peak bytes of RAM that the process used beyond its use before the model was filled."""
         self.moved: dict[str, int] = {}
@@ -129,9 +127,9 @@ class TrainingRun:
         self.sample: str | None = None
         self.exported: str | None = None
         self.stopped: signal.Signals | None = None
-        """The signal that has stopped the run; None if it has come to its end."""
+        """The signal that has stopped the run."""
         self.kept: dict[str, Any] | None = None
-        """The commit that stays, for JSON; None if there is none."""
+        """The commit that stays, for JSON."""
 
     @property
     def step(self) -> int:

@@ -89,10 +89,8 @@ class Text:
         return self.train if start in self.train else self.held_out
 
     def digest(self) -> str:
-        """A hash by which two texts are told apart without reading all of them.
-
-        It is made of the sizes of the files, in their order, and of 64 stretches of 4 KiB, spread evenly. So
-        it does not depend on where the files lie. Raises StorageError as `read` does.
+        """A hash of the sizes of the files and of 64 stretches of 4 KiB, spread evenly, by which texts are
+        told apart wherever they lie. Raises StorageError as `read` does.
         """
         found = hashlib.blake2b(self._starts.tobytes(), digest_size=16)
         count = min(_STRETCH, self.nbytes)
@@ -103,11 +101,9 @@ class Text:
     def read(self, start: int, count: int) -> bytes:
         """Read `count` bytes of the sequence from position `start` on, across the ends of files.
 
-        Raises ValueError if the range leaves the sequence, and StorageError if a file cannot be read any more
-        or has become shorter.
+        Raises StorageError if a file cannot be read any more or has become shorter.
         """
-        if start < 0 or count < 0 or start + count > self.nbytes:
-            raise ValueError(f"{count} bytes at {start} are not within 0 .. {self.nbytes}")
+        assert 0 <= start <= start + count <= self.nbytes
         found = bytearray()
         index = bisect.bisect_right(self._starts, start) - 1
         while len(found) < count:
@@ -327,13 +323,9 @@ class Batches:
         """batch: number of windows in a batch. seq: number of tokens that are predicted in a window, which
         has seq + 1 tokens. seed: of the positions of the training windows.
 
-        Raises ConfigError if `batch` or `seq` is below 1, if `seq` is more than the model's longest context,
-        or if the held-out part of the text is shorter than a window.
+        Raises ConfigError if `seq` is more than the model's longest context, or if the held-out part of the
+        text is shorter than a window.
         """
-        if batch < 1 or seq < 1:
-            raise ConfigError(
-                f"A batch of {batch} x {seq} tokens was asked for.", "Give at least 1 for both."
-            )
         longest = language_model.longest
         if longest is not None and seq > longest:
             raise ConfigError(
@@ -350,9 +342,8 @@ class Batches:
     def training(self, step: int, micro: int) -> torch.Tensor:
         """Read the training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
 
-        The windows begin at pseudo-random positions in the training part of the text. The same text, seed,
-        step and micro-batch give the same batch on every machine. Raises StorageError if a file of the text
-        cannot be read any more.
+        The windows begin at pseudo-random positions in the training part, the same on every machine. Raises
+        StorageError if a file of the text cannot be read any more.
         """
         part = self._text.train
         # A token may have any number of bytes; `window` begins earlier if too few bytes follow.
@@ -364,8 +355,7 @@ class Batches:
     def held_out(self) -> list[torch.Tensor]:
         """Read batches of windows spread evenly over the held-out part of the text, the same for every seed.
 
-        A batch is int64 (batch, seq + 1), on the CPU. There are at most 8 batches, which predict at most
-        16 Ki tokens together. There is at least one batch, even if it predicts more tokens.
+        A batch is int64 (batch, seq + 1), on the CPU. There are 1 to 8, of 16 Ki tokens together if possible.
         """
         part = self._text.held_out
         rows = self._batch * max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // self.tokens))

@@ -79,21 +79,18 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunRanks:
-    """The processes that train a model together. Each trains on micro-batches of its own."""
+    """The processes that train a model together. Each trains on micro-batches of its own. By default one."""
 
     rank: int = 0
-    """This process's number, from 0 on."""
     ranks: int = 1
     """Number of processes."""
     gather: Callable[[str, Any], list[Any]] = lambda call, value: [value]
-    """Function that gives a value to all ranks and returns theirs, in the order of ranks. Values are
-    numbers, booleans and lists of them. All ranks call the function as often, in the same order. Its first
-    argument says what the value is, for errors.
+    """Function that gives a number, or a list of numbers, to all ranks and returns theirs, in the order of
+    ranks. All ranks call it as often, in the same order. Its first argument names the value, for errors.
     """
 
 
 ONE_RANK = RunRanks()
-"""The ranks of a process that trains by itself."""
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
@@ -134,9 +131,9 @@ class Training:
         ranks: RunRanks = ONE_RANK,
     ) -> None:
         """runtime: the runtime that pages `language_model.model`, and averages gradients over ranks. ranks:
-        micro-batch m of rank r takes the batch that a single rank takes for its micro-batch m * ranks + r.
-        between: called after each micro-batch; an exception that it raises ends the run, and `undo` then
-        forgets the step that was under way. None: nothing is called, and nothing is kept for `undo`.
+        micro-batch m of rank r is micro-batch m * ranks + r of a single rank. between: called after each
+        micro-batch, and may raise an exception, after which `undo` forgets the step that was under way. None:
+        nothing is kept for `undo`.
         """
         self.step = 0
         """Number of steps that were finished, those of an earlier process included."""
@@ -148,10 +145,7 @@ class Training:
         self._step_end = None if between is None else StepEnd(language_model.model)
 
     def steps(self) -> Iterator[StepReport]:
-        """Train until `recipe.steps` steps are finished, and yield a report after each.
-
-        The next step is computed only when the caller takes its report from the iterator.
-        """
+        """Train until `recipe.steps` steps are finished, and yield a report after each, before the next."""
         self._subject.model.train()
         while self.step < self._recipe.steps:
             yield self._train_step()
@@ -246,9 +240,8 @@ class StepEnd:
 
 
 def evaluation_batches(parameters: int, tokens: int) -> int:
-    """Number of batches over which the loss on held-out text is measured, if there are as many.
-
-    parameters: the model's elements. tokens: those that a batch predicts.
+    """Number of batches over which the loss on held-out text is measured, if there are as many. tokens: those
+    that a batch predicts.
     """
     return max(1, _EVALUATION // (max(1, parameters) * tokens))
 
@@ -265,9 +258,7 @@ class HeldOut:
         count: int | None = None,
         ranks: RunRanks = ONE_RANK,
     ) -> None:
-        """count: the most batches that are taken of the held-out ones; None: all.
-        ranks: those that divide the batches among them.
-        """
+        """count: the most batches that are taken; None: all. ranks: those that divide them among them."""
         self._ranks, self._subject = ranks, language_model
         self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
         self.count = len(self._batches)
@@ -291,7 +282,7 @@ class HeldOut:
 
 
 def sample_tokens(parameters: int) -> int:
-    """Number of tokens that a sample has at most. parameters: the model's elements."""
+    """Number of tokens that a sample has at most."""
     return max(8, min(200, _SAMPLE // max(1, parameters)))
 
 

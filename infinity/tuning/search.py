@@ -18,9 +18,8 @@ TIE = 0.03
 """The relative difference up to which two scores count as equal, because measurements are noisy."""
 
 _ERROR_OF_MEDIAN = 1.4826 * 1.2533
-"""The factor by which MAD / sqrt(n) is multiplied to get the standard error of the median of n values with
-normal noise, where MAD is the median absolute deviation of the values. 1.4826 turns MAD into the standard
-deviation. 1.2533 turns the standard error of the mean into the standard error of the median.
+"""Standard error of the median of n values with normal noise, divided by MAD / sqrt(n), where MAD is their
+median absolute deviation.
 """
 
 _MOST_THREADS = 16
@@ -38,10 +37,8 @@ Pass = Mapping[Point, Rates]
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
-    """All combinations of backends, block sizes (bytes) and queue depths that have at most
-    `bytes_in_flight` bytes in flight.
-
-    Depths above the largest number of threads are left out for the backend "threads".
+    """All combinations of backends, block sizes (bytes) and queue depths that have at most `bytes_in_flight`
+    bytes in flight, and as many threads as there can be.
     """
     return [
         settings
@@ -97,11 +94,8 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """The relative rate in `mode` of each point that is in all passes; about 1 for the median point.
-
-    In each pass, a point's rate is divided by the median rate of the pass. The point's relative rate is the
-    median of these quotients over all passes. So no point gains from a pass in which the disk happens to be
-    fast.
+    """The relative rate in `mode` of each point that is in all passes: the median over passes of its rate
+    divided by the pass's median rate. So no point gains from a pass in which the disk happens to be fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -113,11 +107,8 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score of each point, at most 1: its speed over all modes, as a fraction of the best rates.
-
-    In each mode, the point's `standing` is divided by the best standing of all points. The score is the
-    harmonic mean of these quotients over all modes. A point that is the best in every mode has the score 1.
-    Only points that are in all passes have a score.
+    """The score of each point that is in all passes, at most 1: the harmonic mean over modes of its
+    `standing` divided by the best standing.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -131,13 +122,12 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
     """Choose the cheapest settings whose score is within 3% of the best score.
 
-    The cheapest settings are those whose backend comes first in BACKENDS, because that backend takes the
-    least CPU time. With equal backends, settings with fewer bytes in flight are cheaper, because the next
-    urgent request has to wait for these bytes.
+    The backend that comes first in BACKENDS takes the least CPU time. With equal backends, settings with
+    fewer bytes in flight are cheaper, because the next urgent request has to wait for these bytes.
 
-    passes: those of `search`. usual: the settings that are used without tuning. They are returned if they
-    were tried and the best settings are not clearly faster. The best of many noisy figures is too high by
-    chance, so without this rule one run in ten would choose settings that are slower than the usual settings.
+    usual: the settings that are used without tuning. They are returned if they were tried and the best are
+    not clearly faster: the best of many noisy figures is too high by chance, so that one run in ten would
+    choose slower settings.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -151,12 +141,8 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
 
 
 def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
-    """Whether `one` is faster than `other` by more than TIE and the noise.
-
-    In each pass that has both points, the rate of `one` is divided by the rate of `other` in every mode. The
-    harmonic mean of these quotients over the modes is the pass's ratio of speeds. The median of the ratios'
-    logarithms over the passes must exceed log(1 + TIE) by more than the median's standard error, which is
-    computed from the median absolute deviation.
+    """Whether `one` is faster than `other` by more than TIE and the noise: the median over passes of the
+    logarithm of their ratio of speeds exceeds log(1 + TIE) by more than the median's standard error.
     """
     times = [
         math.log(statistics.harmonic_mean([each[one][mode] / each[other][mode] for mode in each[one]]))
@@ -169,9 +155,7 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point with the best `standing` in `mode`. If mode is None, the point with the best score (`scores`)
-    over all modes.
-    """
+    """The point with the best `standing` in `mode`; None: with the best score over all modes."""
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 

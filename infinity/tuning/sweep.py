@@ -52,24 +52,20 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """The results of the sweep of one disk. `path` is the directory on the disk that held the test file, and
-    `chosen` has the settings that infinity will use for the disk.
-    """
+    """The results of the sweep of one disk."""
 
     path: str
+    """The directory that held the test file."""
     nbytes: int
     """Bytes of the test file."""
     direct: bool
-    """Whether the test file was open with O_DIRECT. Without O_DIRECT, all I/O passes through the page
-    cache.
-    """
+    """Whether the test file was open with O_DIRECT. Otherwise all I/O passes through the page cache."""
     chosen: Measured
+    """The settings that all I/O will use."""
     best: dict[str, Measured]
-    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that stayed to the
-    end of the sweep. Slow settings are dropped earlier, after fewer trials.
-    """
+    """The fastest settings in each mode, among those that stayed to the end of the sweep."""
     points: tuple[Measured, ...]
-    """The rates of all settings that were tried. Those that stayed longest in the sweep come first."""
+    """All settings that were tried. Those that stayed longest in the sweep come first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -65,10 +66,7 @@ class Tuning:
 
 
 def tune(
-    paths: Sequence[str],
-    *,
-    size: Size | None = None,
-    report: Report = lambda done, what: None,
+    paths: Sequence[str], *, size: Size | None = None, report: Report = lambda done, what: None
 ) -> Tuning:
     """Find the best I/O settings for the disks under the directories `paths`, and save them.
 
@@ -104,11 +102,13 @@ def tune(
         stream=stream,
         link=None if link is None else min(link.to_device, link.to_host),
     )
+    places = [(disk.path, os.stat(disk.path).st_dev) for disk in disks]
+    shared = tuple((a, b) for (a, at), (b, where) in itertools.combinations(places, 2) if at == where)
     report(1.0, "done")
     return Tuning(
         disks=disks,
         stripes=stripes,
-        shared=_shared(disks),
+        shared=shared,
         stream=stream,
         link=link,
         seconds=time.monotonic() - start,
@@ -119,10 +119,7 @@ def tune(
 
 
 def _sweep(
-    paths: Sequence[str],
-    sizes: Sequence[int],
-    backends: Sequence[list[str]],
-    progress: Progress,
+    paths: Sequence[str], sizes: Sequence[int], backends: Sequence[list[str]], progress: Progress
 ) -> tuple[tuple[DiskSweep, ...], Stripes | None]:
     alone = _SECONDS / len(paths)
     memory = Memory(max(SMALLEST, min(_IN_FLIGHT, machine.memory().usable // 8) // SMALLEST * SMALLEST))
@@ -144,15 +141,13 @@ def _sweep(
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """Return the bytes of each path's test file, in the order of `paths`; each is a multiple of 1 MiB.
-
-    size: as in `tune`. Raises ConfigError, StorageError and StorageFull as described there.
-    """
+    """The bytes of each path's test file, multiples of 1 MiB; paths on one file system share what is free."""
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(
             f"The list of directories {list(paths)} is empty or has duplicates.", "Give each directory once."
         )
-    room = _usable_bytes(paths)
+    devices = [os.stat(check_directory(path)).st_dev for path in paths]
+    room = [free_bytes(path) // devices.count(each) for path, each in zip(paths, devices, strict=True)]
     wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
     if wanted is not None and wanted < SMALLEST:
         raise ConfigError(
@@ -173,23 +168,9 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
     return [min(_FILE_BYTES, free // 2) >> 20 << 20 for free in room]
 
 
-def _usable_bytes(directories: Sequence[str]) -> list[int]:
-    """Return the bytes that a test file in each directory may take, in the order of `directories`.
-
-    These are the free bytes of the file system, divided by the number of directories that lie on it.
-
-    Raises StorageError and ConfigError for directories that `check_directory` refuses.
-    """
-    paths = [check_directory(directory) for directory in directories]
-    devices = [os.stat(path).st_dev for path in paths]
-    return [free_bytes(path) // devices.count(device) for path, device in zip(paths, devices, strict=True)]
-
-
 def _backends(path: str) -> list[str]:
-    """Return the names of the I/O backends that work in the directory `path`, best first.
-
-    Backends without direct I/O are left out if another backend has direct I/O. If the environment variable
-    INFINITY_AIO names a backend, only this backend is returned.
+    """Names of the I/O backends that work in the directory `path`, best first, with direct I/O if one has it.
+    If the environment variable INFINITY_AIO names a backend, only this one.
     """
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
@@ -208,29 +189,9 @@ def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: Stripes | None)
     facts = {"cpu": cpu.model, "cpus": cpu.allowed, "memory": machine.memory().total}
     at = now()
     for disk in disks:
-        chosen = disk.chosen
-        profile.keep_disk(
-            disk.path,
-            DiskProfile(
-                settings=chosen.settings,
-                path=disk.path,
-                read=chosen.read,
-                write=chosen.write,
-                mixed=chosen.mixed,
-                at=at,
-                facts=facts,
-            ),
-        )
+        rates = {mode: getattr(disk.chosen, mode) for mode in MODES}
+        found = DiskProfile(settings=disk.chosen.settings, path=disk.path, at=at, facts=facts, **rates)
+        profile.keep_disk(disk.path, found)
     if stripes is not None:
         profile.keep_stripes(stripes.paths, StripeProfile(shares=stripes.shares, mixed=stripes.mixed, at=at))
     return profile.save()
-
-
-def _shared(disks: Sequence[DiskSweep]) -> tuple[tuple[str, str], ...]:
-    devices = [(disk.path, os.stat(disk.path).st_dev) for disk in disks]
-    return tuple(
-        (path, other)
-        for index, (path, device) in enumerate(devices)
-        for other, where in devices[index + 1 :]
-        if where == device
-    )

@@ -141,14 +141,6 @@ def test_reading_across_files_is_reading_their_concatenation(
     assert text.read(start, count) == whole[start : start + count]
 
 
-@pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, -1), (1, 10), (11, 0)])
-def test_nothing_is_read_outside_the_run(tmp_path: Path, start: int, count: int) -> None:
-    path = tmp_path / "a"
-    path.write_bytes(b"0123456789")
-    with pytest.raises(ValueError, match=r"not within 0 \.\. 10"):
-        Text([str(path)], [10]).read(start, count)
-
-
 def test_a_file_that_became_shorter_is_an_error_that_names_it(tmp_path: Path) -> None:
     text = find_text([str(tree(tmp_path, {"a": ENOUGH}))])
     os.truncate(tmp_path / "a", 1000)
