@@ -31,8 +31,7 @@ import torch
 from machine_facts import machine_facts
 
 import infinity
-from infinity.lm.decoder import Decoder, DecoderConfig
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

@@ -35,7 +35,11 @@ def work(options: argparse.Namespace) -> None:
 
     import infinity
     from infinity.lm.decoder import Decoder
-    from infinity.lm.presets import PRESETS
+
+    try:
+        from infinity.lm.decoder import PRESETS
+    except ImportError:  # an older checkout
+        from infinity.lm.presets import PRESETS
 
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -27,7 +27,7 @@ from peers.process import ContenderFailed, Process
 from train import add_run_options, job_of
 from turns import Bench, Job, fresh_directory
 
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS
 
 GB = 1e9
 

@@ -108,7 +108,7 @@ def report(work: Mapping[str, list[Interval]], seconds: float) -> dict[str, Any]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    from infinity.lm.presets import PRESETS
+    from infinity.lm.decoder import PRESETS
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -162,7 +162,7 @@ def task_of(options: argparse.Namespace, directory: Path) -> Any:
     from turns import the_text
 
     from infinity.lm import decoder as decoder_module
-    from infinity.lm.presets import PRESETS
+    from infinity.lm.decoder import PRESETS
 
     preset = PRESETS[options.model]
     text = directory / "text"

@@ -24,7 +24,7 @@ from peers.budgets import WORDS
 from train import add_run_options, job_of, run
 from training_report import prediction_cells, report_of
 
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS
 
 PAIRS = ("10m:all-host", "30m:half", "124m:all-host", "124m:all-nvme", "309m:half", "309m:all-nvme")
 QUICK_PAIRS = ("10m:all-nvme",)

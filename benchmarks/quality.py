@@ -35,10 +35,9 @@ import infinity
 from infinity.build import carry_out
 from infinity.formats.master_weights import split
 from infinity.formats.moments import DTYPES
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import LanguageModel, language_model
-from infinity.lm.text import find_text
-from infinity.lm.training import HeldOut, Recipe, make_optimizer, train, warm_up_and_cosine
+from infinity.lm.data import Batches, find_text
+from infinity.lm.loop import HeldOut, Recipe, Training, make_optimizer, warm_up_and_cosine
+from infinity.lm.model import LanguageModel, language_model
 from infinity.tiers import Tier
 
 CLIP = 1.0
@@ -78,7 +77,7 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
     print(f"{name}\n{plan}\n", flush=True)
     with carry_out(plan, chosen.model, optimizer, budget=budget) as runtime:
         started = time.perf_counter()
-        losses = [report.loss for report in train(chosen, runtime, batches, recipe)]
+        losses = [report.loss for report in Training(chosen, runtime, batches, recipe).steps()]
         seconds = time.perf_counter() - started
         held_out = HeldOut(chosen, batches, torch.device("cpu")).loss()
     return Run(name, seed, losses, held_out, seconds)

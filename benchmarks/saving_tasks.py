@@ -15,8 +15,7 @@ from peers.task import Task
 from turns import QUICK, the_text
 
 from infinity.lm import decoder as decoder_module
-from infinity.lm.decoder import DecoderConfig
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, DecoderConfig
 
 BYTES_ON_DISK = 32
 """Most bytes on disk for each element of a parameter with commits on: 4 for its gradient, and two places of

@@ -33,7 +33,7 @@ from peers.process import ContenderFailed
 from training_report import report_of, show
 from turns import Bench, Job, fresh_directory
 
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS
 
 BUDGETS = {
     "309m": "host=1GiB",

@@ -33,7 +33,7 @@ from machine_facts import machine_facts
 from infinity import aio
 from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.tiers.trial_file import SMALLEST, Memory, TestFile
-from infinity.tuning.sweep import QUICK, sweep_disk
+from infinity.tuning.sweep import sweep_disk
 from infinity.tuning.tune import Tuning, tune
 
 GOAL = 0.95
@@ -220,12 +220,10 @@ def tuned_settings(arguments: argparse.Namespace) -> tuple[IoSettings, dict[str,
     if arguments.quick:
         with TestFile(directory, arguments.size, Memory(SMALLEST), DEFAULT) as file:
             names = [backend.name for backend in aio.probe(directory).backends if backend.ok]
-            found = sweep_disk(
-                file, names, QUICK, seconds=0.5, bytes_in_flight=SMALLEST, progress=lambda what: None
-            )
+            found = sweep_disk(file, names, seconds=0.5, bytes_in_flight=SMALLEST, progress=lambda what: None)
         return found.chosen.settings, asdict(found.chosen)
     with own_cache():
-        tuning: Tuning = tune([directory], size=arguments.size, thorough=arguments.thorough)
+        tuning: Tuning = tune([directory], size=arguments.size)
     (disk,) = tuning.disks
     return disk.chosen.settings, asdict(disk.chosen) | {"seconds": tuning.seconds}
 
@@ -251,7 +249,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--best", type=int, default=4, help="best points of fio that run in turns with infinity"
     )
     parser.add_argument("--rounds", type=int, default=11, help="rounds of turns per mode")
-    parser.add_argument("--thorough", action="store_true", help="the option of infinity tune")
     parser.add_argument("--quick", action="store_true", help="a smoke test of some seconds")
     parser.add_argument("--json", action="store_true", help="the last line of stdout is one JSON object")
     arguments = parser.parse_args(argv)

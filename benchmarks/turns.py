@@ -25,8 +25,7 @@ from peers.task import Task
 from specs import Spec
 
 from infinity.lm import decoder as decoder_module
-from infinity.lm.decoder import DecoderConfig
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, DecoderConfig
 from infinity.system import machine
 
 QUICK = DecoderConfig(width=64, layers=2, heads=2, hidden=192)

@@ -30,8 +30,7 @@ from turns import QUICK
 
 import infinity
 from infinity.checksum import crc32c_blocks
-from infinity.lm.decoder import Decoder
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder
 from infinity.tiers import Tier
 
 NAMES = ("on", "off", "again")

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 import infinity
 from infinity.aio import Faults
-from infinity.cli import failure
+from infinity.cli.command import first_error
 from infinity.distributed import agreed_plan, mesh
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.initial_values import InitialValues
@@ -353,7 +353,7 @@ def reported_without_a_link() -> Any:
     group()
     if second():
         link_faults.strike(link_faults.CUT)
-    return failure.first_error(ConfigError("It is broken.", "Mend it."))
+    return first_error(ConfigError("It is broken.", "Mend it."))
 
 
 if __name__ == "__main__":

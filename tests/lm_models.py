@@ -8,11 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from infinity.lm.decoder import Decoder, DecoderConfig
-from infinity.lm.language_model import LanguageModel, language_model
-from infinity.lm.presets import PRESETS, Preset
-from infinity.lm.text import Text
-from infinity.lm.vocabulary import Bytes
+from infinity.lm.data import Bytes, Text
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig, Preset
+from infinity.lm.model import LanguageModel, language_model
 
 TINY = DecoderConfig(width=16, layers=2, heads=2, hidden=32)
 
@@ -34,7 +32,7 @@ def text_of(folder: Path, contents: Sequence[bytes]) -> Text:
     paths = [folder / f"{number}.txt" for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
-    return Text([str(folder)], [str(path) for path in paths], [len(each) for each in contents])
+    return Text([str(path) for path in paths], [len(each) for each in contents])
 
 
 class Scripted(nn.Module):

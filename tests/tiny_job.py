@@ -22,8 +22,7 @@ import pytest
 
 from infinity import cli
 from infinity.checkpoint import commit_files
-from infinity.lm.decoder import DecoderConfig
-from infinity.lm.presets import PRESETS, Preset
+from infinity.lm.decoder import PRESETS, DecoderConfig, Preset
 from infinity.planning.cost_model import MachineRates
 
 SPEEDS = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from infinity import __version__
 from infinity.checkpoint.commit_files import SavedCommit, generations
-from infinity.checkpoint.commit_source import Damage
-from infinity.checkpoint.rank_parts import RankParts, absent, list_ranks, newest_readable, newest_whole
+from infinity.checkpoint.rank_parts import absent, list_ranks, newest_readable, newest_whole
 from infinity.checkpoint.resume import run_state
 from infinity.checkpoint.verification import ListedCommit, Verification, list_commits
-from infinity.cli.progress import format_seconds
+from infinity.cli.command import Output, add_json
 from infinity.config import format_size
 from infinity.errors import CorruptState, named_ranks
 from infinity.pages.open_tiers import injected_files
@@ -39,42 +36,18 @@ def add_parser(subparsers: Any) -> None:
         description="Look at the commits that infinity train --checkpoint or Runtime.save has made.",
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
-    _add_ls(actions)
-    _add_verify(actions)
-
-
-def _add_ls(actions: Any) -> None:
-    parser = actions.add_parser(
-        "ls", help="list the commits of a directory", description="List commits. No page is read."
-    )
-    _add_common(parser)
-    parser.set_defaults(run=run_ls)
-
-
-def _add_verify(actions: Any) -> None:
-    parser = actions.add_parser(
-        "verify",
-        help="read a commit whole, and compare every block with its checksum",
-        description="Read every page of a commit and compare it with its checksums. Exit code 0: whole. "
-        "1: damaged.",
-    )
-    _add_common(parser)
-    parser.add_argument(
-        "--generation", type=int, metavar="N", help="verify commit-N (default: the newest that is whole)"
-    )
-    parser.set_defaults(run=run_verify)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory", metavar="DIR", help="the directory of the commits, or of several ranks' directories"
-    )
-    parser.add_argument(
-        "--slabs", nargs="+", default=[], metavar="PATH", help="directories where slabs lie, beside DIR"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line of stdout"
-    )
+    ls = actions.add_parser("ls", help="list the commits of a directory; no page is read")
+    text = "read a commit whole, and compare every block with its checksum; exit code 1: damaged"
+    verify = actions.add_parser("verify", help=text)
+    for each, run in ((ls, run_ls), (verify, run_verify)):
+        where = "the directory of the commits, or of several ranks' directories"
+        each.add_argument("directory", metavar="DIR", help=where)
+        slabs = "directories where slabs lie, beside DIR"
+        each.add_argument("--slabs", nargs="+", default=[], metavar="PATH", help=slabs)
+        add_json(each)
+        each.set_defaults(run=run)
+    newest = "verify commit-N (default: the newest that is whole)"
+    verify.add_argument("--generation", type=int, metavar="N", help=newest)
 
 
 # --- ls ---------------------------------------------------------------------------------------------------
@@ -84,91 +57,71 @@ def run_ls(options: argparse.Namespace) -> int:
     """Print the commits of a directory, and of the ranks that have directories in it. Returns 0 even if some
     are not whole, which is what the list says.
     """
-    console = Console(stderr=options.json)
-    found = list_commits(options.directory, options.slabs, injected_files())
-    ranks = list_ranks(options.directory, options.slabs, injected_files())
-    if not found and not ranks:
-        _say(console, f"no commit in {options.directory}")
-    for commit in found:
-        for line in _lines(commit):
-            _say(console, line)
+    out, directory = Output(options), options.directory
+    commits = list_commits(directory, options.slabs, injected_files())
+    ranks = list_ranks(directory, options.slabs, injected_files())
+    for commit in commits:
+        out.say(_lines(commit))
+    found = {"directory": directory, "commits": [_listed(commit) for commit in commits]}
     for rank, parts in ranks.items():
-        _say(console, f"rank {rank} · {parts.directory}" + ("" if parts.commits else " · no commit"))
-        for line in (line for commit in parts.commits for line in _lines(commit)):
-            _say(console, f"  {line}")
+        out.say(f"rank {rank} · {parts.directory}" + ("" if parts.commits else " · no commit"))
+        for commit in parts.commits:
+            out.say("  " + _lines(commit).replace("\n", "\n  "))
     if ranks:
-        _say(console, _common(ranks))
-    if options.json:
-        said: dict[str, Any] = {"infinity": __version__, "directory": options.directory}
-        said["commits"] = [_listed(commit) for commit in found]
-        if ranks:
-            newest = newest_whole(ranks)
-            said["ranks"] = [
-                {
-                    "rank": rank,
-                    "directory": str(parts.directory),
-                    "commits": [_listed(commit) for commit in parts.commits],
-                }
-                for rank, parts in ranks.items()
-            ]
-            said["whole_on_all"] = None if newest is None else newest._asdict()
-            said["absent"] = absent(ranks)
-        print(json.dumps(said))
+        newest, lacking = newest_whole(ranks), absent(ranks)
+        others = f"; without a directory here: {named_ranks(lacking)}" if lacking else ""
+        which = "no commit is" if newest is None else f"commit-{newest.generation} is the newest that is"
+        out.say(f"{which} whole on {named_ranks(ranks)}{others}")
+        found["ranks"] = [
+            {"rank": rank, "directory": str(parts.directory), "commits": [_listed(c) for c in parts.commits]}
+            for rank, parts in ranks.items()
+        ]
+        found |= {"whole_on_all": newest and newest._asdict(), "absent": lacking}
+    elif not commits:
+        out.say(f"no commit in {directory}")
+    out.json(found)
     return 0
 
 
-def _common(ranks: Mapping[int, RankParts]) -> str:
-    """Say which commit is whole on all ranks that were found."""
-    newest, lacking = newest_whole(ranks), absent(ranks)
-    others = f"; without a directory here: {named_ranks(lacking)}" if lacking else ""
-    if newest is None:
-        return f"no commit is whole on {named_ranks(ranks)}{others}"
-    return f"commit-{newest.generation} is the newest that is whole on {named_ranks(ranks)}{others}"
-
-
-def _lines(commit: ListedCommit) -> list[str]:
-    name = f"commit-{commit.generation}"
+def _lines(commit: ListedCommit) -> str:
+    """A commit and its slabs, a line each."""
+    said, name = _listed(commit), f"commit-{commit.generation}"
     if commit.saved is None:
-        return [f"{name} · not whole: {commit.fault}"]
-    manifest = commit.saved.manifest
-    said = _described(commit.saved)
-    step = "" if said["step"] is None else f"step {said['step']} · "
+        return f"{name} · not whole: {commit.fault}"
     lines = [
-        f"{name} · {step}{manifest.created} · {format_count(said['parameters'])} parameters · "
-        f"{said['optimizer']}, {said['states']} states · {manifest.world_size} rank(s) · "
-        f"{format_size(sum(slab.nbytes for slab in commit.slabs))} · "
+        f"{name} · " + ("" if said["step"] is None else f"step {said['step']} · ") + f"{said['created']} · "
+        f"{format_count(said['parameters'])} parameters · {said['optimizer']}, {said['states']} states · "
+        f"{said['world_size']} rank(s) · {format_size(said['bytes'])} · "
         + ("whole" if commit.whole else "not whole")
     ]
     for slab in commit.slabs:
-        where = slab.path or "nowhere"
         fault = "" if slab.fault is None else f": {slab.fault}"
-        lines.append(f"  slab {slab.uuid} · {format_size(slab.nbytes)} · {where}{fault}")
-    return [*lines, f"  by {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}"]
+        lines.append(f"  slab {slab.uuid} · {format_size(slab.nbytes)} · {slab.path or 'nowhere'}{fault}")
+    return "\n".join([*lines, "  by " + ", ".join(" ".join(each) for each in said["versions"].items())])
 
 
 def _listed(commit: ListedCommit) -> dict[str, Any]:
-    said = {} if commit.saved is None else _described(commit.saved)
-    return {
+    """A commit for JSON."""
+    slabs = [asdict(slab) for slab in commit.slabs]
+    found = {
         "generation": commit.generation,
         "whole": commit.whole,
         "fault": commit.fault,
-        **said,
-        "bytes": sum(slab.nbytes for slab in commit.slabs),
-        "slabs": [asdict(slab) for slab in commit.slabs],
+        "bytes": sum(slab["nbytes"] for slab in slabs),
+        "slabs": slabs,
     }
-
-
-def _described(saved: SavedCommit) -> dict[str, Any]:
-    manifest = saved.manifest
-    return {
-        "step": _step(saved),
-        "created": manifest.created,
-        "parameters": sum(entry.numel for entry in manifest.parameters),
-        "optimizer": manifest.rule.name,
-        "states": manifest.rule.states,
-        "world_size": manifest.world_size,
-        "versions": dict(manifest.versions),
-    }
+    if commit.saved is not None:
+        manifest = commit.saved.manifest
+        found |= {
+            "step": _step(commit.saved),
+            "created": manifest.created,
+            "parameters": sum(entry.numel for entry in manifest.parameters),
+            "optimizer": manifest.rule.name,
+            "states": manifest.rule.states,
+            "world_size": manifest.world_size,
+            "versions": dict(manifest.versions),
+        }
+    return found
 
 
 def _step(saved: SavedCommit) -> int | None:
@@ -184,141 +137,90 @@ def _step(saved: SavedCommit) -> int | None:
 # --- verify -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Result:
-    """What reading one commit, or one rank's part of it, has found."""
-
-    saved: SavedCommit
-    skipped: tuple[str, ...]
-    """What is wrong with newer commits that are not whole, and were passed over."""
-    nbytes: int
-    damage: list[Damage]
-    seconds: float
-
-    @property
-    def whole(self) -> bool:
-        return not self.damage and not self.skipped
-
-    def as_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
-        return {
-            "generation": self.saved.manifest.generation,
-            "whole": self.whole,
-            "parameters": len(self.saved.manifest.parameters),
-            "bytes": self.nbytes,
-            "seconds": self.seconds,
-            "damage": [asdict(each) for each in self.damage],
-            "skipped": list(self.skipped),
-        }
-
-
 def run_verify(options: argparse.Namespace) -> int:
-    """Read a commit whole, and print what is damaged. Returns 1 if anything is, else 0."""
-    files = injected_files()
-    ranks = {}
-    if not generations(check_directory(options.directory)):
-        ranks = list_ranks(options.directory, options.slabs, files)
-    if ranks:
-        return _verify_ranks(options, ranks)
-    console = Console(stderr=options.json)
-    started = time.monotonic()
-    with Verification(options.directory, options.slabs, files, generation=options.generation) as verification:
-        result = _verified(verification, verification.saved.skipped, started)
-    _tell(console, result)
-    if options.json:
-        print(json.dumps({"infinity": __version__, "directory": options.directory, **result.as_dict()}))
-    return 0 if result.whole else 1
+    """Read a commit whole, or the parts of it in the directories of ranks, and print what is damaged.
 
-
-def _verify_ranks(options: argparse.Namespace, ranks: Mapping[int, RankParts]) -> int:
-    """Do what `run_verify` does for the parts of a commit in the directories of ranks.
-
-    Without --generation, the newest commit is taken that a restart of these ranks would continue.
+    Without --generation, the newest commit is taken that a restart would continue. Returns 1 if anything is
+    damaged, else 0. Raises CorruptState if ranks' parts are of several commits.
     """
-    console = Console(stderr=options.json)
-    generation = options.generation
-    if generation is None:
-        generation = newest_readable(options.directory, ranks).generation
-    started = time.monotonic()
-    results: dict[int, _Result] = {}
+    out, directory, files = Output(options), options.directory, injected_files()
+    several = not generations(check_directory(directory))
+    ranks = list_ranks(directory, options.slabs, files) if several else {}
+    generation, started = options.generation, time.monotonic()
+    if ranks and generation is None:
+        generation = newest_readable(directory, ranks).generation
     with ExitStack() as stack:
         opened = {
-            rank: stack.enter_context(
-                Verification(parts.directory, options.slabs, injected_files(), generation=generation)
-            )
-            for rank, parts in ranks.items()
+            rank: stack.enter_context(Verification(where, options.slabs, files, generation=generation))
+            for rank, where in (
+                {rank: each.directory for rank, each in ranks.items()} or {0: directory}
+            ).items()
         }
-        times = {each.saved.manifest.created for each in opened.values()}
+        times = sorted({each.saved.manifest.created for each in opened.values()})
         if len(times) > 1:
             raise CorruptState(
-                f"The parts of commit-{generation} in {options.directory} are of several commits, which were "
-                f"made at {', '.join(sorted(times))}.",
+                f"The parts of commit-{generation} in {directory} are of several commits, which were made at "
+                f"{', '.join(times)}.",
                 "Give each rank the directory that it had in one run.",
             )
+        results = []
         for rank, verification in opened.items():
-            skipped = ranks[rank].skipped(generation) if options.generation is None else ()
-            results[rank] = _verified(verification, skipped, time.monotonic())
-            _tell(console, results[rank], f"rank {rank}: ")
+            skipped = verification.saved.skipped
+            if ranks:
+                skipped = ranks[rank].skipped(generation) if options.generation is None else ()
+            results.append(_verified(verification, skipped))
+            _tell(out, results[-1], f"rank {rank}: " if ranks else "")
+    whole = all(each["whole"] for each in results)
+    if not ranks:
+        out.json({"directory": directory, **results[0]})
+        return 0 if whole else 1
     lacking = absent(ranks)
     if lacking:
-        _say(console, f"not verified, without a directory here: {named_ranks(lacking)}")
-    whole = all(each.whole for each in results.values())
-    if options.json:
-        said = {
-            "infinity": __version__,
-            "directory": options.directory,
-            "generation": generation,
-            "whole": whole,
-            "seconds": time.monotonic() - started,
-            "ranks": [{"rank": rank, **each.as_dict()} for rank, each in results.items()],
-            "absent": lacking,
-        }
-        print(json.dumps(said))
+        out.say(f"not verified, without a directory here: {named_ranks(lacking)}")
+    found = {"directory": directory, "generation": generation, "whole": whole, "absent": lacking}
+    parts = [{"rank": rank, **each} for rank, each in zip(ranks, results, strict=True)]
+    out.json({**found, "seconds": time.monotonic() - started, "ranks": parts})
     return 0 if whole else 1
 
 
-def _verified(verification: Verification, skipped: tuple[str, ...], started: float) -> _Result:
-    """Read everything. skipped: as in the result. started: time.monotonic() when the work began."""
-    saved = verification.saved
-    of_ranks = saved.manifest.world_size > 1
-    name = f"commit-{saved.manifest.generation}" + (f" of rank {saved.manifest.rank}" if of_ranks else "")
-    nbytes, damage = _check(verification, name)
-    return _Result(saved, skipped, nbytes, damage, time.monotonic() - started)
-
-
-def _tell(console: Console, result: _Result, of: str = "") -> None:
-    """Print what was found. of: the beginning of each line."""
-    damage, saved = result.damage, result.saved
-    for fault in result.skipped:
-        _say(console, f"{of}a newer commit is not whole: {fault}")
-    for each in damage[:_MOST_LINES]:
-        _say(
-            console, f"{of}{each.parameter}, {each.array}, elements {each.first} to {each.end}: {each.cause}"
-        )
-    if len(damage) > _MOST_LINES:
-        _say(console, f"{of}and {len(damage) - _MOST_LINES} ranges more")
-    count = len(saved.manifest.parameters)
-    state = f"damaged in {len({each.parameter for each in damage})} of" if damage else "whole:"
-    _say(
-        console,
-        f"{of}commit-{saved.manifest.generation} is {state} {count} parameters, {format_size(result.nbytes)} "
-        f"read in {format_seconds(result.seconds)}",
-    )
-
-
-def _check(verification: Verification, name: str) -> tuple[int, list[Damage]]:
-    """Read everything, with a bar on a terminal. Returns the number of bytes read, and all damage."""
-    nbytes = 0
-    damage: list[Damage] = []
+def _verified(verification: Verification, skipped: tuple[str, ...]) -> dict[str, Any]:
+    """Read everything, with a bar on a terminal, and return the result for JSON. skipped: what is wrong with
+    newer commits that are not whole, and were passed over.
+    """
+    manifest, started, nbytes = verification.saved.manifest, time.monotonic(), 0
+    damage = []
+    name = f"commit-{manifest.generation}"
+    name += f" of rank {manifest.rank}" if manifest.world_size > 1 else ""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(name, total=verification.nbytes)
         for checked in verification.check():
             nbytes += checked.nbytes
-            damage += checked.damage
+            damage += [asdict(each) for each in checked.damage]
             bar.advance(task, checked.nbytes)
-    return nbytes, damage
+    return {
+        "generation": manifest.generation,
+        "whole": not damage and not skipped,
+        "parameters": len(manifest.parameters),
+        "bytes": nbytes,
+        "seconds": time.monotonic() - started,
+        "damage": damage,
+        "skipped": list(skipped),
+    }
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(escape(line), highlight=False, soft_wrap=True)
+def _tell(out: Output, result: Mapping[str, Any], of: str) -> None:
+    """Print what was found. of: the beginning of each line."""
+    damage = result["damage"]
+    for fault in result["skipped"]:
+        out.say(f"{of}a newer commit is not whole: {fault}")
+    for each in damage[:_MOST_LINES]:
+        elements = f"elements {each['first']} to {each['end']}"
+        out.say(f"{of}{each['parameter']}, {each['array']}, {elements}: {each['cause']}")
+    if len(damage) > _MOST_LINES:
+        out.say(f"{of}and {len(damage) - _MOST_LINES} ranges more")
+    state = f"damaged in {len({each['parameter'] for each in damage})} of" if damage else "whole:"
+    out.say(
+        f"{of}commit-{result['generation']} is {state} {result['parameters']} parameters, "
+        f"{format_size(result['bytes'])} read in {timedelta(seconds=round(result['seconds']))}"
+    )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity import __version__, aio, cpu_adam
+from infinity.cli.command import Output, add_json
 from infinity.config import format_size
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.errors import InfinityError
@@ -25,9 +25,22 @@ from infinity.tiers import probes
 from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
 
 _SECTIONS = ("machine", "memory", "device", "storage")
+_BACKENDS = {
+    "io_uring": (
+        "libaio is used: one more system call per wait, no registered buffers.",
+        "Linux 5.6 or later with sysctl kernel.io_uring_disabled=0; in a container, a seccomp profile that "
+        "allows io_uring (docker: --security-opt seccomp=unconfined).",
+    ),
+    "libaio": (
+        "Nothing while io_uring works; without both, threads are used, at one CPU wake-up per block.",
+        "Raise sysctl fs.aio-max-nr; in a container, a seccomp profile that allows io_setup.",
+    ),
+    "threads": ("Nothing while another engine works.", "Allow threads (ulimit -u, pids cgroup)."),
+}
+"""(what the absence of a backend costs, its cure) by the backend's name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Finding:
     """A feature that this machine has or lacks, as one row of the report."""
 
@@ -35,12 +48,17 @@ class Finding:
     name: str
     found: str
     """Printed description of what the machine has."""
-    missing: bool = False
-    """Whether the feature is missing or limited. Then `cost` names the consequence, and `cure` the remedy."""
-    cost: str = ""
-    cure: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any]
     """The measured or probed values by name, for the output as JSON: bytes, bytes per second, flags."""
+    missing: bool = False
+    """Whether the feature is missing or limited."""
+    cost: str = ""
+    """What the lack costs; empty if the feature is there."""
+    cure: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.missing:
+            self.cost = self.cure = ""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,15 +68,9 @@ def add_parser(subparsers: Any) -> None:
         help="report what this machine offers, what is missing, what the lack costs and how to end it",
         description="Try each feature of this machine and report the result. Takes some five seconds a path.",
     )
-    parser.add_argument(
-        "--path",
-        action="append",
-        metavar="DIR",
-        help="a directory that may hold pages (repeatable; default: the current directory)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line of stdout"
-    )
+    path = "a directory that may hold pages (repeatable; default: the current directory)"
+    parser.add_argument("--path", action="append", metavar="DIR", help=path)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -68,13 +80,11 @@ def run(options: argparse.Namespace) -> int:
     Returns 1 if a path cannot hold pages, and 0 otherwise, because anything else that is missing only costs
     speed.
     """
-    console = Console(stderr=options.json)
-    findings: list[Finding] = []
-    with console.status("looking around"):
-        findings.extend(examine(options.path or [os.getcwd()]))
-    _print(console, findings)
-    if options.json:
-        print(json.dumps({"infinity": __version__, "findings": [asdict(finding) for finding in findings]}))
+    out = Output(options)
+    with out.console.status("looking around"):
+        findings = list(examine(options.path or [os.getcwd()]))
+    _print(out.console, findings)
+    out.json({"findings": [asdict(finding) for finding in findings]})
     return int(any("error" in finding.figures for finding in findings))
 
 
@@ -87,207 +97,146 @@ def examine(paths: list[str]) -> Iterator[Finding]:
         try:
             yield from _storage(path)
         except InfinityError as error:
-            yield Finding(
-                section="storage",
-                name=path,
-                found="cannot hold pages",
-                missing=True,
-                cost=error.cause,
-                cure=error.cure,
-                figures={"error": type(error).__name__},
-            )
+            kind = {"error": type(error).__name__}
+            yield Finding("storage", path, "cannot hold pages", kind, True, error.cause, error.cure)
 
 
 def _processors() -> Iterator[Finding]:
-    yield Finding(
-        section="machine",
-        name="software",
-        found=f"infinity {__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"Linux {machine.kernel()}",
-        figures={"python": platform.python_version(), "torch": torch.__version__, "kernel": machine.kernel()},
-    )
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "kernel": machine.kernel()}
+    text = "infinity {}, Python {python}, torch {torch}, Linux {kernel}".format(__version__, **versions)
+    yield Finding("machine", "software", text, versions)
     cpu = machine.cpu()
     usable = min(cpu.allowed, cpu.quota or cpu.allowed)
-    limited = usable < cpu.online
     yield Finding(
-        section="machine",
-        name="processor",
-        found=f"{cpu.model}: {usable:g} of {cpu.online} CPUs for this process, {cpu.numa_nodes} NUMA node(s)",
-        missing=limited,
-        cost=f"The update and the I/O threads share {usable:g} CPUs." if limited else "",
-        cure="Widen the affinity mask (taskset) or the cgroup's cpu quota (--cpus)." if limited else "",
-        figures=asdict(cpu),
+        "machine",
+        "processor",
+        f"{cpu.model}: {usable:g} of {cpu.online} CPUs for this process, {cpu.numa_nodes} NUMA node(s)",
+        asdict(cpu),
+        usable < cpu.online,
+        f"The update and the I/O threads share {usable:g} CPUs.",
+        "Widen the affinity mask (taskset) or the cgroup's cpu quota (--cpus).",
     )
     isas = cpu_adam.runnable_isas()
-    scalar = isas[0] == "scalar"
     yield Finding(
-        section="machine",
-        name="update kernels",
-        found=f"{isas[0]} of {', '.join(isas)}",
-        missing=scalar,
-        cost="The CPU update runs several times slower, one element at a time." if scalar else "",
-        cure="Use a CPU with AVX2 and FMA (2013 and later), or a hypervisor that shows them."
-        if scalar
-        else "",
-        figures={"isa": isas[0], "runnable": list(isas)},
+        "machine",
+        "update kernels",
+        f"{isas[0]} of {', '.join(isas)}",
+        {"isa": isas[0], "runnable": list(isas)},
+        isas[0] == "scalar",
+        "The CPU update runs several times slower, one element at a time.",
+        "Use a CPU with AVX2 and FMA (2013 and later), or a hypervisor that shows them.",
     )
 
 
 def _memory() -> Iterator[Finding]:
     memory = machine.memory()
     limit = "no cgroup limit" if memory.cgroup_limit is None else f"cgroup {format_size(memory.cgroup_limit)}"
-    limited = memory.cgroup_left is not None and memory.cgroup_left < memory.available
     yield Finding(
-        section="memory",
-        name="RAM",
-        found=f"{format_size(memory.usable)} usable of {format_size(memory.total)}, {limit}",
-        missing=limited,
-        cost=f"The host tier ends at {format_size(memory.usable)} though more RAM is free."
-        if limited
-        else "",
-        cure="Raise the cgroup's memory limit (memory.max, --memory)." if limited else "",
-        figures={**asdict(memory), "usable": memory.usable},
+        "memory",
+        "RAM",
+        f"{format_size(memory.usable)} usable of {format_size(memory.total)}, {limit}",
+        {**asdict(memory), "usable": memory.usable},
+        memory.cgroup_left is not None and memory.cgroup_left < memory.available,
+        f"The host tier ends at {format_size(memory.usable)} though more RAM is free.",
+        "Raise the cgroup's memory limit (memory.max, --memory).",
     )
     speed = stream_speed()
-    yield Finding(
-        section="memory",
-        name="memory speed",
-        found=f"{speed / 1e9:.1f} GB/s read and written in place; an fp32 update moves 28 B per parameter, "
-        f"so at most {speed / 28 / 1e9:.2f} G parameters/s",
-        figures={"bytes_per_second": speed},
+    text = (
+        f"{speed / 1e9:.1f} GB/s read and written in place; an fp32 update moves 28 B per parameter, "
+        f"so at most {speed / 28 / 1e9:.2f} G parameters/s"
     )
-    pages = probe_huge_pages()
-    absent = machine.transparent_huge_pages() in ("never", "absent")
+    yield Finding("memory", "memory speed", text, {"bytes_per_second": speed})
+    pages, mode = probe_huge_pages(), machine.transparent_huge_pages()
     yield Finding(
-        section="memory",
-        name="huge pages",
-        found=f"{machine.transparent_huge_pages()}: {pages.reason}",
-        missing=absent,
-        cost="First touches are slow and the CPU update misses the TLB more often." if absent else "",
-        cure="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled" if absent else "",
-        figures=asdict(pages),
+        "memory",
+        "huge pages",
+        f"{mode}: {pages.reason}",
+        asdict(pages),
+        mode in ("never", "absent"),
+        "First touches are slow and the CPU update misses the TLB more often.",
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
     )
     lock = machine.memlock_limit()
     yield Finding(
-        section="memory",
-        name="locked memory",
-        found="unlimited" if lock is None else format_size(lock),
-        missing=lock is not None,
-        cost="Arenas larger than that are not registered with io_uring: more work per request."
-        if lock is not None
-        else "",
-        cure="ulimit -l unlimited (or LimitMEMLOCK=infinity, --ulimit memlock=-1)."
-        if lock is not None
-        else "",
-        figures={"bytes": lock},
+        "memory",
+        "locked memory",
+        "unlimited" if lock is None else format_size(lock),
+        {"bytes": lock},
+        lock is not None,
+        "Arenas larger than that are not registered with io_uring: more work per request.",
+        "ulimit -l unlimited (or LimitMEMLOCK=infinity, --ulimit memlock=-1).",
     )
 
 
 def _device() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         build = torch.version.cuda
+        built = "a CPU build of torch" if build is None else f"torch is built for CUDA {build}"
         yield Finding(
-            section="device",
-            name="GPU",
-            found="none that torch can use"
-            + (" (a CPU build of torch)" if build is None else f" (torch is built for CUDA {build})"),
-            missing=True,
-            cost="Forward and backward run on the CPU; everything else works the same.",
-            cure="Where there is a GPU: install its driver (nvidia-smi shows it) and a CUDA build of torch.",
-            figures={"available": False},
+            "device",
+            "GPU",
+            f"none that torch can use ({built})",
+            {"available": False},
+            True,
+            "Forward and backward run on the CPU; everything else works the same.",
+            "Where there is a GPU: install its driver (nvidia-smi shows it) and a CUDA build of torch.",
         )
         return
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
+        name = torch.cuda.get_device_properties(index).name
         free, total = torch.cuda.mem_get_info(index)
-        yield Finding(
-            section="device",
-            name=f"cuda:{index}",
-            found=f"{properties.name}: {format_size(free)} free of {format_size(total)}",
-            figures={"available": True, "name": properties.name, "free": free, "total": total},
-        )
+        text = f"{name}: {format_size(free)} free of {format_size(total)}"
+        figures = {"available": True, "name": name, "free": free, "total": total}
+        yield Finding("device", f"cuda:{index}", text, figures)
     link, pinned = arena_link()
     yield Finding(
-        section="device",
-        name="device link",
-        found=f"{link.to_device / 1e9:.1f} GB/s to the device, {link.to_host / 1e9:.1f} GB/s back; "
+        "device",
+        "device link",
+        f"{link.to_device / 1e9:.1f} GB/s to the device, {link.to_host / 1e9:.1f} GB/s back; "
         f"host arena {pinned.reason}",
-        missing=not pinned.done,
-        cost="" if pinned.done else "Copies are staged through a bounce buffer and do not overlap compute.",
-        cure="" if pinned.done else REGISTER_CURE,
-        figures={"to_device": link.to_device, "to_host": link.to_host, "registered": pinned.done},
+        {"to_device": link.to_device, "to_host": link.to_host, "registered": pinned.done},
+        not pinned.done,
+        "Copies are staged through a bounce buffer and do not overlap compute.",
+        REGISTER_CURE,
     )
 
 
 def _storage(path: str) -> Iterator[Finding]:
-    report = aio.probe(path)
-    kind = machine.file_system(path)
-    free = free_bytes(path)
+    report, kind, free = aio.probe(path), machine.file_system(path), free_bytes(path)
     is_ram = kind in machine.RAM_FILE_SYSTEMS
     yield Finding(
-        section="storage",
-        name=path,
-        found=f"{kind}, {format_size(free)} free" + (", which is RAM" if is_ram else ""),
-        missing=is_ram,
-        cost="Pages there would not leave memory: the nvme tier refuses it." if is_ram else "",
-        cure="Give a directory on a disk." if is_ram else "",
-        figures={"file_system": kind, "free": free, "ram": is_ram},
+        "storage",
+        path,
+        f"{kind}, {format_size(free)} free" + (", which is RAM" if is_ram else ""),
+        {"file_system": kind, "free": free, "ram": is_ram},
+        is_ram,
+        "Pages there would not leave memory: the nvme tier refuses it.",
+        "Give a directory on a disk.",
     )
-    yield _direct_io(path, report)
-    for backend in report.backends:
-        yield Finding(
-            section="storage",
-            name=f"{path} {backend.name}",
-            found=(backend.features or "works") if backend.ok else backend.reason,
-            missing=not backend.ok,
-            cost="" if backend.ok else _BACKEND_COST[backend.name],
-            cure="" if backend.ok else _BACKEND_CURE[backend.name],
-            figures=asdict(backend),
-        )
-    if is_ram:
-        return
-    speed = probes.disk_speed(path)
-    yield Finding(
-        section="storage",
-        name=f"{path} speed",
-        found=f"read {speed.read / 1e9:.2f}, write {speed.write / 1e9:.2f}, mixed {speed.mixed / 1e9:.2f} "
-        f"GB/s ({speed.backend})",
-        figures=asdict(speed),
-    )
-
-
-_BACKEND_COST = {
-    "io_uring": "libaio is used: one more system call per wait, no registered buffers.",
-    "libaio": "Nothing while io_uring works; without both, threads are used, at one CPU wake-up per block.",
-    "threads": "Nothing while another engine works.",
-}
-_BACKEND_CURE = {
-    "io_uring": "Linux 5.6 or later with sysctl kernel.io_uring_disabled=0; in a container, a seccomp "
-    "profile that allows io_uring (docker: --security-opt seccomp=unconfined).",
-    "libaio": "Raise sysctl fs.aio-max-nr; in a container, a seccomp profile that allows io_setup.",
-    "threads": "Allow threads (ulimit -u, pids cgroup).",
-}
-
-
-def _direct_io(path: str, report: aio.DirectoryReport) -> Finding:
     direct = any(backend.ok and backend.direct for backend in report.backends)
-    return Finding(
-        section="storage",
-        name=f"{path} O_DIRECT",
-        found=f"works, aligned to {report.offset_alignment} B (file) and {report.memory_alignment} B (memory)"
-        if direct
-        else "; ".join(sorted({b.reason for b in report.backends if b.reason})) or "refused",
-        missing=not direct,
-        cost=""
-        if direct
-        else "All pages pass through the page cache: a copy each, and RAM beyond the budget.",
-        cure="" if direct else "Use ext4, xfs or btrfs without compression on a local disk.",
-        figures={
-            "direct": direct,
-            "offset_alignment": report.offset_alignment,
-            "memory_alignment": report.memory_alignment,
-        },
+    offset, memory = report.offset_alignment, report.memory_alignment
+    works = f"works, aligned to {offset} B (file) and {memory} B (memory)"
+    reasons = sorted({backend.reason for backend in report.backends if backend.reason})
+    yield Finding(
+        "storage",
+        f"{path} O_DIRECT",
+        works if direct else "; ".join(reasons) or "refused",
+        {"direct": direct, "offset_alignment": offset, "memory_alignment": memory},
+        not direct,
+        "All pages pass through the page cache: a copy each, and RAM beyond the budget.",
+        "Use ext4, xfs or btrfs without compression on a local disk.",
     )
+    for backend in report.backends:
+        text = (backend.features or "works") if backend.ok else backend.reason
+        lack = not backend.ok, *_BACKENDS[backend.name]
+        yield Finding("storage", f"{path} {backend.name}", text, asdict(backend), *lack)
+    if not is_ram:
+        speed = probes.disk_speed(path)
+        text = (
+            f"read {speed.read / 1e9:.2f}, write {speed.write / 1e9:.2f}, mixed {speed.mixed / 1e9:.2f} "
+            f"GB/s ({speed.backend})"
+        )
+        yield Finding("storage", f"{path} speed", text, asdict(speed))
 
 
 def _print(console: Console, findings: list[Finding]) -> None:
@@ -298,9 +247,7 @@ def _print(console: Console, findings: list[Finding]) -> None:
         table.add_column(no_wrap=True)
         table.add_column(style="bold")
         table.add_column()
-        for finding in findings:
-            if finding.section != section:
-                continue
+        for finding in (each for each in findings if each.section == section):
             mark = Text(bad, "yellow") if finding.missing else Text(good, "green")
             text = Text(finding.found)
             if finding.missing:

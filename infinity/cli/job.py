@@ -1,34 +1,39 @@
-"""Job: the training run that the options of `train` and `plan` describe, checked and planned."""
+"""Job: the training run that the options of `train` and `plan` describe, checked and planned, and whether a
+commit is of the same job.
+"""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 
-from infinity import cpu_adam
-from infinity.api import plan_for, plan_with_others
+from infinity import __version__, cpu_adam
+from infinity.api import checkpoint_of, plan_for, plan_with_others
+from infinity.checkpoint import commit_files
+from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.rank_directories import directory_of
-from infinity.checkpoint.resume import division_of
-from infinity.cli.commits import EVERY
-from infinity.cli.resumption import commit_to_continue, identity_of, progress_of
+from infinity.checkpoint.first_commit import commits_to_continue
+from infinity.checkpoint.rank_directories import commit_directories, directory_of
+from infinity.checkpoint.resume import division_of, read_newest, run_state
+from infinity.checkpoint.values import decode
+from infinity.cli.command import add_json
 from infinity.config import Budget, Precision, Size, format_size
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.shards import ALONE, Share
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import LanguageModel, language_model
-from infinity.lm.presets import PRESETS
-from infinity.lm.text import Text, find_text
-from infinity.lm.training import Recipe, make_optimizer
+from infinity.lm.data import Batches, Text, find_text
+from infinity.lm.decoder import PRESETS
+from infinity.lm.loop import Recipe, make_optimizer
+from infinity.lm.model import LanguageModel, language_model
+from infinity.pages.open_tiers import injected_files
 from infinity.planning.budget_errors import format_count
 from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
@@ -40,117 +45,109 @@ if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
 
 _MOST = (1 << 31) - 1
+_EVERY = 100
+"""Number of steps between commits by default."""
+_WORDS = "The quick brown fox, 0123456789: «größer» 世界\n\tdef f(x): return x ** 2\n"
+"""Text whose tokens tell vocabularies apart."""
+
+
+# --- options ----------------------------------------------------------------------------------------------
+
+
+_N = {"type": int, "metavar": "N"}
+_SIZE = {"metavar": "SIZE"}
+_FREE = "that may be used, such as 20GiB (default: what is free)"
+_OPTIONS: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any], str]]] = {
+    "model and data": [
+        ("--model", "10m", {}, f"{', '.join(PRESETS)}, or the directory of a transformers model"),
+        (
+            "--data",
+            None,
+            {"nargs": "+", "metavar": "PATH"},
+            "files or folders of text (default: the source of this Python's standard library)",
+        ),
+    ],
+    "training": [
+        ("--steps", 100, _N, "number of training steps"),
+        ("--batch", 8, _N, "sequences in a micro-batch"),
+        ("--seq", 128, _N, "tokens in a sequence"),
+        ("--accumulate", 1, _N, "micro-batches in a step, for each process"),
+        ("--lr", None, {"type": float, "metavar": "RATE"}, "highest learning rate (default: by the model)"),
+        ("--clip", 1.0, {"type": float, "metavar": "NORM"}, "largest norm of all gradients; 0: no clipping"),
+        ("--seed", 0, _N, "seed of initial weights and of the order of the text"),
+    ],
+    "memory": [
+        ("--device", None, {}, "where to compute: cpu, cuda, cuda:1 (default: cuda if there is one)"),
+        ("--states", "fp32", {}, "format of optimizer states: fp32, bf16 or int8"),
+        ("--compute", "bf16", {}, "dtype of forward and backward: bf16, fp16 or fp32"),
+        ("--budget-device", None, _SIZE, f"device memory {_FREE}"),
+        ("--budget-host", None, _SIZE, f"RAM {_FREE}"),
+        (
+            "--budget-nvme",
+            None,
+            {"action": "append", "metavar": "PATH:SIZE"},
+            "a directory on a disk and the bytes that may be used there; repeat the option for each disk",
+        ),
+    ],
+    "commits": [
+        ("--checkpoint", None, {"metavar": "DIR"}, "keep commits in this directory, also after a signal"),
+        ("--every", None, _N, f"steps between commits (default: {_EVERY}); there is one at the end, too"),
+        ("--resume", False, {"action": "store_true"}, "continue from the last commit, or begin anew"),
+    ],
+    "output": [
+        ("--log", None, {"metavar": "FILE"}, "write one JSON object a step to this file"),
+        ("--export", None, {"metavar": "DIR"}, "write the trained model here, as safetensors"),
+        ("--trace", None, {"metavar": "FILE"}, "write a timeline for https://ui.perfetto.dev to this file"),
+    ],
+}
+"""Title of a group -> (name, default, further arguments of add_argument, help) of each option."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a training run, which `train` and `plan` share."""
-    model = parser.add_argument_group("model and data")
-    model.add_argument(
-        "--model",
-        default="10m",
-        help=f"{', '.join(PRESETS)}, or the directory of a transformers model (default: %(default)s)",
-    )
-    model.add_argument(
-        "--data",
-        nargs="+",
-        metavar="PATH",
-        help="files or folders of text (default: the source of this Python's standard library)",
-    )
-    training = parser.add_argument_group("training")
-    training.add_argument(
-        "--steps", type=int, default=100, metavar="N", help="number of training steps (default: %(default)s)"
-    )
-    training.add_argument(
-        "--batch", type=int, default=8, metavar="N", help="sequences in a micro-batch (default: %(default)s)"
-    )
-    training.add_argument(
-        "--seq", type=int, default=128, metavar="N", help="tokens in a sequence (default: %(default)s)"
-    )
-    training.add_argument(
-        "--accumulate",
-        type=int,
-        default=1,
-        metavar="N",
-        help="micro-batches in a step, for each process (default: %(default)s)",
-    )
-    training.add_argument(
-        "--lr", type=float, metavar="RATE", help="highest learning rate (default: chosen by the model)"
-    )
-    training.add_argument(
-        "--clip",
-        type=float,
-        default=1.0,
-        metavar="NORM",
-        help="largest norm of all gradients together; 0: no clipping (default: %(default)s)",
-    )
-    training.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of initial weights and of the order of the text (default: %(default)s)",
-    )
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title)
+        for name, default, how, text in rows:
+            shown = "" if default is None or default is False else " (default: %(default)s)"
+            group.add_argument(name, default=default, help=text + shown, **how)
+    add_json(parser)
     parser.set_defaults(precision=Precision())  # what the options do not say
-    _add_memory_options(parser.add_argument_group("memory"))
-    _add_commit_options(parser.add_argument_group("commits"))
-    output = parser.add_argument_group("output")
-    output.add_argument("--log", metavar="FILE", help="write one JSON object a step to this file")
-    output.add_argument(
-        "--export", metavar="DIR", help="write the trained model to this directory, as safetensors"
-    )
-    output.add_argument(
-        "--trace", metavar="FILE", help="write a timeline for https://ui.perfetto.dev to this file"
-    )
-    output.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line of stdout"
-    )
 
 
-def _add_commit_options(commits: Any) -> None:
-    commits.add_argument(
-        "--checkpoint", metavar="DIR", help="keep commits of the run in this directory, also after a signal"
-    )
-    commits.add_argument(
-        "--every",
-        type=int,
-        metavar="N",
-        help=f"steps between commits (default: {EVERY}); there is one at the end in any case",
-    )
-    commits.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the last commit in --checkpoint, or begin anew if there is none",
-    )
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError for values of options that no job can have, without looking at any file."""
+    for name in ("every", "resume"):
+        if getattr(options, name) not in (None, False) and options.checkpoint is None:
+            raise ConfigError(f"--{name} was given without --checkpoint.", "Add --checkpoint DIR.")
+    counts = ("steps", "batch", "seq", "accumulate", *(() if options.every is None else ("every",)))
+    for name in counts:
+        if not 1 <= getattr(options, name) <= _MOST:
+            raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
+    if options.lr is not None and not (math.isfinite(options.lr) and options.lr > 0):
+        raise ConfigError(f"--lr is {options.lr}.", "Give a positive number.")
+    if not (math.isfinite(options.clip) and options.clip >= 0):
+        raise ConfigError(f"--clip is {options.clip}.", "Give a positive number, or 0 to clip nothing.")
+    if not 0 <= options.seed < 1 << 63:
+        raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
 
 
-def _add_memory_options(memory: Any) -> None:
-    memory.add_argument(
-        "--device", help="where to compute: cpu, cuda, cuda:1 (default: cuda if there is one)"
-    )
-    memory.add_argument(
-        "--states",
-        default="fp32",
-        help="format of optimizer states: fp32, bf16 or int8 (default: %(default)s)",
-    )
-    memory.add_argument(
-        "--compute",
-        default="bf16",
-        help="dtype of forward and backward: bf16, fp16 or fp32 (default: %(default)s)",
-    )
-    memory.add_argument(
-        "--budget-device",
-        metavar="SIZE",
-        help="device memory that may be used, such as 20GiB (default: what is free)",
-    )
-    memory.add_argument(
-        "--budget-host", metavar="SIZE", help="RAM that may be used, such as 20GiB (default: what is free)"
-    )
-    memory.add_argument(
-        "--budget-nvme",
-        action="append",
-        metavar="PATH:SIZE",
-        help="a directory on a disk and the bytes that may be used there; repeat the option for each disk",
-    )
+def directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
+    """What --budget-nvme says, as `Budget.nvme`; None if it was not given. Raises ConfigError."""
+    found: dict[str | os.PathLike[str], Size] = {}
+    for each in given or ():
+        path, colon, size = each.rpartition(":")
+        if not colon or not path:
+            raise ConfigError(
+                f"--budget-nvme {each} names no directory and size.",
+                "Give PATH:SIZE, such as /mnt/nvme0:400GiB.",
+            )
+        if path in found:
+            raise ConfigError(f"--budget-nvme names {path} twice.", "Give each directory once.")
+        found[path] = size
+    return found or None
+
+
+# --- the job ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -163,62 +160,52 @@ class Job:
     recipe: Recipe
     optimizer: torch.optim.Optimizer
     budget: Budget
-    precision: Precision
     device: torch.device
     plan: Plan
     prediction: Prediction | None
     """Predicted time of a step with all its micro-batches; None if the plan has no prediction."""
     checkpoint: Checkpoint | None
     """Where commits go, and the one that is continued; None if commits are off or nothing will be trained."""
+    every: int
+    """Number of steps between commits."""
     identity: Mapping[str, Any]
-    """What `identity_of` says of the job."""
+    """What `_identity` says of the job."""
     resumed: Mapping[str, Any] | None
     """The state that was saved with the commit that is continued; None for a new run."""
     communicator: Communicator | None
     """Connects with the other ranks; None if there are none, or if nothing will be trained."""
 
     @property
-    def header(self) -> str:
-        """The first printed line: version, device, I/O backends, the number of ranks if there are several,
-        and the sizes of the model and the text.
+    def facts(self) -> dict[str, Any]:
+        """What --json says of the job, whether it is trained or planned only."""
+        model = self.language_model
+        return {"model": model.name, "parameters": model.parameters, "device": str(self.device)}
+
+    def lines(self, options: argparse.Namespace) -> str:
+        """The first printed lines: version, device, I/O backends, ranks, the sizes of the model and of the
+        text; what is continued; the plan.
         """
-        from infinity import __version__
-
-        share = self.plan.share
-        return " · ".join(
-            [
-                f"infinity {__version__}",
-                _describe_device(self.device),
-                *_describe_engines(self.budget),
-                *([f"{share.ranks} ranks at ZeRO stage {share.stage}"] if share.ranks > 1 else []),
-                f"{format_count(self.language_model.parameters)} parameters on text of {self.text.files} "
-                f"files ({format_size(self.text.nbytes)})",
-            ]
-        )
-
-
-def show_job(
-    options: argparse.Namespace,
-    console: Console,
-    checkpoint: Checkpoint | None = None,
-    *,
-    share: Share = ALONE,
-    on_node: int = 1,
-    communicator: Communicator | None = None,
-) -> Job:
-    """Make the job that the options describe, and print its first line and its plan.
-
-    Arguments and errors are those of `make_job`. console: where to print.
-    """
-    with console.status("planning"):
-        job = make_job(options, checkpoint, share=share, on_node=on_node, communicator=communicator)
-    lines = [job.header, "", str(job.plan)]
-    if job.resumed is not None:
-        lines.insert(1, _continuation(job))
-    elif options.resume:
-        lines.insert(1, f"there is no commit in {options.checkpoint}: beginning anew")
-    console.print(escape("\n".join(lines)), highlight=False, soft_wrap=True)
-    return job
+        share, text = self.plan.share, self.text
+        header = [
+            f"infinity {__version__}",
+            _describe_device(self.device),
+            *_describe_engines(self.budget),
+            *([f"{share.ranks} ranks at ZeRO stage {share.stage}"] if share.ranks > 1 else []),
+            f"{format_count(self.language_model.parameters)} parameters on text of {text.files} "
+            f"files ({format_size(text.nbytes)})",
+        ]
+        lines = [" · ".join(header)]
+        if self.resumed is not None:
+            steps, before = self.recipe.steps, self.resumed["steps"]
+            lines.append(f"continuing after step {self.resumed['step']}")
+            if before != steps:
+                lines[-1] += (
+                    f"; --steps was {before} and is {steps}: from here on the learning rate follows "
+                    f"the schedule of {steps} steps"
+                )
+        elif options.resume:
+            lines.append(f"there is no commit in {options.checkpoint}: beginning anew")
+        return "\n".join([*lines, "", str(self.plan)])
 
 
 def make_job(
@@ -254,18 +241,13 @@ def make_job(
         learning_rate=options.lr or model.learning_rate,
         clip=options.clip or math.inf,
     )
-    saved = commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
-    identity = identity_of(options, model, text, recipe.learning_rate)
-    resumed = None if saved is None else progress_of(saved, identity, options.steps)
+    slabs = None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
+    saved = _commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
+    identity = _identity(options, model, text, recipe.learning_rate)
+    resumed = None if saved is None else _progress(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
-    planner = functools.partial(
-        plan_for,
-        slab_directory=(
-            None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
-        ),
-        prefer=None if saved is None else division_of(saved),
-        share=share,
-    )
+    prefer = None if saved is None else division_of(saved)
+    planner = functools.partial(plan_for, slab_directory=slabs, prefer=prefer, share=share)
     if communicator is None:
         planner = functools.partial(planner, on_node=on_node)  # a plan for ranks that are not here
     else:
@@ -282,8 +264,9 @@ def make_job(
         update="auto",
         accumulation=options.accumulate,
     )
+    every = options.every or _EVERY
     if options.checkpoint is not None:
-        planned = replace(planned, commit_interval=options.every or EVERY)
+        planned = replace(planned, commit_interval=every)
     return Job(
         language_model=model,
         text=text,
@@ -291,70 +274,21 @@ def make_job(
         recipe=recipe,
         optimizer=optimizer,
         budget=budget,
-        precision=precision,
         device=device,
         plan=planned,
         prediction=planned.predict(options.accumulate),
         checkpoint=checkpoint,
+        every=every,
         identity=identity,
         resumed=resumed,
         communicator=communicator,
     )
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for values of options that no job can have, without looking at any file."""
-    for name in ("every", "resume"):
-        if getattr(options, name) not in (None, False) and options.checkpoint is None:
-            raise ConfigError(f"--{name} was given without --checkpoint.", "Add --checkpoint DIR.")
-    counts = ("steps", "batch", "seq", "accumulate", *(() if options.every is None else ("every",)))
-    for name in counts:
-        if not 1 <= getattr(options, name) <= _MOST:
-            raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
-    if options.lr is not None and not (math.isfinite(options.lr) and options.lr > 0):
-        raise ConfigError(f"--lr is {options.lr}.", "Give a positive number.")
-    if not (math.isfinite(options.clip) and options.clip >= 0):
-        raise ConfigError(f"--clip is {options.clip}.", "Give a positive number, or 0 to clip nothing.")
-    if not 0 <= options.seed < 1 << 63:
-        raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
-
-
-def _continuation(job: Job) -> str:
-    """A line that says what is continued."""
-    assert job.resumed is not None
-    line, steps = f"continuing after step {job.resumed['step']}", job.recipe.steps
-    if job.resumed["steps"] == steps:
-        return line
-    return (
-        f"{line}; --steps was {job.resumed['steps']} and is {steps}: from here on the learning rate follows "
-        f"the schedule of {steps} steps"
-    )
-
-
-def directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
-    """What --budget-nvme says, as `Budget.nvme`; None if it was not given. Raises ConfigError."""
-    found: dict[str | os.PathLike[str], Size] = {}
-    for each in given or ():
-        path, colon, size = each.rpartition(":")
-        if not colon or not path:
-            raise ConfigError(
-                f"--budget-nvme {each} names no directory and size.",
-                "Give PATH:SIZE, such as /mnt/nvme0:400GiB.",
-            )
-        if path in found:
-            raise ConfigError(f"--budget-nvme names {path} twice.", "Give each directory once.")
-        found[path] = size
-    return found or None
-
-
 def _device(given: str | None, *, several: bool) -> str:
-    """The device that --device names. several: whether there are several ranks; then each rank of a node has
-    a GPU of its own by default.
-    """
+    """The device that --device names. With several ranks each of a node has a GPU of its own by default."""
     chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not several or chosen != "cuda":
-        return chosen
-    return f"cuda:{launcher.local_rank()}"
+    return f"cuda:{launcher.local_rank()}" if several and chosen == "cuda" else chosen
 
 
 def _describe_device(device: torch.device) -> str:
@@ -373,3 +307,90 @@ def _describe_engines(budget: Budget) -> list[str]:
         with open_engine(path) as engine:
             found.append(engine.facts.backend)
     return list(dict.fromkeys(found))
+
+
+# --- the commit that is continued -------------------------------------------------------------------------
+
+
+def open_checkpoint(options: argparse.Namespace, communicator: Communicator | None) -> Checkpoint | None:
+    """Open the directory of --checkpoint, which is made and locked; None without the option.
+
+    With --resume its last commit is continued, if there is one. communicator: connects with the other ranks,
+    which all call this; None with one rank. Raises ConfigError if there is one and --resume was not given,
+    and otherwise as `commits_to_continue` and Checkpoint do.
+    """
+    directory = options.checkpoint
+    if directory is None:
+        return None
+    used = commit_directories(directory) if os.path.isdir(directory) else {}
+    found = {path: generations for path in used.values() if (generations := commit_files.generations(path))}
+    if found and not options.resume:
+        first, generations = min(found.items())
+        raise ConfigError(
+            f"{first} has commits of another run, the last is commit-{generations[-1]}.",
+            "Continue it with --resume, move the directory, or delete it.",
+        )
+    if communicator is None:
+        return Checkpoint(directory, directory if found else None, injected_files())
+    continues = options.resume and commits_to_continue(communicator, directory, injected_files())
+    return checkpoint_of(communicator, directory, directory if continues else None)
+
+
+def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
+    """Read the commit that a rank of a run with these options would continue, or the part of another rank,
+    from which it is planned alike; None if it would begin anew. Nothing is locked or changed.
+    """
+    if options.checkpoint is None or not options.resume:
+        return None
+    mine = Path(os.path.realpath(directory_of(options.checkpoint, share)))
+    others = commit_directories(options.checkpoint).values() if os.path.isdir(options.checkpoint) else ()
+    used = next((each for each in (mine, *others) if each.is_dir() and commit_files.generations(each)), None)
+    return None if used is None else read_newest(used, injected_files())
+
+
+def _identity(options: argparse.Namespace, model: LanguageModel, text: Text, rate: float) -> dict[str, Any]:
+    """What makes a run the same job: all that its losses depend on, except for the number of steps.
+
+    Each key completes the sentence "... was A and is B". rate: the highest learning rate.
+    """
+    tokens = repr(model.vocabulary.encode(_WORDS)).encode()
+    given = ("batch", "seq", "accumulate", "clip", "seed", "states", "compute")
+    return {
+        "--model": model.name,
+        "the number of parameters": model.parameters,
+        "the vocabulary's digest": hashlib.blake2b(tokens, digest_size=16).hexdigest(),
+        "the digest of --data": text.digest(),
+        "--lr": rate,
+        **{f"--{name}": getattr(options, name) for name in given},
+    }
+
+
+def _progress(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """The state that `infinity train` saved with a commit, if the commit is of the job `identity`.
+
+    steps: --steps. Raises IncompatibleCheckpoint, naming what differs, for a commit of another job, and
+    ConfigError if it has more steps already.
+    """
+    name = f"commit-{saved.manifest.generation}"
+    theirs = decode(saved.manifest.identity, saved.blobs, "identity")
+    state = run_state(saved).user_state
+    if not isinstance(theirs, dict) or not isinstance(state, dict) or "step" not in state:
+        raise IncompatibleCheckpoint(
+            f"{name} was not made by infinity train.", "Continue it with infinity.offload(resume=DIR)."
+        )
+    differing = [
+        f"{key} was {theirs.get(key)} and is {identity.get(key)}"
+        for key in {**identity, **theirs}
+        if theirs.get(key) != identity.get(key)
+    ]
+    if differing:
+        raise IncompatibleCheckpoint(
+            f"{name} is of another job: {', '.join(differing)}.",
+            "Give the options and the data with which it was begun, or another directory for --checkpoint.",
+        )
+    if state["step"] > steps:
+        raise ConfigError(
+            f"{name} is of step {state['step']}, and --steps is {steps}.",
+            f"Give --steps {state['step']} or more.",
+        )
+    return state

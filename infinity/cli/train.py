@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import os
 import time
 import unicodedata
-from typing import Any
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+import torch
 
-from infinity import __version__
+from infinity.api import several_ranks, stage_of
 from infinity.checkpoint.atomic_directory import check_destination
-from infinity.cli.job import Job, add_options, check_options, show_job
-from infinity.cli.progress import format_seconds
-from infinity.cli.ranks import PARTITIONS, leads, met, open_timeline
-from infinity.cli.resumption import open_checkpoint
-from infinity.cli.step_log import finite, open_log
-from infinity.cli.training_run import Outcome, carry_out_job
+from infinity.cli.command import Output, ending_together, leads
+from infinity.cli.job import Job, add_options, check_options, make_job, open_checkpoint
+from infinity.cli.training_run import TrainingRun, carry_out_job, finite, open_log
 from infinity.config import format_size
+from infinity.errors import ConfigError
+from infinity.telemetry.timeline import Timeline
+
+if TYPE_CHECKING:  # a run of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
+
+_PARTITIONS = ("parameters", "gradients", "optimizer", "none")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -34,10 +40,10 @@ def add_parser(subparsers: Any) -> None:
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
         "--partition",
-        choices=PARTITIONS,
+        choices=_PARTITIONS,
         help="what the processes that torchrun has started divide among them: parameters, gradients and "
         "optimizer states; gradients and optimizer states; optimizer states; or nothing (default: "
-        f"{PARTITIONS[0]})",
+        f"{_PARTITIONS[0]})",
     )
     parser.set_defaults(run=run)
 
@@ -51,82 +57,108 @@ def run(options: argparse.Namespace) -> int:
     the step that is under way.
     """
     started = time.monotonic()
-    console = Console(stderr=options.json, quiet=not leads())
+    out = Output(options, quiet=not leads())
     if not leads():
         options = argparse.Namespace(**{**vars(options), "log": None, "export": None})
     with contextlib.ExitStack() as stack:
-        communicator = stack.enter_context(met(options))
+        communicator = stack.enter_context(_met(options))
+        # What cannot be written, or is no job at all, is refused before the plan.
         if options.export is not None:
             check_destination(options.export)
-        # Before the plan: a file that cannot be written is refused at once.
         timeline = None
         if options.trace is not None:
-            timeline = stack.enter_context(open_timeline(options.trace, communicator))
+            timeline = stack.enter_context(_open_timeline(options.trace, communicator))
         check_options(options)
         checkpoint = open_checkpoint(options, communicator)
         if checkpoint is not None:
             stack.enter_context(checkpoint)
-        job = show_job(options, console, checkpoint, communicator=communicator)
-        console.print()
+        with out.console.status("planning"):
+            job = make_job(options, checkpoint, communicator=communicator)
+        out.say(job.lines(options) + "\n")
         after = None if job.resumed is None else job.resumed["step"]
         log = stack.enter_context(open_log(options.log, after=after))
-        outcome = carry_out_job(job, options, console, log, timeline)
-    _print(console, job, outcome, time.monotonic() - started)
-    if options.json and leads():
-        print(json.dumps(_summary(job, outcome, time.monotonic() - started)))
-    return 0 if outcome.stopped is None else 128 + outcome.stopped
+        done = carry_out_job(job, options, out, log, timeline)
+    seconds = time.monotonic() - started
+    if done.sample is not None:
+        out.console.print(f"{_printable(done.sample)}\n", style="dim", markup=False, highlight=False)
+    out.say(" · ".join(_results(job, done, seconds, timeline)))
+    out.json(_summary(job, done, seconds))
+    return 0 if done.stopped is None else 128 + done.stopped
 
 
-def _print(console: Console, job: Job, outcome: Outcome, seconds: float) -> None:
+@contextlib.contextmanager
+def _met(options: argparse.Namespace) -> Iterator[Communicator | None]:
+    """Context in which this process is connected with the other ranks; None if it trains by itself.
+
+    An error in the context ends the run on all ranks. Raises ConfigError for options that do not go with the
+    number of ranks, and the errors of Communicator.
+    """
+    if not several_ranks(None):
+        if options.partition is not None:
+            raise ConfigError(
+                "--partition was given for one process.",
+                "Leave it out, or start several: torchrun --nproc-per-node 2 -m infinity train ...",
+            )
+        yield None
+        return
+    from infinity.distributed.communicator import Communicator
+
+    partition = options.partition or _PARTITIONS[0]
+    cuda = torch.cuda.is_available() and not str(options.device).startswith("cpu")
+    stage = stage_of(None if partition == "none" else partition)
+    with Communicator(None, stage, cuda=cuda) as communicator, ending_together(communicator, options):
+        communicator.find_place()
+        yield communicator
+
+
+def _open_timeline(path: str, communicator: Communicator | None) -> Timeline:
+    """Open the file of --trace. The ranks from 1 on have names of their own, such as out.rank-1.json.
+
+    Raises StorageError or StorageFull.
+    """
+    if communicator is None:
+        return Timeline(path)
+    rank = communicator.ranks.rank
+    if rank:
+        stem, suffix = os.path.splitext(path)
+        path = f"{stem}.rank-{rank}{suffix}"
+    return Timeline(path, rank=rank, since=communicator.met)
+
+
+def _results(job: Job, run: TrainingRun, seconds: float, timeline: Timeline | None) -> Iterator[str]:
+    """The phrases of the last line."""
+    took = timedelta(seconds=round(seconds))
+    if run.stopped is None:
+        yield f"done in {took}"
+    else:
+        yield f"stopped by {run.stopped.name} after {took}"
+        yield f"step {run.step}/{job.recipe.steps}"
+    yield f"held-out loss {_loss(run.before)} -> {_loss(run.after)}"
     predicted = "unknown" if job.prediction is None else job.prediction.text
-    measured = "nothing" if outcome.step_seconds is None else f"{outcome.step_seconds:.2f} s/step"
-    parts = [
-        f"done in {format_seconds(seconds)}",
-        f"held-out loss {_loss(outcome.before)} -> {_loss(outcome.after)}",
-        f"predicted {predicted}, measured {measured}",
-        f"host peak {format_size(outcome.peak)} of {format_size(job.plan.ram_budget)}",
-    ]
-    if outcome.stopped is not None:
-        step = outcome.reports[-1].step if outcome.reports else _continued(job)
-        parts[0] = f"stopped by {outcome.stopped.name} after {format_seconds(seconds)}"
-        parts.insert(1, f"step {step}/{job.recipe.steps}")
-    parts += _what_stays(job, outcome)
-    if outcome.exported is not None:
-        parts.append(f"exported to {outcome.exported}")
-    if outcome.timeline is not None:
-        parts.append(outcome.timeline)
-    if outcome.sample is not None:
-        console.print(f"{_printable(outcome.sample)}\n", style="dim", markup=False, highlight=False)
-    console.print(" · ".join(parts), markup=False, highlight=False, soft_wrap=True)
-
-
-def _what_stays(job: Job, outcome: Outcome) -> list[str]:
-    """What the last line says of the files of pages: at most one phrase."""
-    if outcome.kept is not None:
-        return [outcome.kept.text]
-    if job.checkpoint is not None:
-        return ["no step was finished, so there is no commit"]
-    return ["swap removed"] if job.plan.nvme_bytes else []
-
-
-def _continued(job: Job) -> int:
-    """The step after which the run continued; 0 for a new run."""
-    return 0 if job.resumed is None else int(job.resumed["step"])
+    measured = "nothing" if run.step_seconds is None else f"{run.step_seconds:.2f} s/step"
+    yield f"predicted {predicted}, measured {measured}"
+    yield f"host peak {format_size(run.peak)} of {format_size(job.plan.ram_budget)}"
+    if run.kept is not None:
+        directory, size = run.kept["directory"], format_size(run.kept["bytes"])
+        places = list(dict.fromkeys(os.path.dirname(each) for each in run.kept["slabs"]))
+        where = "" if places == [directory] else f" in {', '.join(places)}"
+        commit = f"commit-{run.kept['generation']} (step {run.kept['step']})"
+        yield f"{commit} stays in {directory} ({size}{where})"
+    elif job.checkpoint is not None:
+        yield "no step was finished, so there is no commit"
+    elif job.plan.nvme_bytes:
+        yield "swap removed"
+    if run.exported is not None:
+        yield f"exported to {run.exported}"
+    if timeline is not None:
+        failure = timeline.failure
+        yield (
+            f"timeline in {timeline.path}" if failure is None else f"the timeline broke off: {failure.cause}"
+        )
 
 
 def _loss(loss: float | None) -> str:
     return "unknown" if loss is None else f"{loss:.2f}"
-
-
-def _predicted(job: Job) -> dict[str, Any]:
-    """Return the prediction of a step's seconds, for JSON, with the keys "predicted" and "range".
-
-    "predicted" is the middle and "range" is [least, most]. Both are None if there is no prediction.
-    """
-    found = job.prediction
-    if found is None:
-        return {"predicted": None, "range": None}
-    return {"predicted": found.seconds, "range": [found.least, found.most]}
 
 
 def _printable(text: str) -> str:
@@ -137,28 +169,30 @@ def _printable(text: str) -> str:
     )
 
 
-def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
-    plan = job.plan
+def _summary(job: Job, run: TrainingRun, seconds: float) -> dict[str, Any]:
+    """The results for --json. Of "step_seconds", "predicted" is the middle of "range", [least, most]."""
+    plan, guess = job.plan, job.prediction
     found = {
-        "infinity": __version__,
-        "model": job.language_model.name,
-        "parameters": job.language_model.parameters,
-        "device": str(job.device),
+        **job.facts,
         "text": {"files": job.text.files, "bytes": job.text.nbytes},
         "steps": job.recipe.steps,
         "seconds": seconds,
-        "held_out_loss": {"before": finite(outcome.before), "after": finite(outcome.after)},
-        "losses": [finite(each.loss) for each in outcome.reports],
-        "step_seconds": {**_predicted(job), "measured": outcome.step_seconds},
-        "tokens_per_second": outcome.tokens_per_second,
-        "ram": {"budget": plan.ram_budget, "planned": plan.ram_bytes, "peak": outcome.peak},
+        "held_out_loss": {"before": finite(run.before), "after": finite(run.after)},
+        "losses": [finite(each.loss) for each in run.reports],
+        "step_seconds": {
+            "predicted": None if guess is None else guess.seconds,
+            "range": None if guess is None else [guess.least, guess.most],
+            "measured": run.step_seconds,
+        },
+        "tokens_per_second": run.tokens_per_second,
+        "ram": {"budget": plan.ram_budget, "planned": plan.ram_bytes, "peak": run.peak},
         "nvme": {"planned": plan.nvme_bytes},
-        "bytes_moved": outcome.moved,
-        "sample": outcome.sample,
-        "exported": outcome.exported,
+        "bytes_moved": run.moved,
+        "sample": run.sample,
+        "exported": run.exported,
         "resumed": None if job.resumed is None else job.resumed["step"],
-        "stopped": None if outcome.stopped is None else outcome.stopped.name,
-        "commit": None if outcome.kept is None else outcome.kept.as_dict(),
+        "stopped": None if run.stopped is None else run.stopped.name,
+        "commit": run.kept,
     }
     if plan.share.ranks > 1:
         found["ranks"] = {"ranks": plan.share.ranks, "stage": plan.share.stage}

@@ -1,31 +1,45 @@
-"""Training run: what happens between the plan and the results that `infinity train` prints."""
+"""Training run: what happens between the plan and the results that `infinity train` prints: progress, the
+log of steps, commits and signals.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import json
+import math
+import os
 import signal
+import stat
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, TextIO
 
-from rich.console import Console
-from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
 
 from infinity.build import carry_out
+from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.export import check_export
-from infinity.cli.commits import EVERY, Commits, Kept
+from infinity.cli.command import Output, StopFlag, Stopped, ending_together, leads
 from infinity.cli.job import Job
-from infinity.cli.progress import ProgressLine
-from infinity.cli.ranks import ending_together, leads, run_ranks
-from infinity.cli.signals import StopFlag, Stopped
-from infinity.cli.step_log import write_step
-from infinity.lm.sample import generate
-from infinity.lm.training import HeldOut, StepReport, Training, do_nothing
-from infinity.lm.work import evaluation_batches, sample_tokens
+from infinity.errors import StorageFull, storage_errors
+from infinity.lm.loop import (
+    ONE_RANK,
+    HeldOut,
+    RunRanks,
+    StepReport,
+    Training,
+    evaluation_batches,
+    generate,
+    sample_tokens,
+)
+from infinity.planning.budget_errors import format_count
 from infinity.runtime import Runtime
 from infinity.system import machine
+from infinity.telemetry.stats import Edge
 from infinity.telemetry.timeline import Timeline
 
 _TEMPERATURE = 0.7
@@ -34,54 +48,26 @@ _LONGEST_PROMPT = 60
 _WARM_UP = 2
 """Number of steps at the start of a run that the measured time of a step leaves out. They are not typical:
 the order of pages is not known yet, or there are no moments to read."""
-
-
-@dataclass
-class Outcome:
-    """The results of a run, as far as it has come."""
-
-    before: float | None = None
-    """Held-out loss before training, in nats per token; None if the run was stopped before."""
-    after: float | None = None
-    """Held-out loss after training; None if the run was stopped."""
-    reports: list[StepReport] = field(default_factory=list)
-    """The reports of this process's steps."""
-    peak: int = 0
-    """Peak bytes of RAM that the process used beyond its use before the model was filled."""
-    moved: dict[str, int] = field(default_factory=dict)
-    """Bytes moved, by direction between two tiers, such as "nvme->host"."""
-    sample: str | None = None
-    exported: str | None = None
-    timeline: str | None = None
-    """Text to print about the file to which the timeline was written; None if no timeline was recorded."""
-    stopped: signal.Signals | None = None
-    """The signal that has stopped the run; None if it has come to its end."""
-    kept: Kept | None = None
-    """The commit that stays; None if there is none."""
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Median seconds of a step, the first two steps left out; None if there was no step."""
-        measured = self.reports[_WARM_UP:] or self.reports[-1:]
-        return statistics.median(each.seconds for each in measured) if measured else None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of a step by its median seconds; None if there was no step."""
-        return self.reports[0].tokens / self.step_seconds if self.step_seconds else None
+_SECONDS_BETWEEN_LINES = 5.0
+_EDGES = {
+    Edge.NVME_TO_HOST: "read",
+    Edge.HOST_TO_NVME: "write",
+    Edge.HOST_TO_DEVICE: "up",
+    Edge.DEVICE_TO_HOST: "down",
+}
 
 
 def carry_out_job(
-    job: Job, options: argparse.Namespace, console: Console, log: TextIO | None, timeline: Timeline | None
-) -> Outcome:
-    """Fill the model, train it, evaluate and export it. Returns the results.
+    job: Job, options: argparse.Namespace, out: Output, log: TextIO | None, timeline: Timeline | None
+) -> TrainingRun:
+    """Fill the model, train it, evaluate and export it. Returns the run with its results.
 
     With commits the first SIGTERM or SIGINT during the training or the evaluation ends the run after a commit
-    of the last finished step; `Outcome.stopped` is the signal then. log, timeline: of --log and --trace.
+    of the last finished step; `TrainingRun.stopped` is the signal then. log, timeline: of --log and --trace.
     """
     machine.restart_peak()
     base = machine.process_memory().resident
-    with console.status("filling the model"):
+    with out.console.status("filling the model"):
         runtime = carry_out(
             job.plan,
             job.language_model.model,
@@ -94,104 +80,123 @@ def carry_out_job(
     with runtime, ending_together(job.communicator, options):
         if options.export is not None:  # before the long run, and when the pages have taken their room
             check_export(runtime._source(), options.export)
-        commits = None
-        if job.checkpoint is not None:
-            step = None if job.resumed is None else job.resumed["step"]
-            every = options.every or EVERY
-            commits = Commits(runtime, console, every=every, identity=job.identity, step=step)
-        run = _Run(job, runtime, commits=commits, console=console, log=log, timeline=timeline)
-        outcome = run.work()
-        outcome.peak = machine.process_memory().peak - base
-        if options.export is not None and outcome.stopped is None:
-            with console.status(f"exporting to {escape(options.export)}"):
+        run = TrainingRun(job, runtime, out, log, timeline)
+        run.work()
+        run.peak = machine.process_memory().peak - base
+        if options.export is not None and run.stopped is None:
+            with out.console.status("exporting"):
                 runtime.export(options.export)
                 job.language_model.vocabulary.save(options.export)
-            outcome.exported = options.export
-        outcome.moved = {edge.value: each.bytes for edge, each in runtime.stats.edges.items()}
-        outcome.timeline = None if timeline is None else _fate(timeline)
-    return outcome
+            run.exported = options.export
+        run.moved = {edge.value: each.bytes for edge, each in runtime.stats.edges.items()}
+    return run
 
 
-class _Run:
-    """A run of a job by its runtime, and what is known of it so far."""
+class TrainingRun:
+    """A run of a job by its runtime, and its results as far as it has come."""
 
     def __init__(
-        self,
-        job: Job,
-        runtime: Runtime,
-        *,
-        commits: Commits | None,
-        console: Console,
-        log: TextIO | None,
-        timeline: Timeline | None,
+        self, job: Job, runtime: Runtime, out: Output, log: TextIO | None, timeline: Timeline | None
     ) -> None:
-        self._job = job
-        self._runtime = runtime
-        self._commits = commits
-        self._console = console
-        self._log = log
-        self._timeline = timeline
+        self._job, self._runtime = job, runtime
+        self._out, self._log, self._timeline = out, log, timeline
         self._flag = StopFlag()
-        self._ranks = ranks = run_ranks(job.communicator)
+        self._commits = job.checkpoint is not None
+        self._commit: Commit | None = None
+        self._committed: int | None = None if job.resumed is None else job.resumed["step"]
+        """The step of the last commit, pending or durable; None if there is none."""
+        self._ranks = ranks = _ranks_of(job)
         # Several ranks stop together, after a step.
-        between = None if commits is None or ranks.ranks > 1 else self._flag.check
-        self._training = Training(
-            job.language_model, runtime, job.batches, job.recipe, between=between, ranks=ranks
-        )
-        count = self._begin() or evaluation_batches(job.language_model.parameters, job.batches.tokens)
-        self._held_out = HeldOut(job.language_model, job.batches, job.device, count=count, ranks=ranks)
-        self.outcome = Outcome()
+        between = self._flag.check if self._commits and ranks.ranks == 1 else None
+        model, batches = job.language_model, job.batches
+        self._training = Training(model, runtime, batches, job.recipe, between=between, ranks=ranks)
+        count = evaluation_batches(model.parameters, batches.tokens)
+        if job.resumed is not None:
+            runtime.load()
+            self._training.continue_from(job.resumed)
+            count = job.resumed["held_out"]["batches"]
+        self._held_out = HeldOut(model, batches, job.device, count=count, ranks=ranks)
+        self.before: float | None = None
+        self.after: float | None = None
+        """Held-out loss before and after training, in nats per token; None if the run was stopped before."""
+        self.reports: list[StepReport] = []
+        self.peak = 0
+        """Peak bytes of RAM that the process used beyond its use before the model was filled."""
+        self.moved: dict[str, int] = {}
+        """Bytes moved, by direction between two tiers, such as "nvme->host"."""
+        self.sample: str | None = None
+        self.exported: str | None = None
+        self.stopped: signal.Signals | None = None
+        """The signal that has stopped the run."""
+        self.kept: dict[str, Any] | None = None
+        """The commit that stays, for JSON."""
 
-    def work(self) -> Outcome:
-        """Do everything, or as much as is possible before a signal; returns the results so far."""
-        if self._commits is None:
+    @property
+    def step(self) -> int:
+        """Number of finished steps, those of an earlier process included."""
+        return self._training.step
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median seconds of a step, the first two steps left out; None if there was no step."""
+        measured = self.reports[_WARM_UP:] or self.reports[-1:]
+        return statistics.median(each.seconds for each in measured) if measured else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of a step by its median seconds; None if there was no step."""
+        return self.reports[0].tokens / self.step_seconds if self.step_seconds else None
+
+    def work(self) -> None:
+        """Do everything, or as much as is possible before a signal."""
+        if not self._commits:
             self._work()
-            return self.outcome
+            return
         with self._flag.installed():
             try:
                 try:
                     self._work()
                 except Stopped:
                     self._training.undo()
-                    self.outcome.stopped = self._flag.signal
-                with self._console.status(f"committing step {self._training.step}"):
-                    self._commits.finish(self._state())
-                self.outcome.kept = self._commits.kept()
+                    self.stopped = self._flag.signal
+                with self._out.console.status(f"committing step {self.step}"):
+                    self._finish_commits()
             except KeyboardInterrupt:  # the second signal
                 self._runtime._abandon()
                 raise
-        return self.outcome
 
     def _work(self) -> None:
-        between, job = do_nothing if self._commits is None else self._check_stopped, self._job
-        if job.resumed is None:
-            with self._console.status("loss on held-out text"):
-                self.outcome.before = self._held_out.loss(between=between)
+        status, resumed = self._out.console.status, self._job.resumed
+        if resumed is None:
+            with status("loss on held-out text"):
+                self.before = self._held_out.loss(between=self._check_stopped)
         else:
-            self.outcome.before = job.resumed["held_out"]["loss"]
+            self.before = resumed["held_out"]["loss"]
         self._train()
-        with self._console.status("loss on held-out text, and a sample"):
-            self.outcome.after = self._held_out.loss(between=between)
+        with status("loss on held-out text, and a sample"):
+            self.after = self._held_out.loss(between=self._check_stopped)
             if leads():  # the other ranks serve pages until this one closes its runtime
-                self.outcome.sample = self._sample()
+                self.sample = self._sample()
 
     def _train(self) -> None:
-        timeline, training, steps = self._timeline, self._training, self._job.recipe.steps
+        timeline, steps = self._timeline, self._job.recipe.steps
         recording = contextlib.nullcontext() if timeline is None else self._runtime.timeline(timeline)
-        with ProgressLine(self._console, steps, done=training.step) as line, recording:
-            for report in training.steps():
-                self.outcome.reports.append(report)
-                line.show(report)
+        with _progress(self._out, steps, self.step) as show, recording:
+            for report in self._training.steps():
+                self.reports.append(report)
+                show(report)
                 write_step(self._log, report)
                 if timeline is not None:
                     timeline.annotate(loss=report.loss, norm=report.norm, tokens=report.tokens)
-                if self._commits is not None:
-                    self._commits.after_step(self._state(), last=report.step == steps)
-                    if self._ranks.ranks > 1:
-                        self._check_stopped()
+                if self._commits and (report.step == steps or report.step % self._job.every == 0):
+                    self._save()
+                if self._ranks.ranks > 1:
+                    self._check_stopped()
 
     def _check_stopped(self) -> None:
         """Raise Stopped on all ranks if a signal has arrived on one of them. All ranks call this."""
+        if not self._commits:
+            return
         if self._ranks.ranks > 1:
             heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
             arrived = [each for each in heard if each]
@@ -201,33 +206,48 @@ class _Run:
                 self._flag.signal = signal.Signals(arrived[0])
         self._flag.check()
 
-    def _begin(self) -> int | None:
-        """Go on where the commit that is continued was made. Returns the number of its held-out batches."""
-        resumed = self._job.resumed
-        if resumed is None:
-            return None
-        self._runtime.load()
-        self._training.continue_from(resumed)
-        batches: int = resumed["held_out"]["batches"]
-        return batches
+    def _save(self) -> None:
+        """Begin a commit of the last finished step, with all that a later process goes on with."""
+        held_out = {"loss": self.before, "batches": self._held_out.count}
+        state = {**self._training.state(), "held_out": held_out}
+        try:
+            self._commit = self._runtime._commit(state, identity=self._job.identity)
+        except StorageFull as error:  # of the commit before, which has left this run as it was
+            self._out.say(f"A commit failed, and training goes on: {error}")
+            self._commit = self._runtime._commit(state, identity=self._job.identity)
+        self._committed = self.step
 
-    def _state(self) -> Mapping[str, Any]:
-        """What is saved with a commit: a later process goes on with it."""
-        held_out = {"loss": self.outcome.before, "batches": self._held_out.count}
-        return {**self._training.state(), "held_out": held_out}
+    def _finish_commits(self) -> None:
+        """Make the commit of the last finished step durable, and describe it in `kept`.
+
+        Raises StorageError if that fails; the commit before stays then.
+        """
+        if self.step not in (0, self._committed):
+            self._save()
+        if self._commit is not None:
+            self._commit.wait()
+        if self._committed is None:
+            return
+        parts = self._runtime._components
+        assert parts.checkpoint is not None and parts.committer is not None and parts.store.nvme is not None
+        tier = parts.checkpoint.streamed_from or parts.store.nvme
+        slabs = {str(slab.path): slab.base + slab.nbytes for slab in tier.slabs}
+        self.kept = {
+            "generation": parts.committer.generation,
+            "step": self._committed,
+            "directory": str(parts.checkpoint.directory),
+            "bytes": sum(slabs.values()),
+            "slabs": slabs,
+        }
 
     def _sample(self) -> str:
-        """Let the model continue the beginning of a line of held-out text.
-
-        Returns that beginning and the continuation, as one text.
-        """
+        """The beginning of a line of held-out text and the model's continuation, as one text."""
         job, text = self._job, self._job.text
         stretch = text.read(text.held_out.start, min(4096, len(text.held_out)))
         lines = [line for line in stretch.split(b"\n")[1:-1] if line.strip()]
-        prompt = (lines or [b""])[0][:_LONGEST_PROMPT].decode("utf-8", errors="ignore")
         return generate(
             job.language_model,
-            prompt,
+            (lines or [b""])[0][:_LONGEST_PROMPT].decode("utf-8", errors="ignore"),
             tokens=sample_tokens(job.language_model.parameters),
             temperature=_TEMPERATURE,
             seed=0,
@@ -236,7 +256,118 @@ class _Run:
         )
 
 
-def _fate(timeline: Timeline) -> str:
-    if timeline.failure is not None:
-        return f"the timeline broke off: {timeline.failure.cause}"
-    return f"timeline in {timeline.path}"
+def _ranks_of(job: Job) -> RunRanks:
+    """The ranks as the training loop sees them."""
+    communicator = job.communicator
+    if communicator is None:
+        return ONE_RANK
+
+    def gather(call: str, value: Any) -> list[Any]:
+        return [said["value"] for said in communicator.agree(call, value=value).values()]
+
+    return RunRanks(communicator.share.rank, communicator.share.ranks, gather)
+
+
+# --- progress ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress(out: Output, steps: int, done: int) -> Iterator[Callable[[StepReport], None]]:
+    """Context with a function that shows a finished step: on a terminal in a line that is redrawn, elsewhere
+    in a line at the first and the last step, and every five seconds.
+
+    steps: number of steps of the whole run. done: those that an earlier process has finished.
+    """
+    console, printed = out.console, -math.inf
+    columns = BarColumn(bar_width=20), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("the first step", total=steps, completed=done)
+
+        def show(report: StepReport) -> None:
+            nonlocal printed
+            line, now = progress_line(report, steps), time.monotonic()
+            bar.update(task, completed=report.step, description=line)
+            due = report.step in (done + 1, steps) or now - printed >= _SECONDS_BETWEEN_LINES
+            if due and not console.is_terminal:
+                printed = now
+                out.say(line)
+
+        yield show
+
+
+def progress_line(report: StepReport, steps: int) -> str:
+    """The step, the loss, tokens and bytes between tiers per second, the share of the step in which training
+    waited for transfers, and the time left if all steps take as long.
+    """
+    stats = report.stats
+    rates = {name: stats.edges[edge].bytes / stats.seconds / 1e9 for edge, name in _EDGES.items()}
+    return "  ".join(
+        [
+            f"step {report.step}/{steps}",
+            f"loss {report.loss:.2f}",
+            f"{format_count(round(report.tokens / report.seconds))} tok/s",
+            *(f"{name} {rate:.1f} GB/s" for name, rate in rates.items() if rate),
+            f"stall {min(1.0, stats.stall_seconds / stats.seconds):.0%}",
+            f"eta {timedelta(seconds=round((steps - report.step) * report.seconds))}",
+        ]
+    )
+
+
+# --- the log of steps -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def open_log(path: str | None, *, after: int | None = None) -> Iterator[TextIO | None]:
+    """Context that gives the log file of a run, opened to be written, or None if `path` is None.
+
+    after: the step from which the run continues: lines of steps up to this one stay, and what follows goes.
+    None: a new run, for which the file is emptied. Raises StorageError if the file cannot be opened or cut.
+    """
+    if path is None:
+        yield None
+        return
+    with storage_errors("open", path):
+        log = open(path, "w" if after is None else "a", encoding="utf-8")  # noqa: SIM115 (closed below)
+    try:
+        if after is not None and stat.S_ISREG(os.fstat(log.fileno()).st_mode):
+            with storage_errors("cut", path), open(path, "rb") as lines:
+                kept = itertools.takewhile(lambda line: _is_kept(line, after), lines)
+                log.truncate(sum(map(len, kept)))
+        yield log
+    finally:
+        with contextlib.suppress(OSError):  # a line that could not be written has raised already
+            log.close()
+
+
+def _is_kept(line: bytes, last: int) -> bool:
+    """Whether a line of a log is whole, and of a step up to `last`."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # such as a line that a crash tore
+        return False
+    step = found.get("step") if isinstance(found, dict) else None
+    return isinstance(step, int) and step <= last and line.endswith(b"\n")
+
+
+def write_step(log: TextIO | None, report: StepReport) -> None:
+    """Write a step as one line of JSON, and flush the line, so that a reader of the file sees whole steps."""
+    if log is None:
+        return
+    line = {
+        "step": report.step,
+        "loss": finite(report.loss),
+        "norm": finite(report.norm),
+        "lr": report.learning_rate,
+        "tokens": report.tokens,
+        "seconds": report.seconds,
+        "stall_seconds": report.stats.stall_seconds,
+        "bytes": {edge.value: each.bytes for edge, each in report.stats.edges.items()},
+    }
+    with storage_errors("write", log.name):
+        log.write(json.dumps(line) + "\n")
+        log.flush()
+
+
+def finite(number: float | None) -> float | None:
+    """`number`, or None if it is NaN or infinite, which JSON cannot express. Steps in fp16 can have NaN."""
+    return number if number is not None and math.isfinite(number) else None

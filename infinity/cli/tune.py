@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 from typing import Any
@@ -13,15 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from infinity import __version__
 from infinity.api import several_ranks
-from infinity.cli.ranks import ending_together, leads
+from infinity.cli.command import Output, add_json, ending_together, leads
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.planning import machine_rates
 from infinity.planning.network import rate_text
 from infinity.tiers.trial_file import MODES
-from infinity.tuning.plot import check_plot, draw
 from infinity.tuning.sweep import DiskSweep, Measured
 from infinity.tuning.tune import Tuning, tune
 
@@ -36,25 +33,11 @@ def add_parser(subparsers: Any) -> None:
         "The settings are saved in the user's cache, where plan, train and all I/O find them. Takes under a "
         "minute. Started by torchrun on several nodes, measure the network between these instead.",
     )
-    parser.add_argument(
-        "--path",
-        action="append",
-        metavar="DIR",
-        help="a directory on a disk to be tuned (repeatable; default: the current directory)",
-    )
-    parser.add_argument(
-        "--size",
-        help="size of the test file in each path, such as 8GiB (default: 2GiB, or half of the free space)",
-    )
-    parser.add_argument(
-        "--thorough", action="store_true", help="try a finer grid for longer: some four minutes"
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw the sweep into this .png or .svg file (needs matplotlib)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object as the last line of stdout"
-    )
+    path = "a directory on a disk to be tuned (repeatable; default: the current directory)"
+    parser.add_argument("--path", action="append", metavar="DIR", help=path)
+    size = "size of the test file in each path, such as 8GiB (default: 2GiB, or half of the free space)"
+    parser.add_argument("--size", help=size)
+    add_json(parser)
     parser.set_defaults(run=run)
 
 
@@ -66,29 +49,18 @@ def run(options: argparse.Namespace) -> int:
     """
     if several_ranks(None):
         return _tune_network(options)
-    if options.plot is not None:
-        check_plot(options.plot)
-    console = Console(stderr=options.json)
-    columns = (
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    out = Output(options)
+    columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    what = TextColumn("{task.description}")
+    with Progress(*columns, what, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
         found = tune(
             options.path or [os.getcwd()],
-            thorough=options.thorough,
             size=options.size,
             report=lambda done, what: bar.update(task, completed=done, description=escape(what)),
         )
-    _print(console, found)
-    if options.plot is not None:
-        draw(found, options.plot)
-        console.print(f"plot: {escape(options.plot)}", highlight=False, soft_wrap=True)
-    if options.json:
-        print(json.dumps({"infinity": __version__, **asdict(found)}))
+    _print(out, found)
+    out.json(asdict(found))
     return 0
 
 
@@ -98,7 +70,7 @@ def _tune_network(options: argparse.Namespace) -> int:
     from infinity.distributed.node_link import measure_node_link
 
     with Communicator(None, 0, cuda=False) as communicator, ending_together(communicator, options):
-        if options.path or options.size or options.thorough or options.plot:
+        if options.path or options.size:
             raise ConfigError(
                 "Several processes were started, which measure the network, and an option is about disks.",
                 "Leave the options out; to tune disks, start one process.",
@@ -108,39 +80,36 @@ def _tune_network(options: argparse.Namespace) -> int:
         # Ranks of one node share a cache, unless they are different users'.
         saved = communicator.place.rank != 0 or machine_rates.keep_network(found.rate)
         communicator.leave()
-    if leads():
-        kept = "kept on each node" if saved else "NOT kept, for this user cannot write the cache"
-        line = f"network: {rate_text(found.rate)}/s into the slowest of {found.nodes} nodes · {kept}"
-        Console(stderr=options.json).print(line, highlight=False, soft_wrap=True)
-        if options.json:
-            print(json.dumps({"infinity": __version__, "saved": saved, **asdict(found)}))
+    kept = "kept on each node" if saved else "NOT kept, for this user cannot write the cache"
+    out = Output(options, quiet=not leads())
+    out.say(f"network: {rate_text(found.rate)}/s into the slowest of {found.nodes} nodes · {kept}")
+    out.json({"saved": saved, **asdict(found)})
     return 0
 
 
-def _print(console: Console, found: Tuning) -> None:
+def _print(out: Output, found: Tuning) -> None:
     for disk in found.disks:
-        console.print(_table(disk), "")
+        out.console.print(_table(disk), "")
     if found.stripes is not None:
-        _print_stripes(console, found)
-    lines = [f"memory: {found.stream / 1e9:.1f} GB/s read and written in place"]
+        shares = zip(found.stripes.paths, found.stripes.shares, strict=True)
+        out.say("all paths together: " + ", ".join(f"{share:.0%} on {path}" for path, share in shares))
+        rates = ", ".join(f"{mode} {getattr(found.stripes, mode) / 1e9:.2f}" for mode in MODES)
+        out.say(f"{rates} GB/s")
+    for one, other in found.shared:
+        out.say(f"{one} and {other} are on one device: striping over both brings nothing.")
+    out.say(f"memory: {found.stream / 1e9:.1f} GB/s read and written in place")
     if found.link is not None:
-        lines.append(
-            f"device link: {found.link.to_device / 1e9:.1f} GB/s to the device, "
-            f"{found.link.to_host / 1e9:.1f} GB/s back"
-        )
+        to_device, to_host = found.link.to_device / 1e9, found.link.to_host / 1e9
+        out.say(f"device link: {to_device:.1f} GB/s to the device, {to_host:.1f} GB/s back")
     if found.note is not None:
-        lines.append(found.note)
+        out.say(found.note)
     kept = "kept in" if found.saved else "NOT kept, for this user cannot write"
-    lines.append(f"done in {found.seconds:.0f} s · {kept} {found.profile}")
-    for line in lines:
-        console.print(escape(line), highlight=False, soft_wrap=True)
+    out.say(f"done in {found.seconds:.0f} s · {kept} {found.profile}")
 
 
 def _table(disk: DiskSweep) -> Table:
-    """Make a table of the I/O settings that were tried on a disk, with their rates in GB/s.
-
-    Three rows have the settings that were best at reading, at writing and at a mix of both. The last row has
-    the settings that were chosen for all I/O.
+    """The I/O settings that were best at reading, at writing and at a mix of both, and those that were chosen
+    for all I/O, with their rates in GB/s.
     """
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"
@@ -157,21 +126,3 @@ def _cells(found: Measured) -> list[str]:
     settings = found.settings
     rates = [f"{getattr(found, mode) / 1e9:.2f}" for mode in MODES]
     return [settings.backend, format_size(settings.block_bytes), str(settings.depth), *rates]
-
-
-def _print_stripes(console: Console, found: Tuning) -> None:
-    stripes = found.stripes
-    assert stripes is not None
-    table = Table(title="all paths together", title_justify="left", box=None, pad_edge=False)
-    for name in ("path", "share"):
-        table.add_column(name, justify="left" if name == "path" else "right", no_wrap=True)
-    for path, share in zip(stripes.paths, stripes.shares, strict=True):
-        table.add_row(escape(path), f"{share:.0%}")
-    rates = ", ".join(f"{mode} {getattr(stripes, mode) / 1e9:.2f}" for mode in MODES)
-    console.print(table, f"{rates} GB/s", "", highlight=False)
-    for one, other in found.shared:
-        console.print(
-            escape(f"{one} and {other} are on one device: striping over both brings nothing."),
-            highlight=False,
-            soft_wrap=True,
-        )

@@ -1,4 +1,8 @@
-"""Decoder: a decoder-only transformer with RMSNorm before every layer, rotary positions and SwiGLU."""
+"""Decoder: a decoder-only transformer with RMSNorm before every layer, rotary positions and SwiGLU, and its
+presets.
+
+The benchmarks load this file without the package, to train the same model by other means.
+"""
 
 from __future__ import annotations
 
@@ -98,10 +102,8 @@ class Decoder(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise the weights of one module: matrices with normal values, RMSNorm with ones.
-
-        The deeper the model, the smaller the weights of output layers, whose outputs are added to the
-        residual stream, as in GPT-2.
+        """Initialise one module. The deeper the model, the smaller the weights of output layers, as in GPT-2,
+        for their outputs are added to the residual stream.
         """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=_INIT_STD)
@@ -140,3 +142,28 @@ class Decoder(nn.Module):
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A decoder over bytes, and its default learning rate."""
+
+    decoder: DecoderConfig
+    learning_rate: float
+
+
+def _preset(width: int, layers: int, heads: int, hidden: int, learning_rate: float) -> Preset:
+    return Preset(DecoderConfig(width=width, layers=layers, heads=heads, hidden=hidden), learning_rate)
+
+
+PRESETS = {
+    "10m": _preset(384, 6, 6, 896, 2e-3),
+    "30m": _preset(512, 9, 8, 1472, 1.5e-3),
+    "124m": _preset(768, 18, 12, 1952, 6e-4),
+    "309m": _preset(1024, 24, 16, 2816, 4e-4),
+    "926m": _preset(2048, 18, 16, 5632, 3e-4),
+    "4b": _preset(3072, 36, 24, 7936, 2e-4),
+    "7b": _preset(4096, 34, 32, 11008, 1.5e-4),
+    "14b": _preset(5120, 44, 40, 13824, 1e-4),
+}
+"""Presets by name. 309m and 926m have the shapes of the models with which DeepSpeed was measured."""

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from infinity.errors import ConfigError
 from infinity.telemetry.crossing import Crossing
-from infinity.telemetry.stats import RANKS, Edge, EdgeStats, Phase, Stats, Wait
-from infinity.telemetry.wear import Written
+from infinity.telemetry.stats import RANKS, Edge, EdgeStats, Phase, Stats, Wait, Written
 from infinity.tiers.link import Timing, Transfer
 
 

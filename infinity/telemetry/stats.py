@@ -13,10 +13,38 @@ from enum import Enum
 
 from infinity.config import format_size
 from infinity.telemetry.html_table import html_of
-from infinity.telemetry.wear import Written, days_until_worn
 
 RANKS = "ranks"
 """What `Stats.limited_by` and timelines call the waits for other ranks."""
+
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What was written to disk in a number of finished steps, by steps and by commits."""
+
+    bytes: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    """Wall time of the steps in seconds."""
+
+    @property
+    def per_step(self) -> float | None:
+        """Bytes written in a step on average; None without steps."""
+        return self.bytes / self.steps if self.steps else None
+
+    @property
+    def per_day(self) -> float | None:
+        """Bytes written in a day of such steps; None without steps, or if they took no time."""
+        return self.bytes * SECONDS_PER_DAY / self.seconds if self.seconds else None
+
+    def __add__(self, other: Written) -> Written:
+        return Written(
+            bytes=self.bytes + other.bytes,
+            steps=self.steps + other.steps,
+            seconds=self.seconds + other.seconds,
+        )
 
 
 class Edge(Enum):
@@ -193,14 +221,6 @@ class Stats:
         has finished.
         """
         return self.written.per_day
-
-    def days_to(self, terabytes_written: float) -> float | None:
-        """Days of steps like those of `written` until `terabytes_written` terabytes are written to all paths
-        together. None if no step has finished, or if nothing was written.
-
-        terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
-        """
-        return days_until_worn(terabytes_written, self.written_per_day)
 
     def flat(self) -> dict[str, int | float]:
         """Return all measurements as one level of numbers by name, such as a logger of metrics takes.

@@ -1,14 +1,20 @@
-"""Sweep of a disk: tries backends, block sizes and queue depths for reads, for writes and for both mixed."""
+"""Sweep of disks: tries backends, block sizes and queue depths for reads, for writes and for both mixed, and
+measures several disks together.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from infinity.aio import Volume
 from infinity.system.io_settings import DEFAULT, IoSettings
-from infinity.tiers.trial_file import MODES, TestFile
-from infinity.tuning.search import Halving, best_of, choose, grid, median_rate
+from infinity.tiers.striping import choose_striping
+from infinity.tiers.trial_file import MODES, REQUEST_BYTES, Memory, TestFile, issue, measure
+from infinity.tuning.search import best_of, choose, grid, median_rate, search
 
 Progress = Callable[[str], None]
 """A function that is called before each trial, with a text that names the settings of the trial."""
@@ -22,31 +28,15 @@ _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """The settings that a sweep tries, and the time that the sweep takes."""
-
-    seconds: float
-    """Seconds that all sweeps of one run of `infinity tune` take together."""
-    blocks: tuple[int, ...]
-    """Sizes in bytes of the I/O blocks that are tried."""
-    depths: tuple[int, ...]
-    slice_seconds: float
-    """Seconds that one trial spends on each of the three modes: reads, writes and both mixed."""
-
-
-QUICK = Effort(
-    seconds=40.0,
-    blocks=(256 << 10, 1 << 20, 2 << 20, 4 << 20),
-    depths=(8, 16, 32, 64),
-    slice_seconds=0.05,
-)
-THOROUGH = Effort(
-    seconds=240.0,
-    blocks=tuple(1 << power for power in range(17, 25)),
-    depths=(1, 2, 4, 8, 16, 32, 64, 128),
-    slice_seconds=0.1,
-)
+BLOCKS = (256 << 10, 1 << 20, 2 << 20, 4 << 20)
+"""Sizes in bytes of the I/O blocks that are tried."""
+DEPTHS = (8, 16, 32, 64)
+SLICE_SECONDS = 0.05
+"""Seconds that one trial spends on each of the three modes: reads, writes and both mixed."""
+_FILL = 0.9
+"""A striped volume takes at most this fraction of the bytes that fit into the test files, because it takes
+whole periods of stripes from each file; see `Striping`.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,40 +52,44 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """The results of the sweep of one disk. `path` is the directory on the disk that held the test file, and
-    `chosen` has the settings that infinity will use for the disk.
-    """
+    """The results of the sweep of one disk."""
 
     path: str
+    """The directory that held the test file."""
     nbytes: int
     """Bytes of the test file."""
     direct: bool
-    """Whether the test file was open with O_DIRECT. Without O_DIRECT, all I/O passes through the page
-    cache.
-    """
+    """Whether the test file was open with O_DIRECT. Otherwise all I/O passes through the page cache."""
     chosen: Measured
+    """The settings that all I/O will use."""
     best: dict[str, Measured]
-    """The fastest settings in each mode ("read", "write" or "mixed"), among the settings that stayed to the
-    end of the sweep. Slow settings are dropped earlier, after fewer trials.
-    """
+    """The fastest settings in each mode, among those that stayed to the end of the sweep."""
     points: tuple[Measured, ...]
-    """The rates of all settings that were tried. Those that stayed longest in the sweep come first."""
+    """All settings that were tried. Those that stayed longest in the sweep come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stripes:
+    """How bytes are divided between several disks, and the rates of all disks together."""
+
+    paths: tuple[str, ...]
+    """The directories of the test files, one on each disk."""
+    shares: tuple[float, ...]
+    """The fraction of the bytes on each path: in proportion to the disks' mixed rates."""
+    read: float
+    """Bytes per second read from all paths together."""
+    write: float
+    mixed: float
 
 
 def sweep_disk(
-    file: TestFile,
-    backends: Sequence[str],
-    effort: Effort,
-    *,
-    seconds: float,
-    bytes_in_flight: int,
-    progress: Progress,
+    file: TestFile, backends: Sequence[str], *, seconds: float, bytes_in_flight: int, progress: Progress
 ) -> DiskSweep:
     """Find the best I/O settings for the disk that a test file is on.
 
-    Tries the combinations of the backends with the block sizes and queue depths of `effort`. Left out are
-    those with more bytes in flight (block size times queue depth) than `bytes_in_flight`, than half of the
-    test file or than `_LATENCY` allows, and those for which no time is left.
+    Tries the combinations of the backends with BLOCKS and DEPTHS. Left out are those with more bytes in
+    flight (block size times queue depth) than `bytes_in_flight`, than half of the test file or than
+    `_LATENCY` allows, and those for which no time is left.
 
     file: the test file. backends: names of the I/O backends that work there. seconds: seconds for all trials
     together. progress: called before each trial. Raises StorageError or StorageFull if I/O fails.
@@ -106,21 +100,11 @@ def sweep_disk(
 
     def trial(settings: IoSettings) -> dict[str, float]:
         progress(f"{settings.backend} {settings.block_bytes >> 10} KiB x {settings.depth}")
-        return {mode: file.rate(settings, mode, effort.slice_seconds).steady for mode in MODES}
+        return {mode: file.rate(settings, mode, SLICE_SECONDS).steady for mode in MODES}
 
-    halving = Halving(
-        grid(backends, effort.blocks, effort.depths, most),
-        trial,
-        seconds=seconds,
-        finalists=_FINALISTS,
-        order=random.Random(0),
-        always=always,
-    )
-    return _report(file, halving, untuned)
-
-
-def _report(file: TestFile, halving: Halving[IoSettings], untuned: IoSettings) -> DiskSweep:
-    passes = halving.passes
+    points = grid(backends, BLOCKS, DEPTHS, most)
+    order = random.Random(0)
+    passes = search(points, trial, seconds=seconds, finalists=_FINALISTS, order=order, always=always)
     medians = {
         settings: Measured(
             settings,
@@ -137,3 +121,35 @@ def _report(file: TestFile, halving: Halving[IoSettings], untuned: IoSettings) -
         best={mode: medians[best_of(passes, mode)] for mode in MODES},
         points=tuple(sorted(medians.values(), key=lambda each: -each.trials)),
     )
+
+
+def measure_stripes(
+    files: Sequence[TestFile], disks: Sequence[DiskSweep], memory: Memory, *, seconds: float
+) -> Stripes:
+    """Measure a volume that is striped over test files like the NVMe tier, in proportion to mixed rates.
+
+    files: a test file on each disk. disks: the results of their sweeps, whose chosen settings are used.
+    memory: the RAM that is read into and written from. seconds: of each mode. Raises StorageError and
+    StorageFull if I/O fails.
+    """
+    total = sum(disk.chosen.mixed for disk in disks)
+    shares = tuple(disk.chosen.mixed / total for disk in disks)
+    nbytes = int(min(file.nbytes / share for file, share in zip(files, shares, strict=True)) * _FILL)
+    striping = choose_striping(nbytes, [file.nbytes for file in files], shares, REQUEST_BYTES)
+    request = REQUEST_BYTES * len(files)
+    window = -(-sum(disk.chosen.settings.bytes_in_flight for disk in disks) // request) + 2
+    places = [place * request for place in range(nbytes // request)]
+    with contextlib.ExitStack() as cleanup:
+        parts = [
+            (cleanup.enter_context(file.opened(disk.chosen.settings)), weight)
+            for file, disk, weight in zip(files, disks, striping.weights, strict=True)
+            if weight
+        ]
+        volume = Volume(parts, striping.stripe_bytes)
+        rates = {
+            mode: measure(
+                issue(volume, mode, request, itertools.cycle(places), memory), request, window, seconds
+            ).steady
+            for mode in MODES
+        }
+    return Stripes(paths=tuple(disk.path for disk in disks), shares=shares, **rates)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,15 +25,14 @@ from infinity.system.io_settings import DEFAULT, DiskProfile, Profile, StripePro
 from infinity.tiers.arena import arena_link
 from infinity.tiers.probes import LinkSpeed
 from infinity.tiers.trial_file import MODES, SMALLEST, Memory, TestFile
-from infinity.tuning.stripes import StripeSweep, sweep_stripes
-from infinity.tuning.sweep import QUICK, THOROUGH, DiskSweep, Effort, Progress, sweep_disk
+from infinity.tuning.sweep import DiskSweep, Progress, Stripes, measure_stripes, sweep_disk
 
 _FILE_BYTES = 2 << 30
 _IN_FLIGHT = 256 << 20
-_STRIPES = 0.2
-"""The fraction of the tuning time that is spent on settings for striping over all paths together. The rest is
-spent on each path alone. With a single path there is no striping.
-"""
+_SECONDS = 40.0
+"""Seconds that the sweeps of all paths take together."""
+_STRIPES_SECONDS = 1.0
+"""Seconds of each mode for which all paths together are measured."""
 _FILL_SECONDS = 8.0
 """The most seconds that writing the test files of all paths may take in total."""
 
@@ -47,7 +47,7 @@ class Tuning:
     """The findings of one run of `infinity tune`. Rates are bytes per second."""
 
     disks: tuple[DiskSweep, ...]
-    stripes: StripeSweep | None
+    stripes: Stripes | None
     """The findings for several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
     """Pairs of paths on the same file system. Striping over the two paths of a pair gains nothing."""
@@ -66,34 +66,29 @@ class Tuning:
 
 
 def tune(
-    paths: Sequence[str],
-    *,
-    thorough: bool = False,
-    size: Size | None = None,
-    report: Report = lambda done, what: None,
+    paths: Sequence[str], *, size: Size | None = None, report: Report = lambda done, what: None
 ) -> Tuning:
     """Find the best I/O settings for the disks under the directories `paths`, and save them.
 
-    Later plans and all later I/O in these directories use the saved settings. thorough: whether to try more
-    settings for a longer time. size: bytes of each test file; by default 2 GiB, or half of the free bytes if
-    that is less. A test file is written once and removed at the end, also after an error. report: called
-    before each trial with the progress.
+    Later plans and all later I/O in these directories use the saved settings. size: bytes of each test file;
+    by default 2 GiB, or half of the free bytes if that is less. A test file is written once and removed at
+    the end, also after an error. report: called before each trial with the progress.
 
     Raises ConfigError for directories or sizes that cannot be used, and where the environment variable
     INFINITY_AIO names an unknown backend. Raises StorageError or StorageFull for directories that cannot hold
     the test file.
     """
-    effort, start = THOROUGH if thorough else QUICK, time.monotonic()
+    start = time.monotonic()
     sizes = _file_sizes(paths, size)
     backends = [_backends(path) for path in paths]
 
     def progress(what: str) -> None:
         # Test files, memory and the link take some 4 s in addition to the sweeps.
-        report(min(1.0, (time.monotonic() - start) / (effort.seconds + 4.0)), what)
+        report(min(1.0, (time.monotonic() - start) / (_SECONDS + 4.0)), what)
 
     progress("memory")
     stream = stream_speed()
-    disks, stripes = _sweep(paths, sizes, backends, effort, progress)
+    disks, stripes = _sweep(paths, sizes, backends, progress)
     stream = max(stream, stream_speed())  # other processes can only make the rate lower
     link = arena_link()[0] if torch.cuda.is_available() else None
     profile = Profile()
@@ -107,11 +102,13 @@ def tune(
         stream=stream,
         link=None if link is None else min(link.to_device, link.to_host),
     )
+    places = [(disk.path, os.stat(disk.path).st_dev) for disk in disks]
+    shared = tuple((a, b) for (a, at), (b, where) in itertools.combinations(places, 2) if at == where)
     report(1.0, "done")
     return Tuning(
         disks=disks,
         stripes=stripes,
-        shared=_shared(disks),
+        shared=shared,
         stream=stream,
         link=link,
         seconds=time.monotonic() - start,
@@ -122,14 +119,9 @@ def tune(
 
 
 def _sweep(
-    paths: Sequence[str],
-    sizes: Sequence[int],
-    backends: Sequence[list[str]],
-    effort: Effort,
-    progress: Progress,
-) -> tuple[tuple[DiskSweep, ...], StripeSweep | None]:
-    several = len(paths) > 1
-    alone = effort.seconds * (1 - _STRIPES if several else 1) / len(paths)
+    paths: Sequence[str], sizes: Sequence[int], backends: Sequence[list[str]], progress: Progress
+) -> tuple[tuple[DiskSweep, ...], Stripes | None]:
+    alone = _SECONDS / len(paths)
     memory = Memory(max(SMALLEST, min(_IN_FLIGHT, machine.memory().usable // 8) // SMALLEST * SMALLEST))
     with contextlib.ExitStack() as cleanup:
         files = []
@@ -139,27 +131,23 @@ def _sweep(
             file = TestFile(path, nbytes, memory, settings, seconds=_FILL_SECONDS / len(paths))
             files.append(cleanup.enter_context(file))
         disks = tuple(
-            sweep_disk(file, names, effort, seconds=alone, bytes_in_flight=memory.nbytes, progress=progress)
+            sweep_disk(file, names, seconds=alone, bytes_in_flight=memory.nbytes, progress=progress)
             for file, names in zip(files, backends, strict=True)
         )
-        if not several:
+        if len(paths) == 1:
             return disks, None
-        together = sweep_stripes(
-            files, disks, memory, effort, seconds=effort.seconds * _STRIPES, progress=progress
-        )
-        return disks, together
+        progress("all paths together")
+        return disks, measure_stripes(files, disks, memory, seconds=_STRIPES_SECONDS)
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """Return the bytes of each path's test file, in the order of `paths`; each is a multiple of 1 MiB.
-
-    size: as in `tune`. Raises ConfigError, StorageError and StorageFull as described there.
-    """
+    """The bytes of each path's test file, multiples of 1 MiB; paths on one file system share what is free."""
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(
             f"The list of directories {list(paths)} is empty or has duplicates.", "Give each directory once."
         )
-    room = _usable_bytes(paths)
+    devices = [os.stat(check_directory(path)).st_dev for path in paths]
+    room = [free_bytes(path) // devices.count(each) for path, each in zip(paths, devices, strict=True)]
     wanted = None if size is None else parse_size(size, what="size") >> 20 << 20
     if wanted is not None and wanted < SMALLEST:
         raise ConfigError(
@@ -180,23 +168,9 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
     return [min(_FILE_BYTES, free // 2) >> 20 << 20 for free in room]
 
 
-def _usable_bytes(directories: Sequence[str]) -> list[int]:
-    """Return the bytes that a test file in each directory may take, in the order of `directories`.
-
-    These are the free bytes of the file system, divided by the number of directories that lie on it.
-
-    Raises StorageError and ConfigError for directories that `check_directory` refuses.
-    """
-    paths = [check_directory(directory) for directory in directories]
-    devices = [os.stat(path).st_dev for path in paths]
-    return [free_bytes(path) // devices.count(device) for path, device in zip(paths, devices, strict=True)]
-
-
 def _backends(path: str) -> list[str]:
-    """Return the names of the I/O backends that work in the directory `path`, best first.
-
-    Backends without direct I/O are left out if another backend has direct I/O. If the environment variable
-    INFINITY_AIO names a backend, only this backend is returned.
+    """Names of the I/O backends that work in the directory `path`, best first, with direct I/O if one has it.
+    If the environment variable INFINITY_AIO names a backend, only this one.
     """
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
@@ -210,34 +184,14 @@ def _backends(path: str) -> list[str]:
     return [backend.name for backend in working if backend.direct or not direct]
 
 
-def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: StripeSweep | None) -> bool:
+def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: Stripes | None) -> bool:
     cpu = machine.cpu()
     facts = {"cpu": cpu.model, "cpus": cpu.allowed, "memory": machine.memory().total}
     at = now()
     for disk in disks:
-        chosen = disk.chosen
-        profile.keep_disk(
-            disk.path,
-            DiskProfile(
-                settings=chosen.settings,
-                path=disk.path,
-                read=chosen.read,
-                write=chosen.write,
-                mixed=chosen.mixed,
-                at=at,
-                facts=facts,
-            ),
-        )
+        rates = {mode: getattr(disk.chosen, mode) for mode in MODES}
+        found = DiskProfile(settings=disk.chosen.settings, path=disk.path, at=at, facts=facts, **rates)
+        profile.keep_disk(disk.path, found)
     if stripes is not None:
         profile.keep_stripes(stripes.paths, StripeProfile(shares=stripes.shares, mixed=stripes.mixed, at=at))
     return profile.save()
-
-
-def _shared(disks: Sequence[DiskSweep]) -> tuple[tuple[str, str], ...]:
-    devices = [(disk.path, os.stat(disk.path).st_dev) for disk in disks]
-    return tuple(
-        (path, other)
-        for index, (path, device) in enumerate(devices)
-        for other, where in devices[index + 1 :]
-        if where == device
-    )

@@ -19,8 +19,7 @@ import torch
 
 from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
-from infinity.lm.decoder import Decoder
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.headroom import Headroom
 from infinity.planning.placement import Kind

@@ -24,8 +24,7 @@ from gpu_idle import Interval, gaps, gpu_work, length, report, union
 from peers import pattern
 from peers.pattern import fill_by_pattern
 
-from infinity.lm.decoder import Decoder, DecoderConfig
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
 
 
 def test_the_union_of_intervals_is_that_of_their_moments() -> None:

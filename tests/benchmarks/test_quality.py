@@ -12,8 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from infinity.lm.decoder import DecoderConfig
-from infinity.lm.presets import PRESETS, Preset
+from infinity.lm.decoder import PRESETS, DecoderConfig, Preset
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

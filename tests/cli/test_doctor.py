@@ -149,9 +149,7 @@ def test_link_speed_counts_bytes_by_events(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_printing_shows_every_finding(capsys: pytest.CaptureFixture[str]) -> None:
     findings = [
-        doctor.Finding(
-            section=section, name=f"name-{section}", found="[found]", missing=True, cost="c1", cure="c2"
-        )
+        doctor.Finding(section, f"name-{section}", "[found]", {}, True, "c1", "c2")
         for section in doctor._SECTIONS
     ]
     doctor._print(doctor.Console(width=200), findings)
@@ -163,7 +161,7 @@ def test_printing_shows_every_finding(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_printing_to_a_terminal_without_unicode(tmp_path: Path) -> None:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    finding = doctor.Finding(section="memory", name="RAM", found="some", missing=True, cost="c1", cure="c2")
+    finding = doctor.Finding("memory", "RAM", "some", {}, True, "c1", "c2")
     doctor._print(doctor.Console(file=stream, width=80), [finding])
     stream.flush()
     assert b"-> c2" in stream.buffer.getvalue()

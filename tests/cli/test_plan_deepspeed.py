@@ -33,7 +33,7 @@ def options_of(
         raise Seen
 
     with monkeypatch.context() as patched:
-        patched.setattr("infinity.cli.job.make_job", make)
+        patched.setattr("infinity.cli.plan.make_job", make)
         with pytest.raises(Seen):
             job.plan(capsys, *more)
     return seen

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.signals import StopFlag, Stopped, signal_of
-from infinity.cli.training_run import _Run
-from infinity.lm.ranks import RunRanks
+from infinity.cli.command import StopFlag, Stopped, signal_of
+from infinity.cli.training_run import TrainingRun
+from infinity.lm.loop import RunRanks
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -49,7 +49,8 @@ def test_outside_of_the_main_thread_the_flag_takes_no_signals() -> None:
 
 
 def test_a_signal_that_comes_while_ranks_agree_stops_none_before_all_know_of_it() -> None:
-    run = object.__new__(_Run)
+    run = object.__new__(TrainingRun)
+    run._commits = True
     run._flag = StopFlag()
 
     def gather(call: str, value: Any) -> list[Any]:

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli import step_log
-from infinity.cli.step_log import open_log
-from infinity.errors import StorageError
+from infinity.cli.training_run import open_log
 
 LINES = ['{"step": 1, "loss": 2.0}\n', '{"step": 2, "loss": null}\n', '{"step": 3}\n', '{"step": 4']
 
@@ -49,19 +47,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert continued(link, 1) == LINES[0] + "next\n"
     assert link.is_symlink()
     assert path.read_text() == link.read_text()
-
-
-def test_a_rewrite_that_fails_leaves_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(5, "failed")
-
-    path = tmp_path / "log"
-    path.write_text("".join(LINES))
-    monkeypatch.setattr(step_log.os, "replace", fail)
-    with pytest.raises(StorageError, match="Could not rewrite"):
-        continued(path, 1)
-    assert path.read_text() == "".join(LINES)
-    assert os.listdir(tmp_path) == ["log"]
 
 
 def test_a_new_run_empties_its_log(tmp_path: Path) -> None:

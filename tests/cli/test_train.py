@@ -20,10 +20,9 @@ import infinity
 from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import atomic_directory
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import language_model
-from infinity.lm.text import find_text
-from infinity.lm.training import HeldOut
+from infinity.lm.data import Batches, find_text
+from infinity.lm.loop import HeldOut
+from infinity.lm.model import language_model
 from infinity.pages.open_tiers import injected
 
 
@@ -161,7 +160,7 @@ def roomy() -> infinity.Budget:
 def test_an_export_that_cannot_be_is_refused_before_anything(
     what: str, job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.train, "show_job", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr(cli.train, "make_job", lambda *_, **__: pytest.fail("it was planned"))
     out = job.folder / "out"
     if what == "filled":
         out.mkdir()
@@ -187,7 +186,7 @@ def test_an_export_to_where_the_run_itself_writes_is_refused_before_training(
 def test_an_export_that_cannot_be_written_is_refused_before_anything(
     job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli.train, "show_job", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr(cli.train, "make_job", lambda *_, **__: pytest.fail("it was planned"))
     line, _, error = run_error(capsys, job.arguments("train", "--json", "--export", "/proc/new/out"), 1)
     assert error["error"] == "StorageError"
     assert "Could not write to /proc/new/out" in line

@@ -67,7 +67,7 @@ def test_the_network_is_measured_and_planned_with(
 
 @pytest.mark.parametrize(
     ("nodes", "options", "cause"),
-    [([0, 0], [], "All ranks run on one node"), ([0, 1], ["--thorough"], "an option is about disks")],
+    [([0, 0], [], "All ranks run on one node"), ([0, 1], ["--size", "1GiB"], "an option is about disks")],
 )
 def test_what_cannot_be_measured_is_refused(
     nodes: list[int], options: list[str], cause: str, job: TinyJob, tmp_path: Path

@@ -13,8 +13,7 @@ from infinity.config import Precision, round_up
 from infinity.cpu_adam import BLOCK
 from infinity.layout.chunks import ModelLayout, UnitLayout, build, page_bytes, region_sizes
 from infinity.layout.units import Survey, survey
-from infinity.lm.decoder import Decoder
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder
 
 MEBI = 1 << 20
 

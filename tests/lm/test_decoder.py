@@ -14,9 +14,8 @@ import pytest
 import torch
 from homes import each_device
 
-from infinity.lm.decoder import Decoder, DecoderConfig
-from infinity.lm.language_model import language_model
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
+from infinity.lm.model import language_model
 
 SMALL = DecoderConfig(width=32, layers=2, heads=4, hidden=48)
 SCALE = {"m": 1e6, "b": 1e9}

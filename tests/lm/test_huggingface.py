@@ -16,10 +16,9 @@ from lm_models import text_of
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import LanguageModel, language_model
-from infinity.lm.sample import generate
-from infinity.lm.text import Text
+from infinity.lm.data import Batches, Text
+from infinity.lm.loop import generate
+from infinity.lm.model import LanguageModel, language_model
 
 transformers = pytest.importorskip("transformers", reason="needs the transformers package")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.lm.step_end import StepEnd
+from infinity.lm.loop import StepEnd
 
 
 def draws() -> list[float]:

@@ -17,19 +17,18 @@ from lm_models import ScriptedSubject, preset_of, text_of
 from torch import nn
 
 import infinity
-from infinity.lm.batches import Batches
-from infinity.lm.language_model import LanguageModel
-from infinity.lm.text import Text
-from infinity.lm.training import (
+from infinity.lm.data import Batches, Text
+from infinity.lm.loop import (
     HeldOut,
     Recipe,
     StepReport,
     Training,
+    evaluation_batches,
     make_optimizer,
-    train,
+    sample_tokens,
     warm_up_and_cosine,
 )
-from infinity.lm.work import evaluation_batches, sample_tokens
+from infinity.lm.model import LanguageModel
 
 BATCH, SEQ = 4, 16
 
@@ -67,7 +66,7 @@ def trained(text: Text, how: Recipe, *, batches: Any = None) -> list[StepReport]
     tiny = preset_of()
     batches = batches or Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny, how.learning_rate) as runtime:
-        return list(train(tiny, runtime, batches, how))
+        return list(Training(tiny, runtime, batches, how).steps())
 
 
 # --- the schedule ----------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def test_a_model_of_matrices_alone_has_one_group() -> None:
 def in_plain_torch(text: Text, how: Recipe) -> list[tuple[float, float, float]]:
     """Train a preset in plain PyTorch, and return (loss, gradient norm, learning rate) of each step.
 
-    text: what to train on. how: the recipe that `train` would follow. The norm is that before clipping.
+    text: what to train on. how: the recipe that `Training` would follow. The norm is that before clipping.
     """
     tiny = preset_of()
     model, batches = tiny.model, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
@@ -153,7 +152,7 @@ def test_it_trains_as_plain_torch_does(accumulate: int, clip: float, text: Text)
 
 
 class Components:
-    """Stands in for the Batches that `train` takes. Cuts batches of `whole` into `count` micro-batches."""
+    """Stands in for the Batches that `Training` takes. Cuts batches of `whole` into `count` micro-batches."""
 
     def __init__(self, whole: Batches, count: int) -> None:
         self._whole = whole
@@ -177,7 +176,8 @@ def test_a_step_is_done_when_its_report_is_asked_for(text: Text) -> None:
     tiny = preset_of()
     tiny.model.eval()
     with offloaded(tiny) as runtime:
-        steps = train(tiny, runtime, Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0), recipe())
+        batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
+        steps = Training(tiny, runtime, batches, recipe()).steps()
         assert runtime.stats.steps == 0
         first = next(steps)
         assert runtime.stats.steps == first.step == 1
@@ -304,7 +304,7 @@ def test_training_lowers_the_held_out_loss_and_measuring_changes_nothing(text: T
             measure = held_out(text, tiny)
             before = measure.loss()
             found = []
-            for report in train(tiny, runtime, batches, recipe(steps=30)):
+            for report in Training(tiny, runtime, batches, recipe(steps=30)).steps():
                 found.append(report.loss)
                 if measured:
                     measure.loss()

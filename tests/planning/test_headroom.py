@@ -23,8 +23,7 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.config import Budget, Precision, format_size
 from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
-from infinity.lm.decoder import Decoder
-from infinity.lm.presets import PRESETS
+from infinity.lm.decoder import PRESETS, Decoder
 from infinity.planning import fake_step
 from infinity.planning.headroom import NO_HEADROOM, Headroom, segment, workspace
 from infinity.planning.planner import Available, make_plan

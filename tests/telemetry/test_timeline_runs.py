@@ -161,7 +161,7 @@ def test_a_timeline_that_cannot_be_is_refused_before_the_plan(
     def planned(*_: object) -> None:
         raise AssertionError("this comes after the refusal")
 
-    monkeypatch.setattr(cli.train, "show_job", planned)
+    monkeypatch.setattr(cli.train, "make_job", planned)
     path = str(tmp_path / where)
     line, everything, error = run_error(capsys, job.arguments("train", "--json", "--trace", path), 1)
     assert error["error"] in ("StorageError", "StorageFull")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.system.io_settings import IoSettings
-from infinity.tuning.search import Halving, best_of, choose, grid, median_rate, scores, standing
-from infinity.tuning.sweep import MODES, QUICK, THOROUGH
+from infinity.tuning.search import Pass, best_of, choose, grid, median_rate, scores, search, standing
+from infinity.tuning.sweep import BLOCKS, DEPTHS, MODES
 
 MIB = 1 << 20
-POINTS = grid(("io_uring", "libaio", "threads"), QUICK.blocks, QUICK.depths, 128 * MIB)
+POINTS = grid(("io_uring", "libaio", "threads"), BLOCKS, DEPTHS, 128 * MIB)
 
 
 class Disk:
@@ -59,8 +59,8 @@ class Disk:
         late = 0.15 if self.random.random() < self.outliers else 1.0
         return late * math.exp(self.random.gauss(0, self.noise))
 
-    def halving(self, seconds: float = 40.0, **options: object) -> Halving[IoSettings]:
-        return Halving(
+    def passes(self, seconds: float = 40.0, **options: object) -> list[Pass[IoSettings]]:
+        return search(
             POINTS,
             self.trial,
             seconds=seconds,
@@ -81,16 +81,16 @@ def test_the_choice_is_as_good_as_noise_lets_anybody_know(noise: float, least: f
     found = []
     for seed in range(60):
         disk = Disk(seed, noise=noise, outliers=0.0 if noise == 0 else 0.03)
-        found.append(disk.share_of_best(choose(disk.halving().passes)))
+        found.append(disk.share_of_best(choose(disk.passes())))
     assert statistics.median(found) >= 0.95
     assert sorted(found)[3] >= least  # one in twenty may have been unlucky
 
 
 def test_all_are_tried_once_and_the_better_ones_more_often() -> None:
     disk = Disk(0, noise=0.0, outliers=0.0)
-    halving = disk.halving()
+    passes = disk.passes()
     assert set(disk.tried[: len(POINTS)]) == set(POINTS)
-    sizes = [len(found) for found in halving.passes]
+    sizes = [len(found) for found in passes]
     assert sizes == sorted(sizes, reverse=True)
     assert 4 <= sizes[-1] <= 4 + len(MODES)
     assert sizes.count(sizes[-1]) > 4
@@ -107,34 +107,34 @@ def test_the_best_of_each_mode_and_who_must_stay_are_tried_to_the_end() -> None:
         return true(settings) | ({"read": 9e9, "write": 1e6, "mixed": 1e6} if settings == reader else {})
 
     disk.truth = truth  # type: ignore[method-assign]
-    halving = disk.halving(always=[slow])
-    assert slow in halving.passes[-1]
-    assert reader in halving.passes[-1]
-    assert best_of(halving.passes, "read") == reader
-    assert best_of(halving.passes) != reader
-    assert choose(halving.passes) not in (slow, reader)
+    passes = disk.passes(always=[slow])
+    assert slow in passes[-1]
+    assert reader in passes[-1]
+    assert best_of(passes, "read") == reader
+    assert best_of(passes) != reader
+    assert choose(passes) not in (slow, reader)
 
 
 def test_a_slow_disk_is_tried_in_part_and_in_time() -> None:
     disk = Disk(0, noise=0.0, outliers=0.0, trial=3.0)
-    halving = disk.halving()
-    assert 2 <= len(halving.passes[0]) < len(POINTS)
+    passes = disk.passes()
+    assert 2 <= len(passes[0]) < len(POINTS)
     assert disk.now <= 40.0 + 3.0 * 6
-    assert choose(halving.passes) in halving.passes[0]
+    assert choose(passes) in passes[0]
 
 
 def test_two_points_are_tried_even_without_any_time() -> None:
     disk = Disk(0, trial=100.0)
-    halving = disk.halving(seconds=1.0)
+    passes = disk.passes(seconds=1.0)
     assert len(disk.tried) == 2
-    assert choose(halving.passes) in disk.tried
+    assert choose(passes) in disk.tried
 
 
 def test_a_single_point_is_the_choice() -> None:
     only = IoSettings("threads", MIB, 4)
     disk = Disk(0)
-    halving = Halving([only], disk.trial, seconds=3.0, finalists=4, order=random.Random(0), clock=disk.clock)
-    assert choose(halving.passes) == only
+    passes = search([only], disk.trial, seconds=3.0, finalists=4, order=random.Random(0), clock=disk.clock)
+    assert choose(passes) == only
     assert 8 <= len(disk.tried) <= 10
 
 
@@ -179,7 +179,7 @@ def test_tuning_loses_nothing_where_nothing_is_to_be_won(noise: float) -> None:
     for seed in range(60):
         disk = Disk(seed, noise=noise)
         disk.favourite = usual.block_bytes
-        shares.append(disk.share_of_best(choose(disk.halving(always=[usual]).passes, usual)))
+        shares.append(disk.share_of_best(choose(disk.passes(always=[usual]), usual)))
     assert sorted(shares)[3] >= 0.95
 
 
@@ -207,9 +207,9 @@ def test_a_mode_left_behind_costs_its_time() -> None:
     st.integers(12, 30).map(lambda power: 1 << power),
 )
 def test_the_grid_keeps_to_its_limits(backends: set[str], most: int) -> None:
-    found = grid(sorted(backends), THOROUGH.blocks, THOROUGH.depths, most)
+    found = grid(sorted(backends), BLOCKS, DEPTHS, most)
     assert len(set(found)) == len(found)
     assert all(settings.bytes_in_flight <= most for settings in found)
     assert all(settings.depth <= 16 for settings in found if settings.backend == "threads")
-    smallest = THOROUGH.blocks[0] * THOROUGH.depths[0]
+    smallest = BLOCKS[0] * DEPTHS[0]
     assert bool(found) == (smallest <= most)

@@ -1,4 +1,4 @@
-"""Hugging Face model: a language model of transformers, from a directory that save_pretrained wrote."""
+"""Language model: a preset's decoder or a model of transformers, with its loss and its vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.lm.vocabulary import Bytes, Tokens, Vocabulary
+from infinity.lm.data import Bytes, Tokens, Vocabulary
+from infinity.lm.decoder import PRESETS, Decoder
 from infinity.planning.planner import as_model
 
 _FINE_TUNING_RATE = 2e-5
@@ -37,8 +38,45 @@ _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "
 
 _BYTES = 256
 
-_LONGEST_REASON = 200
-"""Greatest number of characters that are quoted from an error message of transformers."""
+
+class PresetModel:
+    """A language model made of the decoder of a preset. Its tokens are bytes."""
+
+    def __init__(self, name: str) -> None:
+        """Build the decoder on the meta device. name: a key of PRESETS."""
+        preset = PRESETS[name]
+        self.name = name
+        self.parameters = preset.decoder.parameters
+        """Number of parameters; a tied parameter counts once."""
+        with torch.device("meta"):
+            self.model: nn.Module = Decoder(preset.decoder)
+        self.weights: str | None = None
+        """Directory of the safetensors files that fill the model; None if its initialisers fill it."""
+        self.learning_rate = preset.learning_rate
+        self.longest: int | None = None
+        """Greatest number of tokens that the model takes as context; None if there is no limit."""
+        self.vocabulary: Vocabulary = Bytes()
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
+
+        tokens: int64 (batch, seq + 1), on the model's device.
+        """
+        found: torch.Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+        return found
+
+    def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
+        """Make arguments for `model` like those of `loss`, with `seq` predicted tokens in a sequence."""
+        tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
+        return tokens, tokens
+
+    def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
+        """Compute the logits of the token after `position` (from 0): float32 (batch, vocabulary).
+
+        tokens: int64 (batch, seq); tokens after `position` do not affect the result.
+        """
+        logits: torch.Tensor = self.model(tokens)
+        return logits[:, position].float()
 
 
 class HuggingFaceModel:
@@ -76,25 +114,16 @@ class HuggingFaceModel:
         self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy of predicting the next token, as LanguageModel.loss says.
-
-        tokens: int64 (batch, seq + 1), on the model's device.
-        """
+        """Compute the mean cross-entropy of predicting the next token; see PresetModel.loss."""
         found: torch.Tensor = self.model(**self._training(tokens)).loss
         return found.float()
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
-        """Make keyword arguments like those with which `loss` calls the model.
-
-        The parameters are those of LanguageModel.example_inputs.
-        """
+        """Make keyword arguments for `model` like those of `loss`; see PresetModel.example_inputs."""
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Compute the logits of the token after `position` (from 0): float32 (batch, vocabulary).
-
-        tokens: int64 (batch, seq); tokens after `position` do not affect the result.
-        """
+        """Compute the logits of the token after `position`; see PresetModel.next_token_logits."""
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()
@@ -103,11 +132,26 @@ class HuggingFaceModel:
         return {"input_ids": tokens, "labels": tokens, **self._always}  # the model shifts the labels
 
 
-def _configuration(path: Path) -> Any:
-    """Read the transformers configuration in the directory `path`.
+LanguageModel = PresetModel | HuggingFaceModel
 
-    Raises ConfigError if the configuration cannot be read or is not that of a causal language model.
+
+def language_model(name: str) -> LanguageModel:
+    """Make the language model `name`: the name of a preset, or a directory of a transformers model.
+
+    Raises ConfigError if `name` is neither, and if the directory cannot be used.
     """
+    if name in PRESETS:
+        return PresetModel(name)
+    if os.path.isdir(name):
+        return HuggingFaceModel(name)
+    raise ConfigError(
+        f"There is no model {name!r}.",
+        f"Give one of {', '.join(PRESETS)}, or a directory with a config.json of transformers.",
+    )
+
+
+def _configuration(path: Path) -> Any:
+    """Read the configuration of transformers in the directory `path`: a causal language model's."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} has no config.json.", "Give a directory that save_pretrained of transformers wrote."
@@ -166,21 +210,15 @@ def _weights(path: Path) -> str | None:
 
 
 def _broken(what: object, error: Exception) -> ConfigError:
-    """Make the ConfigError which says that `what` cannot be used, for the reason that transformers gave.
-
-    Errors of transformers have no common base class, so `error` may be any exception.
-    """
+    """The ConfigError which says that `what` cannot be used, for the reason that transformers gave."""
     reason = " ".join(str(error).split()) or type(error).__name__
-    short = textwrap.shorten(reason, _LONGEST_REASON, placeholder=" ...").rstrip(".")
+    short = textwrap.shorten(reason, 200, placeholder=" ...").rstrip(".")
     return ConfigError(f"{what} cannot be used: {short}.", "Fetch or save the directory again, or mend it.")
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Make a context in which transformers prints no warnings.
-
-    The warnings are meant for programs that call transformers directly.
-    """
+    """Context in which transformers prints no warnings: they are meant for programs that call it directly."""
     try:
         from transformers.utils import logging as theirs
     except ImportError:

@@ -1,0 +1,339 @@
+"""Training loop: trains a language model as any user of `infinity.offload` would, measures it on held-out
+text, and lets it write a sample.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from infinity.checkpoint.run_state import generators, set_generators
+from infinity.config import round_up
+from infinity.lm.data import Batches
+from infinity.lm.model import LanguageModel
+from infinity.runtime import Runtime
+from infinity.telemetry.stats import Stats
+
+_WEIGHT_DECAY = 0.1
+_BETAS = (0.9, 0.95)
+_WARM_UP = 10
+"""The learning rate rises during the first 1/_WARM_UP of a run's steps, but during at most 100 steps."""
+_FLOOR = 0.1
+"""Fraction of the highest learning rate that is left at the end of the cosine decay."""
+
+_EVALUATION = 160 * 10**9
+"""Parameters times tokens of an evaluation: 10M parameters have 16 Ki tokens, as many as there are. A limit
+in seconds would let the loss depend on the machine, and on the number of ranks that share the work.
+"""
+_SAMPLE = 10**10
+"""Parameters times tokens of a sample. Its tokens cost more, because each is a forward over a context."""
+
+_LONGEST_CONTEXT = 256
+"""Greatest number of tokens of context. Every new token costs a forward over the whole context, because keys
+and values of earlier tokens are not cached."""
+_LENGTHS = 64
+"""Contexts are padded to a multiple of this number of tokens, so that few different lengths occur. Operations
+on the CPU keep memory for every length that they have seen: some 3 MiB for a model of 10M parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The hyper-parameters of a training run."""
+
+    steps: int
+    accumulate: int
+    """Number of micro-batches in a step, on each rank."""
+    learning_rate: float
+    """The highest learning rate of the run."""
+    clip: float
+    """Value to which the global 2-norm of the gradients is clipped; inf: gradients are not clipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The report of one finished step."""
+
+    step: int
+    """Number of the step, from 1 on."""
+    loss: float
+    """Mean loss of the step's micro-batches on all ranks, in nats per token."""
+    norm: float
+    """Global 2-norm of the gradients, before clipping."""
+    learning_rate: float
+    tokens: int
+    """Number of tokens that were predicted in the step, by all ranks."""
+    seconds: float
+    """Seconds that the step took, reading the data included."""
+    stats: Stats
+    """The runtime's measurements of the step."""
+
+
+@dataclass(frozen=True)
+class RunRanks:
+    """The processes that train a model together. Each trains on micro-batches of its own. By default one."""
+
+    rank: int = 0
+    ranks: int = 1
+    """Number of processes."""
+    gather: Callable[[str, Any], list[Any]] = lambda call, value: [value]
+    """Function that gives a number, or a list of numbers, to all ranks and returns theirs, in the order of
+    ranks. All ranks call it as often, in the same order. Its first argument names the value, for errors.
+    """
+
+
+ONE_RANK = RunRanks()
+
+
+def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
+    """Make an AdamW optimizer for `model`. Only parameters of two or more dimensions get weight decay."""
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    vectors = [each for each in model.parameters() if each.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([each for each in groups if each["params"]], lr=learning_rate, betas=_BETAS)
+
+
+def warm_up_and_cosine(step: int, steps: int) -> float:
+    """The factor that multiplies the highest learning rate in a step: a linear rise, then a cosine decay.
+
+    step: number of the step, from 0 on. steps: number of steps in the run.
+    """
+    warm = min(100, max(1, steps // _WARM_UP))
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+
+
+def do_nothing() -> None:
+    """The default of parameters named `between`, which are called between parts of a long computation."""
+
+
+class Training:
+    """A training run, step by step, which can be stopped after any micro-batch and continued later."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        runtime: Runtime,
+        batches: Batches,
+        recipe: Recipe,
+        *,
+        between: Callable[[], object] | None = None,
+        ranks: RunRanks = ONE_RANK,
+    ) -> None:
+        """runtime: the runtime that pages `language_model.model`, and averages gradients over ranks. ranks:
+        micro-batch m of rank r is micro-batch m * ranks + r of a single rank. between: called after each
+        micro-batch, and may raise an exception, after which `undo` forgets the step that was under way. None:
+        nothing is kept for `undo`.
+        """
+        self.step = 0
+        """Number of steps that were finished, those of an earlier process included."""
+        self._subject, self._runtime = language_model, runtime
+        self._batches, self._recipe = batches, recipe
+        self._between = between or do_nothing
+        self._ranks = ranks
+        self._scheduler = LambdaLR(runtime.optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
+        self._step_end = None if between is None else StepEnd(language_model.model)
+
+    def steps(self) -> Iterator[StepReport]:
+        """Train until `recipe.steps` steps are finished, and yield a report after each, before the next."""
+        self._subject.model.train()
+        while self.step < self._recipe.steps:
+            yield self._train_step()
+
+    def state(self) -> dict[str, Any]:
+        """The number of finished steps and the schedule's state, for `continue_from`."""
+        return {"step": self.step, "steps": self._recipe.steps, "scheduler": self._scheduler.state_dict()}
+
+    def continue_from(self, state: Mapping[str, Any]) -> None:
+        """Go on after the steps that `state` counts, whose updates the runtime's parameters have had.
+
+        state: a result of `state`. If the recipe there had another number of steps, the learning rate follows
+        the schedule of this recipe from the next step on.
+        """
+        self.step = state["step"]
+        self._scheduler.load_state_dict(state["scheduler"])
+        groups = self._runtime.optimizer.param_groups
+        for group, highest in zip(groups, self._scheduler.base_lrs, strict=True):
+            group["lr"] = highest * warm_up_and_cosine(self.step, self._recipe.steps)
+        if self._step_end is not None:
+            self._step_end.keep()
+
+    def undo(self) -> None:
+        """Forget the micro-batches of a step that was not finished: the run is as at the end of the last."""
+        self._runtime.optimizer.zero_grad()
+        if self._step_end is not None:
+            self._step_end.restore()
+
+    def _train_step(self) -> StepReport:
+        recipe, device, optimizer = self._recipe, self._runtime.plan.device, self._runtime.optimizer
+        started, losses, tokens = time.perf_counter(), [], 0
+        for micro in range(recipe.accumulate):
+            number = micro * self._ranks.ranks + self._ranks.rank
+            batch = self._batches.training(self.step, number).to(device)
+            loss = self._subject.loss(batch)
+            (loss / recipe.accumulate).backward()
+            losses.append(loss.detach())
+            tokens += batch[:, 1:].numel()
+            self._between()
+        norm = self._runtime.clip_grad_norm_(recipe.clip)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        self._scheduler.step()
+        optimizer.zero_grad()
+        heard = self._ranks.gather("the losses of a step", [float(each) for each in losses])
+        self.step += 1
+        if self._step_end is not None:
+            self._step_end.keep()
+        last = self._runtime.stats.last_step
+        assert last is not None
+        return StepReport(
+            step=self.step,
+            # fmean rounds an exact sum once, so that the order of micro-batches changes no bit.
+            loss=statistics.fmean(each for rank in heard for each in rank),
+            norm=float(norm),
+            learning_rate=rate,
+            tokens=tokens * self._ranks.ranks,
+            seconds=time.perf_counter() - started,
+            stats=last,
+        )
+
+
+class StepEnd:
+    """The buffers of a model and the random number generators as they were at the end of a step.
+
+    Forwards in training mode change them (running averages, dropout). Parameters and states are no part of
+    it: they change in a step's update only.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Keep the present state. model: RAM or the device holds one copy of its buffers from now on."""
+        self._model = model
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Keep the present state instead of the one before."""
+        # All are copied: batch normalisation updates running averages without a new version of the tensor.
+        self._buffers = [
+            (name, buffer, buffer.clone())
+            for name, buffer in self._model.named_buffers(remove_duplicate=False)
+        ]
+        self._generators = generators()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set buffers, also those that a forward has replaced, and generators back to what was kept last."""
+        for name, buffer, values in self._buffers:
+            owner, _, last = name.rpartition(".")
+            self._model.get_submodule(owner)._buffers[last] = buffer.copy_(values)
+        set_generators(self._generators)
+
+
+def evaluation_batches(parameters: int, tokens: int) -> int:
+    """Number of batches over which the loss on held-out text is measured, if there are as many. tokens: those
+    that a batch predicts.
+    """
+    return max(1, _EVALUATION // (max(1, parameters) * tokens))
+
+
+class HeldOut:
+    """Measures the loss of a model on held-out text, which is never trained on."""
+
+    def __init__(
+        self,
+        language_model: LanguageModel,
+        batches: Batches,
+        device: torch.device,
+        *,
+        count: int | None = None,
+        ranks: RunRanks = ONE_RANK,
+    ) -> None:
+        """count: the most batches that are taken; None: all. ranks: those that divide them among them."""
+        self._ranks, self._subject = ranks, language_model
+        self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
+        self.count = len(self._batches)
+        """Number of batches over which `loss` is the mean."""
+
+    def loss(self, *, between: Callable[[], object] = do_nothing) -> float:
+        """Measure and return the mean loss over the held-out batches, in nats per token.
+
+        With several ranks all of them call this. They measure a batch each at a time, and all return the same
+        mean. between: called after each batch, and may raise an exception to end the call.
+        """
+        ranks, found = self._ranks, list[float]()
+        with _evaluating(self._subject.model):
+            for first in range(0, len(self._batches), ranks.ranks):
+                mine = self._batches[first : first + ranks.ranks][ranks.rank : ranks.rank + 1]
+                losses = [float(self._subject.loss(batch)) for batch in mine]
+                between()
+                heard = ranks.gather("the loss on held-out text", losses)
+                found += [each for theirs in heard for each in theirs]
+        return statistics.fmean(found)
+
+
+def sample_tokens(parameters: int) -> int:
+    """Number of tokens that a sample has at most."""
+    return max(8, min(200, _SAMPLE // max(1, parameters)))
+
+
+def generate(
+    language_model: LanguageModel,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    device: torch.device | str,
+    between: Callable[[], object] = do_nothing,
+) -> str:
+    """Return the prompt and the model's continuation, which has at most `tokens` tokens.
+
+    temperature: divisor of the logits, above 0. seed: the same seed and the same logits give the same text on
+    any device. device: where the model computes. between: called after each token, and may raise an exception
+    to end the call. The global random state stays as it was. If a token's largest logit is NaN or infinite,
+    the text ends before this token.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    longest = min(language_model.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+    vocabulary = language_model.vocabulary
+    given = vocabulary.encode(prompt)
+    context = given or vocabulary.encode("\n") or [0]
+    made: list[int] = []
+    with _evaluating(language_model.model):
+        while len(made) < tokens:
+            seen = [*context, *made][-longest:]
+            filled = seen + [0] * (min(round_up(len(seen), _LENGTHS), longest) - len(seen))
+            tokens_in = torch.tensor([filled], dtype=torch.int64, device=device)
+            logits = language_model.next_token_logits(tokens_in, len(seen) - 1)[0].cpu()
+            if not logits.max().isfinite():
+                break
+            # In float64 and with the largest logit at 0, so that no temperature makes a logit overflow.
+            chances = ((logits.double() - logits.max()) / temperature).softmax(dim=0)
+            made.append(int(torch.multinomial(chances, 1, generator=generator)))
+            between()
+    # Prompt and continuation are decoded together: a tokenizer may decode a token differently at the
+    # beginning of a text.
+    return prompt + vocabulary.decode([*given, *made])[len(vocabulary.decode(given)) :]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Context without gradients and in evaluation mode; at its end each module has its former mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
