@@ -30,8 +30,8 @@ from infinity.lm.presets import PRESETS
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
 from infinity.planning.budget_errors import format_count
-from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
+from infinity.planning.predict import Prediction
 from infinity.system import launcher, machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="seed of initial weights and of the order of the text (default: %(default)s)",
     )
-    parser.set_defaults(precision=Precision())  # what the options do not say
+    parser.set_defaults(precision=Precision(), machine=None)  # what the options do not say
     _add_memory_options(parser.add_argument_group("memory"))
     _add_commit_options(parser.add_argument_group("commits"))
     output = parser.add_argument_group("output")
@@ -188,8 +188,11 @@ class Job:
         return " · ".join(
             [
                 f"infinity {__version__}",
-                _describe_device(self.device),
-                *_describe_engines(self.budget),
+                *(
+                    [_describe_device(self.device), *_describe_engines(self.budget)]
+                    if self.plan.machine is None
+                    else [f"{self.device} of another machine"]
+                ),
                 *([f"{share.ranks} ranks at ZeRO stage {share.stage}"] if share.ranks > 1 else []),
                 f"{format_count(self.language_model.parameters)} parameters on text of {self.text.files} "
                 f"files ({format_size(self.text.nbytes)})",
@@ -245,7 +248,9 @@ def make_job(
     precision = replace(options.precision, compute=options.compute, states=options.states)
     nvme = directories(options.budget_nvme)
     budget = Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
-    device = usable_device(_device(options.device, several=communicator is not None))
+    device = options.device  # checked by the machine file, if there is one
+    if options.machine is None:
+        device = usable_device(_device(options.device, several=communicator is not None))
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
     recipe = Recipe(
@@ -267,7 +272,8 @@ def make_job(
         share=share,
     )
     if communicator is None:
-        planner = functools.partial(planner, on_node=on_node)  # a plan for ranks that are not here
+        # A plan for ranks, or for a machine, that are not here.
+        planner = functools.partial(planner, on_node=on_node, machine=options.machine)
     else:
         said = {**identity, "--steps": options.steps}
         communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
@@ -292,7 +298,7 @@ def make_job(
         optimizer=optimizer,
         budget=budget,
         precision=precision,
-        device=device,
+        device=planned.device,
         plan=planned,
         prediction=planned.predict(options.accumulate),
         checkpoint=checkpoint,

@@ -15,6 +15,7 @@ from infinity.cli.job import Job, add_options, directories, show_job
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
+from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
 from infinity.planning.network import Network, link_rate, network
 from infinity.planning.stage_table import bytes_by_stage, text_by_stage
@@ -38,6 +39,12 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="a configuration of DeepSpeed, whose values are the defaults of the other options; what becomes "
         "of its fields is printed",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="plan for another machine: a file that `infinity tune --machine FILE` has written there, or the "
+        "name of one with published figures: h100-sxm-8, rtx4090-desktop, cloud-l4",
     )
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument(
@@ -80,13 +87,16 @@ def run(options: argparse.Namespace) -> int:
         options = _from_deepspeed(options)
     share = _share(options)
     given = None if options.link is None else link_rate(options.link)
-    measured = network_rate() if given is None and options.nodes > 1 else None
+    link, measured = given, False
+    if given is None and options.nodes > 1:
+        machine = None if options.machine is None else Machine.read(options.machine)
+        link = network_rate() if machine is None else machine.network
+        measured = link is not None and (machine is None or machine.measured)
     console = Console(stderr=options.json)
     job = show_job(options, console, share=share, on_node=share.ranks // options.nodes)
     found = None
     if share.ranks > 1:
-        link = given or measured
-        found = network(job.plan, link, options.accumulate, measured=measured is not None)
+        found = network(job.plan, link, options.accumulate, measured=measured)
         console.print(f"{found.text}{_others(job)}", highlight=False, soft_wrap=True)
         title = f"\nbytes of one of {share.ranks} ranks by stage, beside those of ZeRO's formulas"
         console.print(f"{title}\n{text_by_stage(bytes_by_stage(job.plan))}", highlight=False, soft_wrap=True)
@@ -164,6 +174,8 @@ def _summary(job: Job, travels: Network | None) -> dict[str, Any]:
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "step_seconds": None if job.prediction is None else job.prediction.seconds,
     }
+    if plan.machine is not None:
+        found["machine"] = plan.machine
     if plan.share.ranks > 1:
         by_stage = [{**asdict(each), "kind": each.kind.value} for each in bytes_by_stage(plan)]
         assert travels is not None

@@ -19,6 +19,7 @@ from infinity.cli.ranks import ending_together, leads
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.planning import machine_rates
+from infinity.planning.machine_file import Machine, check_writable
 from infinity.planning.network import rate_text
 from infinity.tiers.trial_file import MODES
 from infinity.tuning.plot import check_plot, draw
@@ -53,6 +54,12 @@ def add_parser(subparsers: Any) -> None:
         "--plot", metavar="FILE", help="draw the sweep into this .png or .svg file (needs matplotlib)"
     )
     parser.add_argument(
+        "--machine",
+        metavar="FILE",
+        help="also write the rates, memory sizes and links of this machine to FILE, for `infinity plan "
+        "--machine FILE` on another one",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object as the last line of stdout"
     )
     parser.set_defaults(run=run)
@@ -68,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
         return _tune_network(options)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.machine is not None:
+        check_writable(options.machine)
     console = Console(stderr=options.json)
     columns = (
         BarColumn(),
@@ -87,6 +96,11 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         draw(found, options.plot)
         console.print(f"plot: {escape(options.plot)}", highlight=False, soft_wrap=True)
+    if options.machine is not None:
+        disks = [{mode: getattr(disk.chosen, mode) for mode in MODES} for disk in found.disks]
+        link = None if found.link is None else min(found.link.to_device, found.link.to_host)
+        Machine.measure(disks, found.stream, link).write(options.machine)
+        console.print(f"machine: {escape(options.machine)}", highlight=False, soft_wrap=True)
     if options.json:
         print(json.dumps({"infinity": __version__, **asdict(found)}))
     return 0
@@ -98,7 +112,7 @@ def _tune_network(options: argparse.Namespace) -> int:
     from infinity.distributed.node_link import measure_node_link
 
     with Communicator(None, 0, cuda=False) as communicator, ending_together(communicator, options):
-        if options.path or options.size or options.thorough or options.plot:
+        if options.path or options.size or options.thorough or options.plot or options.machine:
             raise ConfigError(
                 "Several processes were started, which measure the network, and an option is about disks.",
                 "Leave the options out; to tune disks, start one process.",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ def segment(nbytes: int) -> int:
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
 
 
-def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
+def workspace(capability: Sequence[int], variables: Mapping[str, str]) -> int:
     """Bytes of the workspace that torch gives cuBLAS and cuBLASLt for one handle and stream.
 
     capability: the device's compute capability (major, minor). variables: the environment variables. The
@@ -95,7 +95,7 @@ class Headroom:
     """
 
     @staticmethod
-    def for_cuda(capability: tuple[int, int], variables: Mapping[str, str]) -> Headroom:
+    def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
         """Make the Headroom of a CUDA device.
 
         capability: the device's compute capability (major, minor). variables: the environment variables

@@ -37,6 +37,7 @@ def _notes(plan: Plan) -> list[str]:
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
     return [
         _step(plan),
+        *([f"machine: {plan.machine}"] if plan.machine else []),
         *_unknown(plan),
         *_ranks(plan),
         *_share(plan),

@@ -1,15 +1,14 @@
-"""Cost model: predicts the seconds of a step as a range, from each phase's work and each resource's rate.
-Pure.
+"""Prediction: the seconds of a step, from the work of each of its phases and the rates of a machine. Pure.
 
-The prediction is a roofline model. The lower end of the range assumes that all work overlaps that can
-overlap, and the upper end assumes that no work overlaps. The costs of hooks, of waits and of other
-processes are not modelled, and the range leaves room for them. A plan that was made without example inputs
-has no prediction. Once a runtime has finished a step, its plan shows the measured seconds instead.
+The work is bytes that move and floating-point operations; both are counted, and no operation is timed. Each
+phase takes at least as long as its busiest resource, as in a roofline model (Williams, Waterman, Patterson
+2009), and at most as long as all of them in turn. The costs of hooks, of waits and of other processes are
+not part of it. A plan that was made without example inputs has no prediction. Once a runtime has finished a
+step, its plan shows the measured seconds instead.
 
-Predictions for CUDA can be too short, because each resource counts as if it never waited for another
-resource. Where host RAM has no room for mirrors (infinity/planning/mirror.py), each chunk of parameters on
-the device is copied to host RAM for the CPU's update and back to the device. The update waits for these
-copies, and no phase here contains that wait.
+Predictions for CUDA can be too short, because no resource waits for another one within a phase. Where host
+RAM has no room for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device
+waits for copies down and up.
 """
 
 from __future__ import annotations
@@ -19,36 +18,29 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+import torch
+
 from infinity.errors import ConfigError
 from infinity.layout.shards import ALONE, Share
-from infinity.planning.operator_timing import Seconds
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Homes, Kind
 from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineRates:
-    """The rates of this machine's disks, memory, link and device, in bytes per second unless stated
-    otherwise.
-    """
+@dataclass(frozen=True)
+class Work:
+    """What the operations of one forward and, in training, of its backward do."""
 
-    disk_read: float | None = None
-    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_write: float | None = None
-    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_mixed: float | None = None
-    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
-    None without an NVMe tier.
-    """
-    host_stream: float
-    """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
-    link: float | None = None
-    """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
-    are the same RAM.
-    """
-    flops: float
-    """Floating-point operations per second of matrix products in the compute dtype."""
+    flops: Mapping[torch.dtype, int]
+    """Floating-point operations of matrix products, convolutions and attention, by the dtype of operands."""
+    nbytes: int
+    """Bytes that all other operations read and write."""
+
+    def seconds(self, rates: MachineRates) -> float:
+        """Seconds of all operations, one after the other."""
+        products = sum(count / rates.flops_in(dtype) for dtype, count in self.flops.items())
+        return products + self.nbytes / rates.compute_memory
 
 
 UpdateTime = Literal["lazy", "eager", "sync"]
@@ -96,7 +88,7 @@ class Prediction:
     @property
     def text(self) -> str:
         """The range of seconds as text, such as "0.28 to 0.41"."""
-        least, most = f"{self.least:.2g}", f"{self.most:.2g}"
+        least, most = (f"{each:.0f}" if each >= 99.5 else f"{each:.2g}" for each in (self.least, self.most))
         return least if least == most else f"{least} to {most}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -310,32 +302,29 @@ the forward, the backward has two matrix products.
 _RESOURCES = ("compute", "disk", "update", "link")
 
 
-def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_batches: int = 1) -> Prediction:
+def predict(moved: Traffic, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
     """Predict the seconds of a step. Each phase takes at least as long as its busiest resource.
 
-    moved: the bytes that the step moves. speeds: the rates of the machine. operations: seconds that the
-    operations of one forward and one backward take. Without a link (`speeds.link` is None) the device is
-    the CPU: the seconds of compute, updates and copies add up, and only the disk works at the same time.
-    Equal amounts of bytes read from disk and written to disk go at the mixed rate. The remaining bytes go
-    at the rate of reads or at the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
+    moved: the bytes that the step moves. speeds: the rates of the machine. compute: seconds of the operations
+    of one forward and one backward. Without a link (`speeds.link` is None) the device is the CPU: the seconds
+    of compute, updates and copies add up, and only the disk works at the same time. Equal amounts of bytes
+    read from disk and written to disk go at the mixed rate. The remaining bytes go at the rate of reads or at
+    the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
     forward_share = 1.0 if moved.backward == PhaseBytes() else _FORWARD_SHARE
     busy, spent = (dict.fromkeys(_RESOURCES, 0.0) for _ in range(2))
-    slower = operations.most - operations.least
-    most = 0.0
     for phase, forwards, backwards in moved.phases(micro_batches):
         share = forwards * forward_share + backwards * (1 - forward_share)
-        parts = _busy(phase, speeds, compute=operations.least * share, in_turn=backwards > 0)
-        most += sum(parts.values()) + slower * share
+        parts = _busy(phase, speeds, compute=compute * share, in_turn=backwards > 0)
         for resource, seconds in parts.items():
             busy[resource] += seconds
         for resource, seconds in _spent(parts, together=speeds.link is not None).items():
             spent[resource] += seconds
     return Prediction(
         least=sum(spent.values()),
-        most=most,
+        most=sum(busy.values()),
         limited_by=max(spent, key=spent.__getitem__),
         compute=busy["compute"],
         disk=busy["disk"],
