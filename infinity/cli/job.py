@@ -29,7 +29,7 @@ from infinity.lm.language_model import LanguageModel, language_model
 from infinity.lm.presets import PRESETS
 from infinity.lm.text import Text, find_text
 from infinity.lm.training import Recipe, make_optimizer
-from infinity.planning.budget_errors import format_count
+from infinity.planning.budgets import format_count
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
 from infinity.system import launcher, machine

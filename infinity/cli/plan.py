@@ -17,8 +17,7 @@ from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
-from infinity.planning.network import Network, link_rate, network
-from infinity.planning.stage_table import bytes_by_stage, text_by_stage
+from infinity.planning.ranks import Network, bytes_by_stage, link_rate, network, text_by_stage
 
 _MOST_RANKS = 1 << 16
 _STAGE = 3

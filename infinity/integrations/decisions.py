@@ -12,7 +12,7 @@ import torch
 
 from infinity.config import Budget, Size
 from infinity.errors import ConfigError, storage_errors
-from infinity.planning.table import render
+from infinity.planning.plan_text import render
 from infinity.system.directory import free_bytes
 
 TAKEN = "taken"

@@ -117,7 +117,7 @@ class Plan:
     """Whether the device runs the optimizer's updates for units whose pages all rest on the device."""
     mirrored: frozenset[int] = frozenset()
     """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
-    device; see infinity/planning/mirror.py.
+    device; see infinity/planning/twin_flow.py.
     """
     commits: bool = False
     """Whether slab files hold durable images of all parameters and optimizer states; see `slab_layout`."""

@@ -22,16 +22,15 @@ from infinity.layout.chunks import build
 from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Survey, survey
-from infinity.planning import mirror, twin_flow
-from infinity.planning.budget_errors import format_count, nvme_budget_for, shortage, usable_nvme
-from infinity.planning.headroom import NO_HEADROOM, Headroom
+from infinity.planning import twin_flow
+from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
+from infinity.planning.headroom import NO_HEADROOM, Headroom, Reserve
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
-from infinity.planning.node_cache import least_bytes, shares_of_budget, wanted_bytes
 from infinity.planning.placement import Kind, Placement, Room, line_of
 from infinity.planning.plan import Plan
 from infinity.planning.predict import UpdateTime, Work
-from infinity.planning.reserve import Reserve
+from infinity.planning.ranks import least_bytes, shares_of_budget, wanted_bytes
 from infinity.planning.search import Search
 from infinity.tiers import PAGE_ALIGNMENT, SLAB_HEADER_BYTES, Tier
 from infinity.tiers.arena import available_ram, ram_budget
@@ -228,7 +227,7 @@ class _Draft:
 
     def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
         """Make the plan from a placement, and add what is chosen after it: units that the device updates,
-        units that are mirrored (see infinity/planning/mirror.py), and the prediction.
+        units that are mirrored (see infinity/planning/twin_flow.py), and the prediction.
 
         placement: the homes of pages and the sizes of working buffers. reserve: the bytes that pages leave
         free in the tier in which the model computes. others: the remaining fields of Plan.
@@ -315,7 +314,7 @@ class _Draft:
 
     def _with_mirrors(self, plan: Plan) -> Plan:
         host_free = self.budgets[Tier.HOST] - plan.host_bytes
-        homes, units = mirror.mirrored(
+        homes, units = twin_flow.mirrored(
             plan.homes, plan.page_sizes, host_free, updated_on_device=plan.updated_on_device
         )
         return replace(plan, homes=homes, mirrored=units)

@@ -1,14 +1,14 @@
-"""Prediction: the seconds of a step, from the work of each of its phases and the rates of a machine. Pure.
+"""Prediction: the seconds of a step, from its work and the rates of a machine. Pure.
 
-The work is bytes that move and floating-point operations; both are counted, and no operation is timed. Each
-phase takes at least as long as its busiest resource, as in a roofline model (Williams, Waterman, Patterson
+The work is bytes that move and floating-point operations; both are counted, and no operation is timed. A
+step takes at least as long as its busiest resource, as in a roofline model (Williams, Waterman, Patterson
 2009), and at most as long as all of them in turn. The costs of hooks, of waits and of other processes are
 not part of it. A plan that was made without example inputs has no prediction. Once a runtime has finished a
 step, its plan shows the measured seconds instead.
 
-Predictions for CUDA can be too short, because no resource waits for another one within a phase. Where host
-RAM has no room for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device
-waits for copies down and up.
+Predictions for CUDA can be too short, because no resource waits for another one. Where host RAM has no room
+for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device waits for copies
+down and up.
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBytes:
-    """Bytes that one phase of a step moves, by the resource that moves them. Phases run one after the
-    other; within a phase, all work may overlap.
-    """
+    """Bytes that a part of a step moves, by the resource that moves them."""
 
     disk_read: int = 0
     disk_write: int = 0
@@ -143,19 +141,13 @@ class Traffic:
     """
     when: UpdateTime = "lazy"
 
-    def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
-        """The phases of a step, in order, as tuples (the bytes that the phase moves, number of forwards
-        that run in the phase, number of backwards that run in the phase).
-        """
+    def phases(self, micro_batches: int) -> tuple[PhaseBytes, PhaseBytes]:
+        """What a step moves while its forwards and backwards run, and what it moves after them."""
         more = micro_batches - 1
-        backwards = self.backward * micro_batches + self.accumulation * more
-        if self.when == "lazy":
-            first = (self.forward + self.update, 1, 0)
-            return [first, (self.forward * more + backwards, more, micro_batches)]
-        computing = self.forward * micro_batches + backwards
-        if self.when == "eager":  # updates that outlast the backward go on during the next forward
-            return [(computing + self.update, micro_batches, micro_batches)]
-        return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
+        computing = (self.forward + self.backward) * micro_batches + self.accumulation * more
+        if self.when == "sync":
+            return computing, self.update
+        return computing + self.update, PhaseBytes()
 
     @property
     def disk_read(self) -> int:
@@ -189,8 +181,8 @@ def traffic(
     update: the time when updates run. unified: whether device and host are the same RAM. computes_in_ram:
     whether the device is the CPU; the CPU may have a device budget apart from the host budget.
     updated_on_device: units whose pages all rest on the device, where they are updated. mirrored: units with
-    a copy of their parameters on the device; see infinity/planning/mirror.py. share: the rank whose bytes are
-    computed. whole: for each unit, the bytes of its whole parameter page; None if its home holds all of it.
+    a copy of their parameters on the device. share: the rank whose bytes are computed. whole: for each unit,
+    the bytes of its whole parameter page; None if its home holds all of it.
 
     Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
     All other bytes of these pages are brought up for forward, and again for backward. An update
@@ -294,34 +286,26 @@ def _gradient(
     return stored, added + PhaseBytes(host=nbytes)
 
 
-_FORWARD_SHARE = 1 / 3
-"""The forward's fraction of the compute time of forward and backward together. For each matrix product of
-the forward, the backward has two matrix products.
-"""
-
-_RESOURCES = ("compute", "disk", "update", "link")
-
-
 def predict(moved: Traffic, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
-    """Predict the seconds of a step. Each phase takes at least as long as its busiest resource.
+    """Predict the seconds of a step.
 
     moved: the bytes that the step moves. speeds: the rates of the machine. compute: seconds of the operations
-    of one forward and one backward. Without a link (`speeds.link` is None) the device is the CPU: the seconds
-    of compute, updates and copies add up, and only the disk works at the same time. Equal amounts of bytes
-    read from disk and written to disk go at the mixed rate. The remaining bytes go at the rate of reads or at
-    the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
+    of one forward and one backward. An update that is not "sync" runs beside forwards and backwards. Without
+    a link (`speeds.link` is None) the device is the CPU: the seconds of compute, updates and copies add up,
+    and only the disk works at the same time. Equal amounts of bytes read from disk and written to disk go at
+    the mixed rate, and what remains at the rate of reads or of writes. Raises ConfigError if `micro_batches`
+    is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    forward_share = 1.0 if moved.backward == PhaseBytes() else _FORWARD_SHARE
-    busy, spent = (dict.fromkeys(_RESOURCES, 0.0) for _ in range(2))
-    for phase, forwards, backwards in moved.phases(micro_batches):
-        share = forwards * forward_share + backwards * (1 - forward_share)
-        parts = _busy(phase, speeds, compute=compute * share, in_turn=backwards > 0)
+    computing, after = (_busy(phase, speeds) for phase in moved.phases(micro_batches))
+    computing["compute"] = compute * micro_batches
+    busy, spent = (dict.fromkeys(computing, 0.0) for _ in range(2))
+    for parts in (computing, after):
         for resource, seconds in parts.items():
             busy[resource] += seconds
-        for resource, seconds in _spent(parts, together=speeds.link is not None).items():
-            spent[resource] += seconds
+        for resource in _limits(parts, together=speeds.link is not None):
+            spent[resource] += parts[resource]
     return Prediction(
         least=sum(spent.values()),
         most=sum(busy.values()),
@@ -333,35 +317,26 @@ def predict(moved: Traffic, speeds: MachineRates, compute: float, micro_batches:
     )
 
 
-def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
-    """Seconds for which each resource ("compute", "disk", "update", "link") is busy in a phase.
-
-    phase: the bytes that the phase moves. compute: seconds of the phase's operations. in_turn: whether the
-    training thread waits while the CPU stores each gradient. If so, storing gradients counts as compute.
-    """
+def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
+    """Seconds for which a phase's bytes keep each resource busy."""
     if speeds.link is None:  # a copy within RAM reads and writes every byte
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
     update = phase.host / speeds.host_stream
-    if in_turn:
-        compute, update = compute + update, 0.0
-    return {"compute": compute, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
+    return {"compute": 0.0, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
 
 
-def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """The least seconds that a phase can take, by the resources that limit it: resource -> seconds. The
-    values add up to the seconds of the phase.
+def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
+    """The resources whose seconds add up to the least that a phase can take.
 
-    busy: seconds for which each resource is busy. together: whether all resources overlap. If not, only the
-    disk overlaps with the other resources.
+    busy: seconds for which each resource is busy. together: whether all resources work at the same time. If
+    not, only the disk works beside the others, which take turns on the CPU.
     """
-    if not together:
-        on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
-        if busy["disk"] < sum(on_cpu.values()):
-            return on_cpu
-    longest = "disk" if not together else max(busy, key=lambda each: busy[each])
-    return {longest: busy[longest]}
+    if together:
+        return [max(busy, key=busy.__getitem__)]
+    on_cpu = [each for each in busy if each != "disk"]
+    return ["disk"] if busy["disk"] >= sum(busy[each] for each in on_cpu) else on_cpu
 
 
 def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:

@@ -49,16 +49,16 @@ def test_products_go_by_their_dtype_and_other_operations_by_their_bytes() -> Non
     assert Work({torch.float64: 10**11}, 0).seconds(CPU) == 2, "the slowest dtype that is known"
 
 
-def test_a_lazy_update_runs_under_the_first_forward() -> None:
+def test_a_lazy_update_runs_beside_forward_and_backward() -> None:
     moved = Traffic(
         forward=PhaseBytes(disk_read=1 * GB),
         backward=PhaseBytes(disk_read=2 * GB, disk_write=1 * GB),
         update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
     )
-    # Forward: 6 GB mixed and 1 GB read alone. Backward: 2 GB mixed and 1 GB read alone, under 3 s of compute.
-    first, second = 6 / 1.5 + 0.5, 2 / 1.5 + 0.5
-    most = 4.5 + first + second
-    check(predict(moved, CPU, 4.5), first + 3.0, most, "disk", compute=4.5, disk=first + second)
+    # 8 GB mixed and 2 GB read alone.
+    disk = 8 / 1.5 + 1.0
+    check(predict(moved, CPU, 4.5), disk, disk + 4.5, "disk", compute=4.5, disk=disk)
+    check(predict(moved, CPU, 7.5), 7.5, disk + 7.5, "compute", compute=7.5, disk=disk)
 
 
 def test_an_update_in_step_follows_forward_and_backward() -> None:
@@ -86,11 +86,12 @@ def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
     check(predict(moved, CPU, 9.0), 9.0, disk + 9.0, "compute", compute=9.0, disk=disk)
 
 
-def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
-    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=PhaseBytes(disk_write=3 * GB, host=4 * GB))
-    # Forward takes 2 s and the update 1 s, which are as long as the disk takes; backward hides its second.
+def test_compute_hides_the_disk_but_not_that_of_an_update_after_it() -> None:
+    update = PhaseBytes(disk_write=3 * GB, host=4 * GB)
+    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=update, when="sync")
+    # 6 s of compute hide a second of reads; then 3 s of writes hide a second of updates.
     found = predict(moved, CPU, 6.0)
-    check(found, 3.0 + 4.0, 6.0 + 5.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
+    check(found, 6.0 + 3.0, 7.0 + 4.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
 
 
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
@@ -99,10 +100,9 @@ def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
         backward=PhaseBytes(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
         update=PhaseBytes(host=16 * GB, to_host=2 * GB),
     )
-    # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, taking gradients over and adding to
-    # them 1 s, copying 0.5 s, beside the disk's second.
+    # Updating and adding gradients take 5 s, copying 2 s, beside the disk's second.
     found = predict(moved, CPU, 1.5)
-    check(found, 6.0 + 2.5, 9.5, "update", compute=2.5, link=2.0, update=4.0, disk=1.0)
+    check(found, 8.5, 9.5, "update", compute=1.5, link=2.0, update=5.0, disk=1.0)
 
 
 def test_a_link_runs_beside_compute_and_update() -> None:
@@ -111,7 +111,7 @@ def test_a_link_runs_beside_compute_and_update() -> None:
         backward=PhaseBytes(to_device=3 * GB, to_host=1 * GB),
         update=PhaseBytes(host=8 * GB, to_host=1 * GB),
     )
-    check(predict(moved, GPU, 1.0), 3.0 + 3.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
+    check(predict(moved, GPU, 1.0), 6.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
@@ -128,9 +128,9 @@ def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() ->
         update=PhaseBytes(disk_write=1 * GB),
         when="sync",
     )
-    # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; compute: 3 x (0.5 + 1) + 2 x 0.5.
+    # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; adding gradients: 3 x 1 + 2 x 0.5 s.
     found = predict(moved, CPU, 0.5, 3)
-    check(found, 5.5 + 1.0, 5.5 + 4.0 + 1.0, "compute", compute=5.5, disk=4.0 + 1.0)
+    check(found, 5.5 + 1.0, 5.5 + 4.0 + 1.0, "update", compute=1.5, update=4.0, disk=4.0 + 1.0)
     with pytest.raises(ConfigError, match="0 micro-batches"):
         predict(moved, CPU, 0.5, 0)
 
