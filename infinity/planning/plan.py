@@ -30,7 +30,7 @@ from infinity.planning.slab_layout import (
     trained_bytes,
 )
 from infinity.planning.twin_flow import updated_there
-from infinity.telemetry.wear import SECONDS_PER_DAY, days_until_worn
+from infinity.telemetry.wear import SECONDS_PER_DAY
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _LARGEST_BLOCK = 4 << 20
@@ -342,14 +342,6 @@ class Plan:
         if self.prediction is None:
             return None
         return self.bytes_per_step * SECONDS_PER_DAY / self.prediction.seconds
-
-    def days_to(self, terabytes_written: float) -> float | None:
-        """Days until `bytes_per_day` comes to `terabytes_written` terabytes on all paths together. None if
-        the seconds of a step are unknown, or if nothing is written.
-
-        terabytes_written: terabytes of 10^12 bytes, as in the rating of a drive ("TBW").
-        """
-        return days_until_worn(terabytes_written, self.bytes_per_day)
 
     @functools.cached_property
     def traffic(self) -> Traffic:

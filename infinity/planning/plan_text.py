@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from infinity.planning.plan import Plan
 
 
-_RATING = 600
-"""Terabytes that may be written to a drive of the kind in the text. Many consumer drives of 1 TB have this
-rating, so that readers can scale the number of days to their own drive.
-"""
-
-
 def text_of(plan: Plan) -> str:
     """The table of a plan's tiers, and lines on the step, on the device, on commits and on budgets."""
     return "\n".join([render(plan.rows()), *_notes(plan)])
@@ -60,7 +54,7 @@ def _step(plan: Plan) -> str:
     if plan.prediction is not None:
         what = "measured" if plan.prediction.measured else "predicted"
         line = f"{what} {plan.prediction.text} s/step · limited by {plan.prediction.limited_by}"
-    return " · ".join([line, *_wear(plan)])
+    return " · ".join([line, *_written(plan)])
 
 
 def _unknown(plan: Plan) -> list[str]:
@@ -68,9 +62,9 @@ def _unknown(plan: Plan) -> list[str]:
     return [f"activations unknown: {plan.activations_unknown}"] if plan.activations_unknown else []
 
 
-def _wear(plan: Plan) -> list[str]:
-    """Phrases on what is written to disk in a step and a day, and on how long a drive lasts. No phrase if the
-    plan has neither an NVMe tier nor commits.
+def _written(plan: Plan) -> list[str]:
+    """The phrase on what is written to disk in a step and a day. No phrase if the plan has neither an NVMe
+    tier nor commits.
 
     Commits are part of all figures if their interval is known. Otherwise their bytes are told apart.
     """
@@ -79,17 +73,12 @@ def _wear(plan: Plan) -> list[str]:
     written = f"writes {format_size(round(plan.bytes_per_step))}/step to disk"
     if plan.bytes_per_day is not None:
         written += f" ({format_size(round(plan.bytes_per_day))}/day)"
-    apart = plan.commit_bytes > 0 and plan.commit_interval is None
-    if apart:
+    if plan.commit_bytes and plan.commit_interval is None:
         written += f", plus {format_size(plan.commit_bytes)} a commit"
     elif plan.commit_bytes:
         steps = "step" if plan.commit_interval == 1 else f"{plan.commit_interval} steps"
         written += f", with a commit every {steps}"
-    days = plan.days_to(_RATING)
-    if days is None:
-        return [written]
-    lasts = f"{_RATING} TBW last {days:.{0 if days >= 10 else 1}f} days"
-    return [written, f"{lasts} without commits" if apart else lasts]
+    return [written]
 
 
 _DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer states are", "all pages are")
