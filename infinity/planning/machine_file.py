@@ -79,14 +79,14 @@ class Machine:
 
     @staticmethod
     def measure(disks: Sequence[Mapping[str, float]], stream: float, link: float | None) -> Machine:
-        """Describe this machine. Matrix products and operations are measured if they never were.
+        """Describe this machine. Its arithmetic is measured now, and kept in the cache of `measure_rates`.
 
         disks: the rates "read", "write" and "mixed" of each directory that was measured, of which the file
         has the mean. stream: the rate of host RAM. link: that of the current CUDA device, if there is one.
         """
         cuda = torch.cuda.is_available()
         device = torch.device("cuda" if cuda else "cpu")
-        rates = measure_rates({}, device, torch.bfloat16, DTYPES.values())
+        rates = measure_rates({}, device, torch.bfloat16, DTYPES.values(), anew=True)
         return Machine(
             name=torch.cuda.get_device_name(device) if cuda else machine.cpu().model,
             measured=True,

@@ -89,6 +89,7 @@ def measure_rates(
     compute_dtype: torch.dtype,
     others: Collection[torch.dtype] = (),
     *,
+    anew: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
     """Return the rates of this machine's disks, memory, link and device: from the cache, or else measured
@@ -96,10 +97,11 @@ def measure_rates(
 
     nvme: for each directory, its budget in bytes. device: the device on which the model computes.
     compute_dtype: the dtype in which it computes. others: further dtypes of its matrix products; those that
-    are not in `DTYPES` are left out. clock: returns the present time in seconds. Rates that are not in the
-    cache are measured, which takes about 2 s altogether, and stored in the cache. A disk's rates are valid
-    for five minutes, all other rates until the cache file is removed. The rates of several disks are added.
-    Raises StorageError for a directory that cannot be written.
+    are not in `DTYPES` are left out. anew: whether rates of arithmetic are measured again in any case. clock:
+    returns the present time in seconds. Rates that are not in the cache are measured, which takes about 2 s
+    altogether, and stored in the cache. A disk's rates are valid for five minutes, all other rates until the
+    cache file is removed. The rates of several disks are added. Raises StorageError for a directory that
+    cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -111,14 +113,17 @@ def measure_rates(
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     if device.type == "cpu":
         where += f" {torch.get_num_threads()} threads"
+
+    def arithmetic(what: str, probe: Callable[..., dict[str, float]], dtype: torch.dtype) -> float:
+        measured = functools.partial(probe, device, dtype)
+        return figures.get(f"{what} {where} {dtype}", measured, expires=0.0 if anew else None)["rate"]
+
     flops = {
-        dtype: figures.get(f"flops {where} {dtype}", functools.partial(_flops, device, dtype))["rate"]
+        dtype: arithmetic("flops", _flops, dtype)
         for dtype in dict.fromkeys((compute_dtype, *others))
         if dtype in DTYPES.values()
     }
-    memory = figures.get(
-        f"memory {where} {compute_dtype}", functools.partial(_compute_memory, device, compute_dtype)
-    )
+    memory = arithmetic("memory", _compute_memory, compute_dtype)
     link = None
     if device.type == "cuda":
         link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
@@ -130,7 +135,7 @@ def measure_rates(
         host_stream=host["rate"],
         link=link,
         flops=flops,
-        compute_memory=memory["rate"],
+        compute_memory=memory,
     )
 
 
@@ -296,5 +301,8 @@ def _seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         seconds(1)
-        times = max(1, int(_ROUND_SECONDS / seconds(1)))
+        once = seconds(1)
+        if once > _ROUNDS * _ROUND_SECONDS:  # as products in fp16 are on some CPUs
+            return once
+        times = max(1, int(_ROUND_SECONDS / once))
         return statistics.median(seconds(times) for _ in range(_ROUNDS)) / times

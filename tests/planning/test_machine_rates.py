@@ -57,6 +57,8 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     mixed = measure_rates({}, CPU, torch.float32, [torch.float32, torch.bfloat16, torch.int8])
     assert fast_probes[4:] == ["torch.float32"]
     assert set(mixed.flops) == {torch.float32, torch.bfloat16}
+    measure_rates({}, CPU, torch.float32, anew=True)
+    assert fast_probes[5:] == ["torch.float32"]
 
 
 def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
