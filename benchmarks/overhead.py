@@ -64,8 +64,7 @@ from torch import nn
 import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.planning import search
-from infinity.planning.placement import Kind
-from infinity.planning.working_room import WorkingRoom
+from infinity.planning.placement import Kind, WorkingRoom
 from infinity.tiers import Tier
 
 PRECISION = infinity.Precision(compute="bf16")

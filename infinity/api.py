@@ -26,8 +26,8 @@ from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
 from infinity.pages.open_tiers import injected_files
 from infinity.planning.fake_step import run_fake_step
+from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
-from infinity.planning.operator_timing import Roofline, seconds_of
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
 from infinity.runtime import Runtime, close_dropped
@@ -293,16 +293,18 @@ def plan(
     accumulation: int | None = None,
     average: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    machine: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Make the plan by which `offload` would move a model with the same arguments; nothing is moved.
 
     model_or_config: a module on any device, including meta, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward. With them the plan
-    knows the memory of activations and predicts the seconds of a step. For the prediction the distinct
-    operations of a step are timed on the device, for about 2 s in all, and bandwidths are probed in about
-    2 s. Bandwidths are kept in the user's cache directory, those of disks for five minutes. For all this a
-    copy of the model runs a step without data; the model and the inputs do not change. If it cannot be run,
-    `Plan.activations_unknown` says why. All other arguments: as in `offload`.
+    knows the memory of activations and predicts the seconds of a step. For the prediction the rates of this
+    machine are probed in about 2 s, and kept in the user's cache directory, those of disks for five minutes.
+    For all this a copy of the model runs a step without data; the model and the inputs do not change. If it
+    cannot be run, `Plan.activations_unknown` says why. machine: the machine file of another machine, or the
+    name of one that comes with the package, to plan for that machine: nothing is then measured here, and
+    budgets that are not given are those of the file (docs/planning.md). All other arguments: as in `offload`.
 
     Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
     ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.
@@ -320,6 +322,7 @@ def plan(
         accumulation=accumulation,
         average=average,
         slab_directory=None if checkpoint is None else path_text(checkpoint),
+        machine=machine,
     )
 
 
@@ -338,6 +341,7 @@ def plan_for(
     prefer: Division | None = None,
     share: Share = ALONE,
     on_node: int = 1,
+    machine: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Make the plan of `plan`, or of a run that continues a commit; the first half of `offload`.
 
@@ -348,7 +352,11 @@ def plan_for(
     """
     budget, precision = check_kinds(budget, precision)
     chosen = update_time(update, accumulation, precision)
-    target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    other = None if machine is None else Machine.read(machine)
+    if other is None:
+        target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    else:
+        target = other.device(device)
     model = as_model(model_or_config)
     precision = keep_adapters(precision, model)
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
@@ -374,7 +382,7 @@ def plan_for(
         budget=budget,
         precision=precision,
         device=target,
-        available=Available.now(target, on_node),
+        available=Available.now(target, on_node) if other is None else Available.of(other, on_node),
         update=chosen,
         accumulation=accumulation,
         commits=slab_directory is not None,
@@ -382,6 +390,7 @@ def plan_for(
         prefer=prefer,
         share=share,
         node_cache=node_cache_limit(),
+        machine=None if other is None else other.text,
     )
     if example_inputs is None:
         return draft()
@@ -391,10 +400,11 @@ def plan_for(
     if estimate.unknown is not None:
         return draft(activations_unknown=estimate.unknown)
     draft(activations=estimate.activations)  # if the model cannot fit, this raises before any measurement
-    speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype)
-    roofline = Roofline(flops=speeds.flops, bytes=speeds.host_stream)
-    compute = seconds_of(estimate.operations, roofline, target)
-    return draft(activations=estimate.activations, compute=compute, speeds=speeds)
+    if other is None:
+        speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype, estimate.work.flops)
+    else:
+        speeds = other.rates(len(budget.nvme_bytes), on_node)
+    return draft(activations=estimate.activations, work=estimate.work, speeds=speeds)
 
 
 def check_commits(

@@ -32,8 +32,8 @@ from infinity.model.plain_parameters import PlainParameters
 from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health
-from infinity.planning.cost_model import Prediction
 from infinity.planning.plan import Plan
+from infinity.planning.predict import Prediction
 from infinity.system import machine
 from infinity.system.closing import Closing
 from infinity.telemetry.stats import Stats

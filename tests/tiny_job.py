@@ -6,7 +6,6 @@ Run as a script, this file is the command `infinity` with the tiny preset.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -19,13 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity import cli
 from infinity.checkpoint import commit_files
 from infinity.lm.decoder import PRESETS, DecoderConfig, Preset
-from infinity.planning.cost_model import MachineRates
+from infinity.planning.machine_rates import MachineRates
 
-SPEEDS = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, link=None, flops=1e11)
+SPEEDS = MachineRates(
+    disk_read=1e9,
+    disk_write=1e9,
+    disk_mixed=1e9,
+    host_stream=1e10,
+    link=None,
+    flops={torch.bfloat16: 1e11},
+    compute_memory=1e10,
+)
 PATIENCE = 120.0
 """Seconds after which a command counts as hung."""
 DIES = "TINY_JOB_DIES"
@@ -72,7 +80,6 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
-    monkeypatch.setattr(calls, "seconds_of", functools.partial(calls.seconds_of, limit=0.0))
     monkeypatch.setattr(calls, "measure_rates", lambda *_: SPEEDS)
     monkeypatch.setattr(cli.training_run, "sample_tokens", lambda parameters: 3)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import infinity
 from infinity.config import round_up
-from infinity.planning.working_room import AMPLE_PAGES
+from infinity.planning.placement import AMPLE_PAGES
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 WORDS = ("all-host", "half", "all-nvme")

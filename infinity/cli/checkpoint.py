@@ -21,7 +21,7 @@ from infinity.cli.command import Output, add_json
 from infinity.config import format_size
 from infinity.errors import CorruptState, named_ranks
 from infinity.pages.open_tiers import injected_files
-from infinity.planning.budget_errors import format_count
+from infinity.planning.budgets import format_count
 from infinity.system.directory import check_directory
 
 _MOST_LINES = 100

@@ -34,9 +34,9 @@ from infinity.lm.decoder import PRESETS
 from infinity.lm.loop import Recipe, make_optimizer
 from infinity.lm.model import LanguageModel, language_model
 from infinity.pages.open_tiers import injected_files
-from infinity.planning.budget_errors import format_count
-from infinity.planning.cost_model import Prediction
+from infinity.planning.budgets import format_count
 from infinity.planning.plan import Plan
+from infinity.planning.predict import Prediction
 from infinity.system import launcher, machine
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
@@ -111,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             shown = "" if default is None or default is False else " (default: %(default)s)"
             group.add_argument(name, default=default, help=text + shown, **how)
     add_json(parser)
-    parser.set_defaults(precision=Precision())  # what the options do not say
+    parser.set_defaults(precision=Precision(), machine=None)  # what the options do not say
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -188,8 +188,11 @@ class Job:
         share, text = self.plan.share, self.text
         header = [
             f"infinity {__version__}",
-            _describe_device(self.device),
-            *_describe_engines(self.budget),
+            *(
+                [_describe_device(self.device), *_describe_engines(self.budget)]
+                if self.plan.machine is None
+                else [f"{self.device} of another machine"]
+            ),
             *([f"{share.ranks} ranks at ZeRO stage {share.stage}"] if share.ranks > 1 else []),
             f"{format_count(self.language_model.parameters)} parameters on text of {text.files} "
             f"files ({format_size(text.nbytes)})",
@@ -232,7 +235,9 @@ def make_job(
     precision = replace(options.precision, compute=options.compute, states=options.states)
     nvme = directories(options.budget_nvme)
     budget = Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
-    device = usable_device(_device(options.device, several=communicator is not None))
+    device = options.device  # checked by the machine file, if there is one
+    if options.machine is None:
+        device = usable_device(_device(options.device, several=communicator is not None))
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
     recipe = Recipe(
@@ -249,7 +254,8 @@ def make_job(
     prefer = None if saved is None else division_of(saved)
     planner = functools.partial(plan_for, slab_directory=slabs, prefer=prefer, share=share)
     if communicator is None:
-        planner = functools.partial(planner, on_node=on_node)  # a plan for ranks that are not here
+        # A plan for ranks, or for a machine, that are not here.
+        planner = functools.partial(planner, on_node=on_node, machine=options.machine)
     else:
         said = {**identity, "--steps": options.steps}
         communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
@@ -274,7 +280,7 @@ def make_job(
         recipe=recipe,
         optimizer=optimizer,
         budget=budget,
-        device=device,
+        device=planned.device,
         plan=planned,
         prediction=planned.predict(options.accumulate),
         checkpoint=checkpoint,

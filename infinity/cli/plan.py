@@ -12,9 +12,9 @@ from infinity.cli.job import add_options, directories, make_job
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
+from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
-from infinity.planning.network import link_rate, network
-from infinity.planning.stage_table import bytes_by_stage, text_by_stage
+from infinity.planning.ranks import bytes_by_stage, link_rate, network, text_by_stage
 
 _MOST_RANKS = 1 << 16
 _STAGE = 3
@@ -56,6 +56,11 @@ def add_parser(subparsers: Any) -> None:
     add_options(parser)
     config = "a configuration of DeepSpeed, whose values are the defaults of the other options"
     parser.add_argument("--deepspeed", metavar="FILE", help=config)
+    machine = (
+        "plan for another machine: a file that `infinity tune --machine FILE` has written there, or the name "
+        "of one with published figures: h100-sxm-8, rtx4090-desktop, cloud-l4"
+    )
+    parser.add_argument("--machine", metavar="FILE", help=machine)
     ranks = parser.add_argument_group("ranks")
     for name, how, text in _OPTIONS:
         ranks.add_argument(name, help=text, **how)
@@ -72,7 +77,11 @@ def run(options: argparse.Namespace) -> int:
         options = _from_deepspeed(options, out)
     share = _share(options)
     given = None if options.link is None else link_rate(options.link)
-    measured = network_rate() if given is None and options.nodes > 1 else None
+    link, measured = given, False
+    if given is None and options.nodes > 1:
+        machine = None if options.machine is None else Machine.read(options.machine)
+        link = network_rate() if machine is None else machine.network
+        measured = link is not None and (machine is None or machine.measured)
     with out.console.status("planning"):
         job = make_job(options, share=share, on_node=share.ranks // options.nodes)
     out.say(job.lines(options))
@@ -86,8 +95,10 @@ def run(options: argparse.Namespace) -> int:
         "prediction": None if plan.prediction is None else plan.prediction.as_dict(),
         "step_seconds": None if guess is None else guess.seconds,
     }
+    if plan.machine is not None:
+        found["machine"] = plan.machine
     if share.ranks > 1:
-        sent = network(plan, given or measured, options.accumulate, measured=measured is not None)
+        sent = network(plan, link, options.accumulate, measured=measured)
         rest = "" if guess is None else f" · compute {guess.compute:.2f} s · disk {guess.disk:.2f} s"
         rows = bytes_by_stage(plan)
         out.say(f"{sent.text}{rest}")

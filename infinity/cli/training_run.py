@@ -36,7 +36,7 @@ from infinity.lm.loop import (
     generate,
     sample_tokens,
 )
-from infinity.planning.budget_errors import format_count
+from infinity.planning.budgets import format_count
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.telemetry.stats import Edge

@@ -17,7 +17,8 @@ from infinity.cli.command import Output, add_json, ending_together, leads
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.planning import machine_rates
-from infinity.planning.network import rate_text
+from infinity.planning.machine_file import Machine, check_writable
+from infinity.planning.ranks import rate_text
 from infinity.tiers.trial_file import MODES
 from infinity.tuning.sweep import DiskSweep, Measured
 from infinity.tuning.tune import Tuning, tune
@@ -37,6 +38,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--path", action="append", metavar="DIR", help=path)
     size = "size of the test file in each path, such as 8GiB (default: 2GiB, or half of the free space)"
     parser.add_argument("--size", help=size)
+    machine = (
+        "also write the rates, memory sizes and links of this machine to FILE, for `infinity plan --machine "
+        "FILE` on another one"
+    )
+    parser.add_argument("--machine", metavar="FILE", help=machine)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -49,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     """
     if several_ranks(None):
         return _tune_network(options)
+    if options.machine is not None:
+        check_writable(options.machine)
     out = Output(options)
     columns = (BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
     what = TextColumn("{task.description}")
@@ -60,6 +68,11 @@ def run(options: argparse.Namespace) -> int:
             report=lambda done, what: bar.update(task, completed=done, description=escape(what)),
         )
     _print(out, found)
+    if options.machine is not None:
+        disks = [{mode: getattr(disk.chosen, mode) for mode in MODES} for disk in found.disks]
+        link = None if found.link is None else min(found.link.to_device, found.link.to_host)
+        Machine.measure(disks, found.stream, link).write(options.machine)
+        out.say(f"machine: {options.machine}")
     out.json(asdict(found))
     return 0
 
@@ -70,7 +83,7 @@ def _tune_network(options: argparse.Namespace) -> int:
     from infinity.distributed.node_link import measure_node_link
 
     with Communicator(None, 0, cuda=False) as communicator, ending_together(communicator, options):
-        if options.path or options.size:
+        if options.path or options.size or options.machine:
             raise ConfigError(
                 "Several processes were started, which measure the network, and an option is about disks.",
                 "Leave the options out; to tune disks, start one process.",

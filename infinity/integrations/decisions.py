@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError, storage_errors
-from infinity.planning.table import render
+from infinity.planning.plan_text import render
 
 TAKEN = "taken"
 """It is part of the result."""

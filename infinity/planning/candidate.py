@@ -34,8 +34,7 @@ from infinity.formats.optimizer_rules import Rule, state_format
 from infinity.layout.chunks import RegionSize, page_bytes, region_sizes
 from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Grouping, Survey
-from infinity.planning.placement import DtypeOf, Kind, Placement, Room
-from infinity.planning.working_room import LEAST, LEAST_IN_RAM, WorkingRoom
+from infinity.planning.placement import LEAST, LEAST_IN_RAM, DtypeOf, Kind, Placement, Room, WorkingRoom
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _LARGEST_TRANSIT_BUFFER = 4 << 20

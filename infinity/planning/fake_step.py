@@ -1,4 +1,4 @@
-"""Fake step: runs one training step on tensors without data, to learn the bytes and the operations of a
+"""Fake step: runs one training step on tensors without data, to learn the bytes and the arithmetic of a
 real step.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,8 @@ from infinity.casts.inputs import InputCast
 from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.config import Precision
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model
-from infinity.planning.operator_timing import Operations
 from infinity.planning.outside_state import same_generators, same_globals
+from infinity.planning.predict import Work
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -36,7 +37,7 @@ _UNKNOWABLE = (
 _LONGEST = 300
 """Characters of the longest reason that is not cut."""
 
-_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention_backward")
+_ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention(_for_cpu)?_backward")
 """A pattern for the names of attention's backward operators. On CUDA these operators sum gradients in fp32,
 in memory that they take in addition to their results.
 """
@@ -44,7 +45,7 @@ in memory that they take in addition to their results.
 
 @dataclass(frozen=True)
 class FakeStep:
-    """The memory and the operations of one forward and, in training, of its backward."""
+    """The memory and the work of one forward and, in training, of its backward."""
 
     activations: int | None
     """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count. None
@@ -53,8 +54,8 @@ class FakeStep:
     A parameter's gradient counts until it is complete, because a real step then moves it to the gradient
     page.
     """
-    operations: Operations
-    """All tensor operations of the step, including those that only make views."""
+    work: Work
+    """What all tensor operations of the step do."""
     unknown: str | None = None
     """Why the step could not be run; None if it was run."""
 
@@ -74,13 +75,16 @@ def run_fake_step(
     infinity/planning/outside_state.py.
 
     example_inputs: positional or keyword arguments of the model's forward. precision: gives the dtypes of
-    parameters, and says which inputs are cast. device: the device of the fake tensors. train: whether a
-    backward follows the forward. A model that cannot be copied, or a step that cannot be run, raises no
-    error: `FakeStep.unknown` tells the reason. So it does for the errors of a forward, for instance for
-    wrong inputs, which the first real forward will raise again.
+    parameters, and says which inputs are cast. device: the device of the step. Where torch cannot use a CUDA
+    device, the step runs as one on the CPU; it then has the CPU's operators, which may take other bytes for
+    attention. train: whether a backward follows the forward. A model that cannot be copied, or a step that
+    cannot be run, raises no error: `FakeStep.unknown` tells the reason. So it does for the errors of a
+    forward, for instance for wrong inputs, which the first real forward will raise again.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
-    watch = _Watch(mode)
+    watch = _Watch(mode, scratch=device.type == "cuda")
+    if not torch.cuda.is_available():
+        device = torch.device("cpu")  # autograd would end the process
     unknown = None
     try:
         with same_generators(), _quiet(), _without_compiler():
@@ -104,8 +108,8 @@ def run_fake_step(
     finally:
         watch.restore_gradients()
     if unknown is not None:
-        return FakeStep(None, Operations(), unknown)
-    return FakeStep(activations=watch.peak, operations=watch.operations)
+        return FakeStep(None, Work({}, 0), unknown)
+    return FakeStep(activations=watch.peak, work=watch.work)
 
 
 def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) -> None:
@@ -191,20 +195,23 @@ def _backward(output: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """A dispatch mode that records all operations, and counts the bytes of the storages that operations
+    """A dispatch mode that counts the work of all operations, and the bytes of the storages that operations
     made and that are still alive. The attribute `now` is the present number of bytes, and `peak` the
     largest number so far.
     """
 
-    def __init__(self, mode: fake_tensor.FakeTensorMode | None = None) -> None:
+    def __init__(self, mode: fake_tensor.FakeTensorMode | None = None, *, scratch: bool = False) -> None:
         """mode: the mode under which the step runs, so that real tensors, which the model's code takes from
-        elsewhere, do not change; None: they may change.
+        elsewhere, do not change; None: they may change. scratch: whether operators take memory as on CUDA.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
+        self._has_scratch = scratch
+        self._formulas = _flop_formulas()
+        self._flops: Counter[torch.dtype] = Counter()
+        self._bytes = 0
         self.now = 0
         self.peak = 0
-        self.operations = Operations()
         self._seen = WeakIdKeyDictionary()
         self._saving = False
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -232,7 +239,7 @@ class _Watch(TorchDispatchMode):
         if self._real and func._schema.is_mutable:  # on a real tensor, the mode would run it
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         result = func(*args, **(kwargs or {}))
-        self.operations.record(func, args, kwargs or {}, result)
+        self._count(func, args, kwargs or {}, result)
         for storage in _storages(pytree.tree_leaves(result)):
             if storage not in self._seen:
                 self._seen[storage] = None
@@ -251,6 +258,24 @@ class _Watch(TorchDispatchMode):
                 tensor.grad = gradient
         self._real.clear()
 
+    @property
+    def work(self) -> Work:
+        """The work of all operations so far."""
+        return Work(dict(self._flops), self._bytes)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count the work of one call of the operator `func`. A view does none."""
+        formula = self._formulas.get(func.overloadpacket)
+        operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if formula is not None and operands:
+            self._flops[operands[0].dtype] += formula(*args, **kwargs, out_val=result)
+        elif func.namespace != "prim" and not func.is_view:
+            results = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+            self._bytes += sum(
+                min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
+                for each in (*operands, *results)
+            )
+
     def _made(self, storage: torch.UntypedStorage) -> None:
         self._grow(storage.nbytes())
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
@@ -261,15 +286,31 @@ class _Watch(TorchDispatchMode):
         Only the backward operators of attention on CUDA do so: they sum the gradients that they return in
         an fp32 copy. result: what the operator returned, a tree of tensors.
         """
-        if _ATTENTION.fullmatch(func.overloadpacket.__name__):
+        if self._has_scratch and _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-            nbytes = 4 * sum(each.numel() for each in gradients if each.device.type == "cuda")
+            nbytes = 4 * sum(each.numel() for each in gradients)
             self._grow(nbytes)
             self._grow(-nbytes)
 
     def _grow(self, nbytes: int) -> None:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
+
+
+def _flop_formulas() -> dict[Any, Any]:
+    """Operator -> function (arguments, `out_val`) that returns FLOPs, for matrix products and the like."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton, where there is one
+
+    aten = torch.ops.aten
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+            aten._scaled_dot_product_flash_attention
+        ],
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            aten._scaled_dot_product_flash_attention_backward
+        ],
+    }
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Headroom: the memory of a CUDA device that torch takes in addition to pages and live tensors.
+"""Headroom: the memory of a CUDA device that torch takes in addition to pages and live tensors; and the
+reserve, all memory that pages leave free in the tier that computes.
 
 Workspaces of cuBLAS, segments of torch's allocator that are not full, and fragmentation take this memory.
 Pure, except for `Headroom.of`.
@@ -18,10 +19,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from infinity.config import round_up
+from infinity.tiers import PAGE_ALIGNMENT
 
 _MIB = 1 << 20
 
@@ -63,7 +67,7 @@ def segment(nbytes: int) -> int:
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
 
 
-def workspace(capability: tuple[int, int], variables: Mapping[str, str]) -> int:
+def workspace(capability: Sequence[int], variables: Mapping[str, str]) -> int:
     """Bytes of the workspace that torch gives cuBLAS and cuBLASLt for one handle and stream.
 
     capability: the device's compute capability (major, minor). variables: the environment variables. The
@@ -95,7 +99,7 @@ class Headroom:
     """
 
     @staticmethod
-    def for_cuda(capability: tuple[int, int], variables: Mapping[str, str]) -> Headroom:
+    def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
         """Make the Headroom of a CUDA device.
 
         capability: the device's compute capability (major, minor). variables: the environment variables
@@ -138,3 +142,61 @@ class Headroom:
 
 NO_HEADROOM = Headroom()
 """The headroom of a device on which torch takes nothing in addition to pages and live tensors: zero bytes."""
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """The part of a budget that pages leave free, because autograd and the model allocate memory
+    themselves.
+    """
+
+    nbytes: int
+    """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
+    kept_out_of: int | None = None
+    """None if the bytes of activations are known. Otherwise `budget // kept_out_of` bytes are reserved for
+    them, in addition to `nbytes`.
+    """
+
+    headroom: int = 0
+    """Bytes, counted in `nbytes`, that torch takes on a CUDA device in addition to live tensors; see
+    infinity/planning/headroom.py.
+    """
+    activations: int = 0
+    """Bytes of activations, counted in `nbytes`; 0 if unknown."""
+    buffers: int = 0
+    """Bytes of the model's buffers, counted in `nbytes`."""
+
+    @staticmethod
+    def of(
+        activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
+    ) -> Reserve:
+        """Make the Reserve for a model.
+
+        activations: bytes of activations; None if unknown. buffers: bytes of the model's buffers. unknown:
+        the value of `kept_out_of` to use if `activations` is None. headroom: the headroom of the device
+        that computes.
+        """
+        live = (activations or 0) + buffers
+        beside = headroom.beside(live)
+        nbytes = round_up(live + beside, PAGE_ALIGNMENT)
+        return Reserve(
+            nbytes,
+            unknown if activations is None else None,
+            headroom=beside,
+            activations=activations or 0,
+            buffers=buffers,
+        )
+
+    def within(self, budget: int) -> int:
+        """Return how many bytes of a budget of `budget` bytes no page may take."""
+        return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
+
+    def budget_for(self, pages: int) -> int:
+        """Return the smallest budget, in bytes, that leaves at least `pages` bytes for pages."""
+        needed = pages + self.nbytes
+        if self.kept_out_of is None:
+            return needed
+        budget = round_up(-(-needed * self.kept_out_of // (self.kept_out_of - 1)), PAGE_ALIGNMENT)
+        while budget - PAGE_ALIGNMENT - self.within(budget - PAGE_ALIGNMENT) >= pages:
+            budget -= PAGE_ALIGNMENT
+        return budget

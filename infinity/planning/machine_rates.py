@@ -1,4 +1,4 @@
-"""Machine rates: the rates of disks, memory, link and device for predictions, measured once and then
+"""Machine rates: the rates of disks, memory, link and arithmetic for predictions, measured once and then
 cached.
 """
 
@@ -8,14 +8,15 @@ import functools
 import math
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from infinity.cpu_adam.stream_speed import stream_speed
-from infinity.planning.cost_model import MachineRates
 from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
@@ -46,24 +47,61 @@ use the disk too and clouds limit its rate.
 _NETWORK = "network"
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
-_MATMUL_SECONDS = 0.2
+_ROUNDS = 5
+_ROUND_SECONDS = 0.04
+"""A rate of operations of torch is the median of _ROUNDS rounds, each of about _ROUND_SECONDS seconds."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes in which matrix products are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRates:
+    """The rates of a machine's disks, memory, link and device, in bytes per second by default."""
+
+    disk_read: float | None = None
+    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
+    disk_write: float | None = None
+    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
+    disk_mixed: float | None = None
+    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
+    None without an NVMe tier.
+    """
+    host_stream: float
+    """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
+    link: float | None = None
+    """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
+    are the same RAM.
+    """
+    flops: Mapping[torch.dtype, float]
+    """Floating-point operations per second of matrix products, by the dtype of the operands. Not empty."""
+    compute_memory: float
+    """Bytes per second that torch's other operations read and write in the memory of the device."""
+
+    def flops_in(self, dtype: torch.dtype) -> float:
+        """`flops` of a dtype; of the slowest one if `dtype` is not there."""
+        return self.flops.get(dtype, min(self.flops.values()))
 
 
 def measure_rates(
     nvme: Mapping[str, int],
     device: torch.device,
     compute_dtype: torch.dtype,
+    others: Collection[torch.dtype] = (),
     *,
+    anew: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
     """Return the rates of this machine's disks, memory, link and device: from the cache, or else measured
     now.
 
     nvme: for each directory, its budget in bytes. device: the device on which the model computes.
-    compute_dtype: the dtype of the matrix products to time. clock: returns the present time in seconds.
-    Rates that are not in the cache are measured, which takes about 2 s altogether, and stored in the cache.
-    A disk's rates are valid for five minutes, all other rates until the cache file is removed. The rates of
-    several disks are added. Raises StorageError for a directory that cannot be written.
+    compute_dtype: the dtype in which it computes. others: further dtypes of its matrix products; those that
+    are not in `DTYPES` are left out. anew: whether rates of arithmetic are measured again in any case. clock:
+    returns the present time in seconds. Rates that are not in the cache are measured, which takes about 2 s
+    altogether, and stored in the cache. A disk's rates are valid for five minutes, all other rates until the
+    cache file is removed. The rates of several disks are added. Raises StorageError for a directory that
+    cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -75,7 +113,17 @@ def measure_rates(
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     if device.type == "cpu":
         where += f" {torch.get_num_threads()} threads"
-    flops = figures.get(f"flops {where} {compute_dtype}", lambda: {"rate": _flops(device, compute_dtype)})
+
+    def arithmetic(what: str, probe: Callable[..., dict[str, float]], dtype: torch.dtype) -> float:
+        measured = functools.partial(probe, device, dtype)
+        return figures.get(f"{what} {where} {dtype}", measured, expires=0.0 if anew else None)["rate"]
+
+    flops = {
+        dtype: arithmetic("flops", _flops, dtype)
+        for dtype in dict.fromkeys((compute_dtype, *others))
+        if dtype in DTYPES.values()
+    }
+    memory = arithmetic("memory", _compute_memory, compute_dtype)
     link = None
     if device.type == "cuda":
         link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
@@ -86,7 +134,8 @@ def measure_rates(
         disk_mixed=total["mixed"],
         host_stream=host["rate"],
         link=link,
-        flops=flops["rate"],
+        flops=flops,
+        compute_memory=memory,
     )
 
 
@@ -226,18 +275,34 @@ def _link(device: torch.device) -> float:
     return min(speed.to_device, speed.to_host)
 
 
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
+def _flops(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Measure the floating-point operations per second of square matrix products."""
     left = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
+    return {"rate": 2 * _MATRIX**3 / _seconds(lambda: left @ left, device)}
+
+
+def _compute_memory(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Measure the bytes per second that a softmax reads and writes. On a CPU it is about as fast as norms and
+    activation functions, and slower than a copy.
+    """
+    values = torch.ones(4 * _MATRIX, _MATRIX, dtype=dtype, device=device)
+    return {"rate": 2 * values.nbytes / _seconds(lambda: values.softmax(-1), device)}
+
+
+def _seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """The median seconds of one call of `run`, many of which are made in a row."""
 
     def seconds(times: int) -> float:
         start = time.perf_counter()
         for _ in range(times):
-            product = left @ left
-        product[0, 0].item()  # waits for the device
+            result = run()
+        result[0, 0].item()  # waits for the device
         return time.perf_counter() - start
 
-    seconds(1)
-    once = seconds(1)
-    times = max(1, int(_MATMUL_SECONDS / once))
-    return 2 * _MATRIX**3 * times / seconds(times)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        seconds(1)
+        once = seconds(1)
+        if once > _ROUNDS * _ROUND_SECONDS:  # as products in fp16 are on some CPUs
+            return once
+        times = max(1, int(_ROUND_SECONDS / once))
+        return statistics.median(seconds(times) for _ in range(_ROUNDS)) / times

@@ -1,5 +1,16 @@
-"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of working buffers.
-Pure.
+"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of working buffers. Pure.
+
+A placement gives every page a home. In addition it needs room for two buffers:
+
+- Staging is host RAM in which the CPU updates chunks whose pages are at home in another place. A chain is the
+  update of one chunk. Staging has room for all chains of the largest unit, but takes at most a quarter of the
+  host tier, or the bytes of two chains if these are more than a quarter.
+- The pool of resident pages is a part of the tier in which the model computes. Parameter pages with a home in
+  another tier are brought there for use. The pool has room for 12 pages if they take at most a quarter of the
+  tier, else for 3 pages if they take at most half of the tier.
+
+Where that does not fit, smaller buffers are tried, down to one chain and one page. Placements without NVMe
+are tried before all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
 """
 
 from __future__ import annotations
@@ -80,3 +91,100 @@ class Placement:
     ring_bytes: int
     exchange_block_bytes: int
     exchange_bytes: int
+
+
+_SHARE = 4
+"""Staging, the host RAM in which chunks are updated, takes at most the host budget divided by this number,
+but always at least the bytes of two chains (updates of chunks).
+"""
+
+_RING_SHARE = 64
+"""The ring, a buffer through which gradients leave the device, takes at most the device budget divided by
+this number, but always at least two of the blocks that `WorkingRoom.ring` describes.
+"""
+
+_LARGEST_RING = 64 << 20
+"""The most bytes of the ring through which gradients leave the device. A link of 50 GB/s moves these bytes
+in 1.3 ms, and the threads that empty the ring are seldom delayed for longer.
+"""
+
+_EXCHANGE_BUFFERS = 8
+"""Number of exchange buffers where memory is not at its least: enough for several transfers to be on their
+way while others are read or added.
+"""
+
+
+@dataclass(frozen=True)
+class WorkingRoom:
+    """The rules and limits by which a placement chooses the sizes of its working buffers."""
+
+    pages: int
+    """Number of parameter pages that the pool of resident pages has room for. Pages that are at home where
+    the model computes take no room in this pool.
+    """
+    chains: int | None = None
+    """Number of chains (updates of chunks), each of the largest size, that staging has room for. If None,
+    the method `staging` chooses the bytes by the size of the host tier.
+    """
+    transit_buffers: int = 8
+    """Number of buffers in host RAM through which pages pass from NVMe to a device with memory of its own."""
+    nvme: bool = True
+    """Whether pages may rest on NVMe."""
+    share: float = 1.0
+    """The largest fraction, from 0 to 1, of the computing tier that the pool of resident pages may take.
+    The same fraction limits staging in the host tier.
+    """
+
+    def staging(self, host: int, chain: int, unit: int) -> int:
+        """Bytes of staging, the host RAM in which chunks are updated, in a host tier of `host` bytes.
+
+        chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
+        unit together. Staging has room for all these chains where the host tier is large enough.
+        """
+        if self.chains is not None:
+            return self.chains * chain
+        return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
+
+    def ring(self, device: int, block: int) -> int:
+        """Bytes of the ring, the buffer through which gradients leave the device, in a device tier of
+        `device` bytes.
+
+        block: bytes of the equal parts that the ring consists of. The ring has at least two of them.
+        """
+        if self.transit_buffers == 1:
+            return 2 * block
+        return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
+
+    def exchange(self, block: int) -> int:
+        """Bytes of the exchange buffers, the host RAM in which chunks wait that are sent to other ranks or
+        were received from them.
+
+        block: bytes of one buffer. There are two at the least, one for each direction.
+        """
+        return (2 if self.transit_buffers == 1 else _EXCHANGE_BUFFERS) * block
+
+
+AMPLE_PAGES = 12
+"""Number of parameter pages that the pool of resident pages has room for if memory is ample. Eager updates
+use some pages while other pages arrive from disk. With 3 pages a step took a quarter longer than with 10
+(309M parameters, all on NVMe).
+"""
+
+LEAST = WorkingRoom(1, chains=1, transit_buffers=1)
+LEAST_IN_RAM = WorkingRoom(1, chains=1, transit_buffers=1, nvme=False)
+
+WORKING_ROOMS = (
+    WorkingRoom(3, nvme=False),
+    WorkingRoom(2, nvme=False),
+    LEAST_IN_RAM,
+    WorkingRoom(AMPLE_PAGES, share=0.25),
+    WorkingRoom(3, share=0.5),
+    WorkingRoom(3, chains=2, transit_buffers=2),
+    WorkingRoom(2, chains=2, transit_buffers=2),
+    WorkingRoom(3, chains=1, transit_buffers=1),
+    WorkingRoom(2, chains=1, transit_buffers=1),
+    LEAST,
+)
+"""The working rooms, in the order in which the search for a placement (infinity/planning/search.py) tries
+them. Working rooms without NVMe come first, so that a model stays in memory if it fits there at all.
+"""

@@ -18,10 +18,10 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.chunks import ModelLayout
 from infinity.layout.shards import ALONE, Share, part_bytes
-from infinity.planning.cost_model import MachineRates, Prediction, Traffic, UpdateTime, predict, traffic
-from infinity.planning.operator_timing import Seconds
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Homes, Kind
 from infinity.planning.plan_text import html_of_plan, text_of
+from infinity.planning.predict import Prediction, Traffic, UpdateTime, Work, predict, traffic
 from infinity.planning.slab_layout import (
     SlabLayout,
     frozen_bytes,
@@ -103,19 +103,21 @@ class Plan:
     finished a step: the measured seconds of its last step.
     """
     speeds: MachineRates | None = None
-    compute: Seconds | None = None
-    """Least and most seconds that the operations of one forward and one backward take together, without
-    waiting for pages; None if unknown.
+    work: Work | None = None
+    """What the operations of one forward and one backward do; None if unknown."""
+    machine: str | None = None
+    """The name of the machine whose file has `speeds` and the budgets that were not given, and where its
+    figures come from. None for this machine.
     """
     update: UpdateTime = "lazy"
-    """The time when a step's updates run; see infinity.planning.cost_model.UpdateTime."""
+    """The time when a step's updates run; see infinity.planning.predict.UpdateTime."""
     accumulation: int | None = None
     """Number of backward passes in a step, as the user declared it; None if unknown."""
     updates_there: bool = False
     """Whether the device runs the optimizer's updates for units whose pages all rest on the device."""
     mirrored: frozenset[int] = frozenset()
     """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
-    device; see infinity/planning/mirror.py.
+    device; see infinity/planning/twin_flow.py.
     """
     commits: bool = False
     """Whether slab files hold durable images of all parameters and optimizer states; see `slab_layout`."""
@@ -364,11 +366,11 @@ class Plan:
 
         The prediction assumes that every forward takes inputs like the example inputs of the plan. Returns
         None if the plan was made without example inputs, if the model's control flow depends on data, or for
-        Muon, whose products of matrices are not timed.
+        Muon, whose products of matrices are not counted.
         """
-        if self.speeds is None or self.compute is None or (self.rule is not None and self.rule.matrix):
+        if self.speeds is None or self.work is None or (self.rule is not None and self.rule.matrix):
             return None
-        return predict(self.traffic, self.speeds, self.compute, micro_batches)
+        return predict(self.traffic, self.speeds, self.work.seconds(self.speeds), micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.

@@ -1,14 +1,19 @@
-"""Plan text: the text by which a plan is printed, or shown in a notebook. Pure."""
+"""Plan text: the text by which a plan is printed, or shown in a notebook, and tables as text. Pure."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from infinity.config import format_size
 from infinity.planning.placement import Kind
-from infinity.planning.table import cell, render
 from infinity.telemetry.html_table import html_of
 from infinity.tiers import Tier
 
@@ -32,6 +37,7 @@ def _notes(plan: Plan) -> list[str]:
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
     return [
         _step(plan),
+        *([f"machine: {plan.machine}"] if plan.machine else []),
         *_unknown(plan),
         *_ranks(plan),
         *_share(plan),
@@ -132,3 +138,35 @@ def _commits(plan: Plan) -> list[str]:
     if plan.commit_bytes:
         line += f" · a commit writes {format_size(plan.commit_bytes)}"
     return [line]
+
+
+_WIDTH = 110
+
+
+def render(rows: Sequence[Mapping[str, Any]], *, words: bool = False) -> str:
+    """Render rows as a plain text table, and return the text. The header shows the keys of the first row.
+
+    rows: at least one mapping, each from the title of a column to the value shown there; all have the same
+    keys in the same order. An integer counts as a number of bytes and is shown with a unit such as MiB. The
+    integer 0 is shown as "-", None as "unknown", and any other value as str() gives it. words: whether all
+    values are words, which begin at the left, and go on in the next line in the last column.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, name in enumerate(rows[0]):
+        right, wraps = bool(index) and not words, words and index == len(rows[0]) - 1
+        table.add_column(name, justify="right" if right else "left", no_wrap=not wraps)
+    for row in rows:
+        table.add_row(*(Text(cell(value)) for value in row.values()))
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as text:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in text.get().splitlines() if line.strip())
+
+
+def cell(value: object) -> str:
+    """The text of a value in a table, as `render` says."""
+    if value is None:
+        return "unknown"
+    if isinstance(value, int):
+        return format_size(value) if value else "-"
+    return str(value)

@@ -22,19 +22,19 @@ from infinity.layout.chunks import build
 from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Survey, survey
-from infinity.planning import mirror, twin_flow
-from infinity.planning.budget_errors import format_count, nvme_budget_for, shortage, usable_nvme
-from infinity.planning.cost_model import MachineRates, UpdateTime
-from infinity.planning.headroom import NO_HEADROOM, Headroom
-from infinity.planning.node_cache import least_bytes, shares_of_budget, wanted_bytes
-from infinity.planning.operator_timing import Seconds
+from infinity.planning import twin_flow
+from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
+from infinity.planning.headroom import NO_HEADROOM, Headroom, Reserve
+from infinity.planning.machine_file import Machine
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room, line_of
 from infinity.planning.plan import Plan
-from infinity.planning.reserve import Reserve
+from infinity.planning.predict import UpdateTime, Work
+from infinity.planning.ranks import least_bytes, shares_of_budget, wanted_bytes
 from infinity.planning.search import Search
 from infinity.tiers import PAGE_ALIGNMENT, SLAB_HEADER_BYTES, Tier
-from infinity.tiers.arena import available_ram
-from infinity.tiers.device import available_bytes
+from infinity.tiers.arena import available_ram, ram_budget
+from infinity.tiers.device import available_bytes, left_of
 from infinity.tiers.link import is_direct
 
 _UNKNOWN_SHARE = 4
@@ -55,6 +55,8 @@ class Available:
     """Memory that torch takes on the device in addition to live tensors. A device budget has to have room
     for this memory too.
     """
+    device_updates: bool | None = None
+    """Whether the device can run optimizer updates; None: as `twin_flow.has_kernels` says of this machine."""
 
     @staticmethod
     def now(device: torch.device, on_node: int = 1) -> Available:
@@ -64,6 +66,15 @@ class Available:
         """
         near = available_bytes(device) if device.type == "cuda" else 0
         return Available(near, available_ram() // on_node, Headroom.of(device))
+
+    @staticmethod
+    def of(machine: Machine, on_node: int = 1) -> Available:
+        """The bytes of an idle machine, each less a safety margin. on_node: as in `now`."""
+        host = ram_budget(machine.host_memory) // on_node
+        if machine.device_memory is None or machine.compute_capability is None:
+            return Available(0, host, device_updates=False)
+        headroom = Headroom.for_cuda(machine.compute_capability, {})
+        return Available(left_of(machine.device_memory, 0), host, headroom, machine.device_updates)
 
 
 def make_plan(
@@ -77,7 +88,8 @@ def make_plan(
     speeds: MachineRates | None = None,
     activations: int | None = None,
     activations_unknown: str | None = None,
-    compute: Seconds | None = None,
+    work: Work | None = None,
+    machine: str | None = None,
     update: UpdateTime = "lazy",
     accumulation: int | None = None,
     commits: bool = False,
@@ -92,8 +104,8 @@ def make_plan(
     the memory that torch takes on the device in addition to live tensors. speeds: the machine's rates, for
     the prediction. activations: their bytes at the peak of a step, which count against the budget of the
     tier in which the model computes. If `activations` is None, a quarter of a CUDA budget stays free for
-    activations. compute: seconds of the operations of one forward and backward, for the prediction.
-    activations_unknown, update, accumulation: see Plan.
+    activations. work: of the operations of one forward and backward, for the prediction. activations_unknown,
+    machine, update, accumulation: see Plan.
 
     commits: whether the NVMe tier keeps room for durable images of all parameters and optimizer states; see
     infinity/planning/slab_layout.py. If the budget has no nvme directory, the images lie in `slab_directory`,
@@ -134,7 +146,10 @@ def make_plan(
     paths = len(budget.nvme_bytes)
     header = SLAB_HEADER_BYTES if commits else 0
     nvme = usable_nvme(budget.nvme_bytes, header)
-    draft = _Draft(surveyed, search, budgets, nvme, unified, share, node_cache)
+    updates = available.device_updates
+    if updates is None:
+        updates = twin_flow.has_kernels(device)
+    draft = _Draft(surveyed, search, budgets, nvme, unified, share, node_cache, updates)
     placement = search.place(draft.room(reserve))
     if placement is None:
         elements = sum(parameter.numel for parameter in surveyed.parameters)
@@ -159,6 +174,7 @@ def make_plan(
         "smallest": smallest,
         "activations": activations,
         "activations_unknown": activations_unknown,
+        "machine": machine,
         "update": update,
         "accumulation": accumulation,
         "commits": commits,
@@ -166,7 +182,7 @@ def make_plan(
         "slab_header_bytes": paths * header,
     }
     replan = functools.partial(draft.replanned, reserve, options)
-    return draft.made(placement, reserve, speeds=speeds, compute=compute, replan=replan, **options)
+    return draft.made(placement, reserve, speeds=speeds, work=work, replan=replan, **options)
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,8 @@ class _Draft:
     share: Share
     node_cache: int | None
     """The most bytes of RAM for parameters of other nodes; None: what is useful."""
+    device_updates: bool
+    """Whether the device can run optimizer updates."""
 
     @property
     def computes_in(self) -> Tier:
@@ -209,7 +227,7 @@ class _Draft:
 
     def made(self, placement: Placement, reserve: Reserve, *, device: torch.device, **others: Any) -> Plan:
         """Make the plan from a placement, and add what is chosen after it: units that the device updates,
-        units that are mirrored (see infinity/planning/mirror.py), and the prediction.
+        units that are mirrored (see infinity/planning/twin_flow.py), and the prediction.
 
         placement: the homes of pages and the sizes of working buffers. reserve: the bytes that pages leave
         free in the tier in which the model computes. others: the remaining fields of Plan.
@@ -225,7 +243,7 @@ class _Draft:
         alone = self.share.ranks == 1
         rule = found.rule
         has_kernels = rule is None or (rule.average is None and not rule.matrix)
-        if alone and not self.unified and has_kernels and twin_flow.has_kernels(device):
+        if alone and not self.unified and has_kernels and self.device_updates:
             found = self._with_updates_on_device(
                 found, self.room(reserve), planned, preferred=self.search.prefers(placement)
             )
@@ -296,7 +314,7 @@ class _Draft:
 
     def _with_mirrors(self, plan: Plan) -> Plan:
         host_free = self.budgets[Tier.HOST] - plan.host_bytes
-        homes, units = mirror.mirrored(
+        homes, units = twin_flow.mirrored(
             plan.homes, plan.page_sizes, host_free, updated_on_device=plan.updated_on_device
         )
         return replace(plan, homes=homes, mirrored=units)

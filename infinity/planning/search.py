@@ -13,8 +13,7 @@ from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.candidate import Candidate
-from infinity.planning.placement import DtypeOf, Kind, Placement, Room
-from infinity.planning.working_room import WORKING_ROOMS
+from infinity.planning.placement import WORKING_ROOMS, DtypeOf, Kind, Placement, Room
 from infinity.tiers import Tier
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
@@ -87,7 +86,7 @@ class Search:
     def place(self, room: Room) -> Placement | None:
         """Find the first placement that fits `room`; returns None if no placement fits.
 
-        room: bytes of each tier. WORKING_ROOMS (infinity/planning/working_room.py) gives the order in which
+        room: bytes of each tier. WORKING_ROOMS (infinity/planning/placement.py) gives the order in which
         placements are tried: first those without pages on NVMe, and those with large buffers for moving and
         updating pages before those with small buffers. With equal buffers, large units come before small
         units, and long chunks before short chunks. The preferred division comes before all of these, with

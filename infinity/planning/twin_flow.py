@@ -1,5 +1,5 @@
-"""Twin flow: chooses the units that the device updates, as in ZeRO-Offload++, and tells whether that saves
-time. Pure.
+"""Twin flow: chooses the units that the device updates, as in ZeRO-Offload++, and the units that the CPU
+updates while a copy of their parameters stays on the device. Pure.
 
 A device that has update kernels and memory of its own updates the units whose pages all rest on it:
 parameters, gradients and optimizer states. No byte of these units crosses the link. The share of these
@@ -12,11 +12,19 @@ of the same unit do not. A gradient on the device then costs more than a gradien
 to the gradient and updates with it, so the gradient crosses the link once to be stored and again to be
 used. The gradients and states that the placement has put on the device are therefore exchanged for
 gradients and states of whole units, as many as fit.
+
+[Note: mirrors]
+ZeRO-Offload (Ren et al., 2021) keeps parameters on the device. The optimizer states are in host RAM, where
+the CPU runs the updates. An update needs the whole fp32 master parameter in host RAM. For a bf16 parameter
+the low half of the master lies beside the moments, and the high half is the parameter itself. Where host
+RAM has room left for the parameters too (2 bytes per parameter in bf16), a unit can be mirrored. The
+parameter page of a mirrored unit is at home in host RAM, updates change the page in place, and the result
+is copied to the device. Then only gradients have to be copied from the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -95,3 +103,39 @@ def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> 
     moved = before[Tier.DEVICE] - after[Tier.DEVICE]
     sunk = max(0, after[Tier.NVME] - before[Tier.NVME])
     return spared > moved + _DISK_AGAINST_LINK * sunk
+
+
+def mirrored(
+    homes: Homes,
+    sizes: Mapping[Kind, Sequence[int]],
+    host_free: int,
+    *,
+    updated_on_device: Collection[int],
+) -> tuple[Homes, frozenset[int]]:
+    """Choose the units to mirror, as many as host RAM has room for. Returns the new homes and the indices
+    of the chosen units.
+
+    A unit can be mirrored if its parameters are at home on the device and the CPU updates the unit. The
+    unit's parameter page then gets a home in host RAM, and the copy on the device takes the room of the
+    page's old home. Units without pages on NVMe are chosen first, because their updates then read nothing
+    from disk. homes: the tier of every page. sizes: for each kind of page, the bytes of each unit's page, by
+    index of the unit. host_free: bytes of host RAM that no page takes. updated_on_device: indices of the
+    units that the device updates, which are not mirrored.
+    """
+    pages = sizes[Kind.PARAMETER]
+    found = [
+        unit
+        for unit, home in enumerate(homes)
+        if home[Kind.PARAMETER] is Tier.DEVICE
+        and home[Kind.GRADIENT] is not None
+        and unit not in updated_on_device
+    ]
+    chosen = set()
+    for unit in sorted(found, key=lambda each: Tier.NVME in homes[each].values()):
+        if pages[unit] <= host_free:
+            host_free -= pages[unit]
+            chosen.add(unit)
+    moved = tuple(
+        {**home, Kind.PARAMETER: Tier.HOST} if unit in chosen else home for unit, home in enumerate(homes)
+    )
+    return moved, frozenset(chosen)

@@ -22,7 +22,7 @@ from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
-from infinity.planning.resident_budget import resident_budget
+from infinity.planning.budgets import resident_budget
 from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace

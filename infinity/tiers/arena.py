@@ -129,7 +129,11 @@ class HostArena(MemoryTier):
 
 def available_ram() -> int:
     """Bytes of RAM that this process can take now, less a safety margin. This is the default host budget."""
-    free = machine.memory().usable
+    return ram_budget(machine.memory().usable)
+
+
+def ram_budget(free: int) -> int:
+    """The default host budget where `free` bytes of RAM are free."""
     return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 

@@ -60,7 +60,15 @@ def test_the_options_and_their_defaults() -> None:
         assert all(each.option_strings for each in actions)
     assert found == {
         "train": {**OPTIONS, "--partition": None},
-        "plan": {**OPTIONS, "--ranks": 1, "--stage": None, "--nodes": 1, "--link": None, "--deepspeed": None},
+        "plan": {
+            **OPTIONS,
+            "--ranks": 1,
+            "--stage": None,
+            "--nodes": 1,
+            "--link": None,
+            "--deepspeed": None,
+            "--machine": None,
+        },
     }
 
 
@@ -229,6 +237,18 @@ def test_a_plan_of_one_rank_in_json(job: TinyJob, capsys: pytest.CaptureFixture[
     for kind, divided_from in (("parameter", 3), ("gradient", 2), ("optimizer", 1)):
         assert planned[0, kind] == planned[divided_from - 1, kind] > planned[divided_from, kind] > 0
         assert planned[divided_from, kind] == planned[3, kind]
+
+
+def test_a_plan_for_another_machine(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> None:
+    there = ["--machine", "h100-sxm-8", "--ranks", 4, "--nodes", 2, "--budget-nvme", "/not/here:1GiB"]
+    plan = job.plan(capsys, *there, "--device", "cuda")
+    assert plan["device"] == "cuda:0"
+    assert plan["machine"] == "8 x NVIDIA H100 SXM: published figures, not measured"
+    assert plan["prediction"]["seconds"] > 0
+    network = plan["ranks"]["network"]
+    assert (network["link"], network["measured"]) == (5e10, False)
+    line, _, _ = run_error(capsys, job.arguments("plan", "--json", *there, "--device", "cpu"), 2)
+    assert "has the rates of cuda" in line
 
 
 def test_ranks_to_come_share_the_machine_if_no_budget_is_given(

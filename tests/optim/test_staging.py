@@ -16,7 +16,7 @@ from infinity.optim.chain import Chain
 from infinity.optim.staging import Staging
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.planning import search
-from infinity.planning.working_room import WorkingRoom
+from infinity.planning.placement import WorkingRoom
 
 PAGES = 4
 """The number of parameter pages for which there is room at a time. An evicted page takes room until its last

@@ -14,10 +14,10 @@ from planned_models import MiB, check, partly_frozen, planned, stack
 from infinity.config import Budget, Precision, format_size
 from infinity.errors import BudgetError
 from infinity.layout.division import Division
-from infinity.planning.cost_model import MachineRates
-from infinity.planning.operator_timing import Seconds
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
+from infinity.planning.predict import Work
 from infinity.tiers import Tier
 from infinity.tiers.nvme import STRIPE_BYTES
 from infinity.tiers.striping import choose_striping
@@ -378,11 +378,20 @@ def test_commits_change_no_byte_that_a_step_moves() -> None:
     assert everything.commit_bytes == everything.first_commit_bytes == in_ram
 
 
-RATES = MachineRates(disk_read=1e9, disk_write=1e9, disk_mixed=1e9, host_stream=1e10, flops=1e12)
+RATES = MachineRates(
+    disk_read=1e9,
+    disk_write=1e9,
+    disk_mixed=1e9,
+    host_stream=1e10,
+    flops={torch.bfloat16: 1e12},
+    compute_memory=1e10,
+)
 
 
 def timed(**budget: object) -> Plan:
-    return planned(stack([64] * 9, frozen=[0]), speeds=RATES, compute=Seconds(least=0.5, most=0.5), **budget)
+    return planned(
+        stack([64] * 9, frozen=[0]), speeds=RATES, work=Work({torch.bfloat16: 5 * 10**11}, 0), **budget
+    )
 
 
 def test_the_text_has_what_is_written() -> None:

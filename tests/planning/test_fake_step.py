@@ -28,8 +28,9 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ENTRIES, Entry, entry
 
 import infinity
+from infinity.planning import fake_step
 from infinity.planning.fake_step import FakeStep, run_fake_step
-from infinity.planning.operator_timing import Operations, Seconds
+from infinity.planning.predict import Work
 
 CPU = torch.device("cpu")
 FP32 = infinity.Precision(compute="fp32")
@@ -91,8 +92,7 @@ def test_nothing_of_a_model_changes_and_its_bytes_are_right(each: Entry) -> None
 
 
 @pytest.mark.parametrize("name", ["checkpointed", "reentrant", "convnet", "recurrent"])
-def test_example_inputs_change_nothing_of_training(name: str, monkeypatch) -> None:
-    monkeypatch.setattr("infinity.api.seconds_of", lambda *_: Seconds(1.0, 1.0))
+def test_example_inputs_change_nothing_of_training(name: str) -> None:
     after = []
     for given in ({}, {"example_inputs": (entry(name).batch(0, 0)[0],)}):
         model = entry(name).make()
@@ -479,11 +479,51 @@ def test_an_interrupt_restores_too() -> None:
     assert state_of(LOG, global_generators()) == before
 
 
+def test_saved_tensors_share_the_storages_of_what_the_forward_made() -> None:
+    x = torch.ones(16, 16, requires_grad=True)
+    # Five results, the last one's gradient, and the two gradients between which a backward passes on.
+    assert 5 * 1024 <= known(nn.Sequential(*(nn.Tanh() for _ in range(5))), x) <= 8 * 1024
+
+
+def test_products_count_by_dtype_and_other_operations_by_their_bytes() -> None:
+    square = nn.Linear(4, 4, bias=False)
+    assert dry(square, torch.ones(3, 4), train=False).work == Work({torch.float32: 2 * 3 * 4 * 4}, 0)
+    # Backward begins with ones, which torch.ones_like makes from the output.
+    assert dry(square, torch.ones(3, 4)).work == Work({torch.float32: 2 * 2 * 3 * 4 * 4}, 2 * 3 * 4 * 4)
+    assert dry(nn.Tanh(), torch.ones(3, 4), train=False).work == Work({}, 2 * 3 * 4 * 4)
+    assert dry(nn.Flatten(), torch.ones(3, 4), train=False).work == Work({}, 0), "a view"
+
+
+def test_attention_on_the_cpu_counts_as_two_products_forward_and_five_backward() -> None:
+    x = torch.ones(2, 4, 32, 8, requires_grad=True)  # (batch, heads, sequence, width of a head)
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    assert dry(Attention(), x).work.flops == {torch.float32: 7 * 2 * (2 * 4) * 32 * 32 * 8}
+
+
+def test_a_dry_run_does_the_work_of_a_real_step() -> None:
+    model, inputs = entry("transformer").make(), entry("transformer").batch(0, 0)[0]
+    watch = fake_step._Watch()
+    with watch:
+        fake_step._step(model, (inputs,), {}, watch, train=True)
+    assert dry(model, inputs).work.flops == watch.work.flops
+    assert dry(model, inputs).work.nbytes == pytest.approx(watch.work.nbytes, rel=0.01)
+
+
+def test_a_step_for_cuda_without_cuda_runs_with_the_cpus_operators() -> None:
+    device = torch.device("cuda")
+    found = run_fake_step(Wide(None), (torch.ones(64, 32),), precision=FP32, device=device, train=True)
+    assert found == dry(Wide(None), torch.ones(64, 32))
+
+
 def test_the_json_of_the_command_has_the_reason(capsys, monkeypatch, tmp_path: Path) -> None:
     from infinity.cli import main
 
     def failing(*_: Any, **__: Any) -> FakeStep:
-        return FakeStep(None, Operations(), "a reason")
+        return FakeStep(None, Work({}, 0), "a reason")
 
     monkeypatch.setattr("infinity.api.run_fake_step", failing)
     text = tmp_path / "text.txt"

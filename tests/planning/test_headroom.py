@@ -25,9 +25,8 @@ from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
 from infinity.lm.decoder import PRESETS, Decoder
 from infinity.planning import fake_step
-from infinity.planning.headroom import NO_HEADROOM, Headroom, segment, workspace
+from infinity.planning.headroom import NO_HEADROOM, Headroom, Reserve, segment, workspace
 from infinity.planning.planner import Available, make_plan
-from infinity.planning.reserve import Reserve
 from infinity.tiers import Tier
 
 MIB = 1 << 20
@@ -240,11 +239,13 @@ class TestAttentionScratch:
     The scratch memory is counted while the kernel runs, and other kernels have none.
     """
 
-    def test_it_is_counted_while_the_kernel_runs(self) -> None:
-        watch = fake_step._Watch()
+    @pytest.mark.parametrize("name", ["flash_attention_backward", "flash_attention_for_cpu_backward"])
+    def test_it_is_counted_while_the_kernel_runs(self, name: str) -> None:
+        """Also for the CPU's operator, which stands for that of CUDA where torch has no CUDA device."""
+        watch = fake_step._Watch(scratch=True)
         watch.now = 7
         shape = (2, 4, 128, 64)
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+        backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
         with fake_step.fake_tensor.FakeTensorMode():
             gradients = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
             watch._scratch(backward, (*gradients, None))

@@ -41,7 +41,8 @@ def fast_probes(monkeypatch, tmp_path) -> list[str]:
 
     monkeypatch.setattr(machine_rates, "_disk", lambda path, limit, paths: rates(path))
     monkeypatch.setattr(machine_rates, "stream_speed", lambda repeats: rates("stream")["read"])
-    monkeypatch.setattr(machine_rates, "_flops", lambda device, dtype: rates(str(dtype))["read"])
+    monkeypatch.setattr(machine_rates, "_flops", lambda device, dtype: {"rate": rates(str(dtype))["read"]})
+    monkeypatch.setattr(machine_rates, "_compute_memory", lambda device, dtype: {"rate": 2e9})
     return probed
 
 
@@ -53,8 +54,11 @@ def test_bandwidths_are_probed_once(fast_probes, tmp_path) -> None:
     assert cache_file("machine_rates.json").is_relative_to(tmp_path)
     assert measure_rates(disks, CPU, torch.bfloat16) == first
     assert len(fast_probes) == 4
-    measure_rates({}, CPU, torch.float32)
+    mixed = measure_rates({}, CPU, torch.float32, [torch.float32, torch.bfloat16, torch.int8])
     assert fast_probes[4:] == ["torch.float32"]
+    assert set(mixed.flops) == {torch.float32, torch.bfloat16}
+    measure_rates({}, CPU, torch.float32, anew=True)
+    assert fast_probes[5:] == ["torch.float32"]
 
 
 def test_a_disk_is_probed_again_after_five_minutes(fast_probes) -> None:
@@ -88,7 +92,7 @@ def test_a_broken_cache_is_measured_anew(fast_probes, text) -> None:
     cache_file("machine_rates.json").parent.mkdir(parents=True)
     cache_file("machine_rates.json").write_text(text)
     measure_rates({}, CPU, torch.float32)
-    assert len(json.loads(cache_file("machine_rates.json").read_text())) == 2
+    assert len(json.loads(cache_file("machine_rates.json").read_text())) == 3
 
 
 def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
@@ -98,7 +102,8 @@ def test_real_probes_give_rates(monkeypatch, tmp_path: Path) -> None:
     found = measure_rates({str(tmp_path): 1 << 20}, CPU, torch.float32)
     # Otherwise a run with a seed would depend on whether its machine was known.
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream, found.flops) > 0
+    assert min(found.disk_read, found.disk_write, found.disk_mixed, found.host_stream) > 0
+    assert found.flops[torch.float32] > 0 and found.compute_memory > 0
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
@@ -119,11 +124,14 @@ def test_example_inputs_give_activations_and_time(fast_probes, device) -> None:
     hidden = 32 * 256 * 4
     assert 2 * hidden <= made.activations <= 4 * hidden
     gradients = sum(made.page_bytes(unit, Kind.GRADIENT) for unit in range(len(made.homes)))
-    assert 0 < made.compute.least <= made.compute.most
-    taken = 2 * gradients / 2e9  # a fresh gradient is read and stored
-    assert made.prediction.compute == pytest.approx(made.compute.least + taken)
-    added = gradients / 2e9
-    assert made.predict(4).compute == pytest.approx(4 * (made.compute.least + taken) + 3 * added)
+    compute = made.work.seconds(made.speeds)
+    assert made.work.flops == {torch.float32: 2 * 32 * (2 * 64 * 256 + 3 * 256 * 8)}
+    assert compute == pytest.approx((made.work.flops[torch.float32] + made.work.nbytes) / 2e9)
+    assert made.prediction.compute == pytest.approx(compute)
+    assert made.predict(4).compute == pytest.approx(4 * compute)
+    # A fresh gradient is read and stored, and one of a later backward is added to what is there.
+    added = 3 * (2 + 1) * gradients / 2e9
+    assert made.predict(4).update == pytest.approx(made.prediction.update + added)
     assert "s/step · limited by" in str(made)
     assert all(parameter.grad is None for parameter in model.parameters())
 

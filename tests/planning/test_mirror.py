@@ -20,9 +20,9 @@ from random_programs import BLOCKS, Blocks, adamw, budget_of
 import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import Rule
-from infinity.planning.mirror import mirrored
 from infinity.planning.placement import Kind
 from infinity.planning.planner import Available, make_plan
+from infinity.planning.twin_flow import mirrored
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.tiers.driver import Driver, emulated

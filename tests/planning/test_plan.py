@@ -11,10 +11,10 @@ from infinity.api import plan
 from infinity.config import Budget, Precision
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.planning.cost_model import PhaseBytes
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, make_plan
+from infinity.planning.predict import PhaseBytes
 from infinity.tiers import Tier
 
 models = st.builds(

@@ -17,11 +17,11 @@ from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.shards import Share
 from infinity.planning import twin_flow
+from infinity.planning.budgets import resident_budget
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.planning.resident_budget import resident_budget
+from infinity.planning.ranks import bytes_by_stage
 from infinity.planning.slab_layout import trainable_bytes
-from infinity.planning.stage_table import bytes_by_stage
 from infinity.tiers import Tier
 
 ROOMY = {"host": 64 * MiB}

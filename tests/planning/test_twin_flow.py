@@ -31,9 +31,9 @@ from infinity.device_update.kernels import Kernels, UpdateKind
 from infinity.device_update.table import Chunk
 from infinity.formats.optimizer_rules import Rule
 from infinity.planning import twin_flow
-from infinity.planning.cost_model import PhaseBytes
 from infinity.planning.placement import Kind
 from infinity.planning.planner import Available, make_plan
+from infinity.planning.predict import PhaseBytes
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

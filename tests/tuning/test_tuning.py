@@ -17,6 +17,7 @@ import torch
 from infinity import aio, cli
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.planning import machine_rates
+from infinity.planning.machine_file import Machine
 from infinity.system import io_settings, machine
 from infinity.system.cache import cache_file
 from infinity.system.directory import nameless_file
@@ -317,6 +318,22 @@ def test_the_command_prints_a_table_and_an_object(tmp_path: Path, capsys) -> Non
     assert chosen["backend"] in shown.err
 
 
+def test_the_machine_file_has_what_was_measured(tmp_path: Path, capsys) -> None:
+    path, file = os.fspath(tmp_path / "disk"), os.fspath(tmp_path / "machine.json")
+    os.mkdir(path)
+    assert cli.main(["tune", "--path", path, "--machine", file, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = Machine.read(file)
+    assert (found.measured, found.host_memory, found.host_stream) == (True, machine.memory().total, 10e9)
+    assert found.disk == {mode: report["disks"][0]["chosen"][mode] for mode in MODES}
+    if not torch.cuda.is_available():
+        assert (found.device_memory, found.compute_capability, found.device_updates) == (None, None, False)
+    speeds = machine_rates.measure_rates({path: MIB}, found.device(None), torch.bfloat16)
+    assert found.rates(1).disk_mixed == speeds.disk_mixed
+    assert found.flops["bf16"] == speeds.flops[torch.bfloat16]
+    assert found.compute_memory == speeds.compute_memory
+
+
 def test_paths_together_are_shown_with_their_shares(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")  # long paths take room from the rest of a line
     paths = [os.fspath(tmp_path / name) for name in ("first", "second")]
@@ -329,7 +346,8 @@ def test_paths_together_are_shown_with_their_shares(tmp_path: Path, capsys, monk
     assert "%" in shown
 
 
-def test_mistakes_are_told_before_anything_is_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("bad", [["--size", "1MiB"], ["--machine", "/absent/machine.json"]])
+def test_mistakes_are_told_before_anything_is_measured(tmp_path: Path, monkeypatch, capsys, bad) -> None:
     monkeypatch.setattr(tune, "sweep_disk", None)
-    assert cli.main(["tune", "--path", os.fspath(tmp_path), "--size", "1MiB"]) == 2
+    assert cli.main(["tune", "--path", os.fspath(tmp_path), *bad]) in (1, 2)
     assert "Error" in capsys.readouterr().err

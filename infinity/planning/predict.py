@@ -1,15 +1,14 @@
-"""Cost model: predicts the seconds of a step as a range, from each phase's work and each resource's rate.
-Pure.
+"""Prediction: the seconds of a step, from its work and the rates of a machine. Pure.
 
-The prediction is a roofline model. The lower end of the range assumes that all work overlaps that can
-overlap, and the upper end assumes that no work overlaps. The costs of hooks, of waits and of other
-processes are not modelled, and the range leaves room for them. A plan that was made without example inputs
-has no prediction. Once a runtime has finished a step, its plan shows the measured seconds instead.
+The work is bytes that move and floating-point operations; both are counted, and no operation is timed. A
+step takes at least as long as its busiest resource, as in a roofline model (Williams, Waterman, Patterson
+2009), and at most as long as all of them in turn. The costs of hooks, of waits and of other processes are
+not part of it. A plan that was made without example inputs has no prediction. Once a runtime has finished a
+step, its plan shows the measured seconds instead.
 
-Predictions for CUDA can be too short, because each resource counts as if it never waited for another
-resource. Where host RAM has no room for mirrors (infinity/planning/mirror.py), each chunk of parameters on
-the device is copied to host RAM for the CPU's update and back to the device. The update waits for these
-copies, and no phase here contains that wait.
+Predictions for CUDA can be too short, because no resource waits for another one. Where host RAM has no room
+for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device waits for copies
+down and up.
 """
 
 from __future__ import annotations
@@ -19,36 +18,29 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+import torch
+
 from infinity.errors import ConfigError
 from infinity.layout.shards import ALONE, Share
-from infinity.planning.operator_timing import Seconds
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Homes, Kind
 from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
 
 
-@dataclass(frozen=True, kw_only=True)
-class MachineRates:
-    """The rates of this machine's disks, memory, link and device, in bytes per second unless stated
-    otherwise.
-    """
+@dataclass(frozen=True)
+class Work:
+    """What the operations of one forward and, in training, of its backward do."""
 
-    disk_read: float | None = None
-    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_write: float | None = None
-    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_mixed: float | None = None
-    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
-    None without an NVMe tier.
-    """
-    host_stream: float
-    """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
-    link: float | None = None
-    """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
-    are the same RAM.
-    """
-    flops: float
-    """Floating-point operations per second of matrix products in the compute dtype."""
+    flops: Mapping[torch.dtype, int]
+    """Floating-point operations of matrix products, convolutions and attention, by the dtype of operands."""
+    nbytes: int
+    """Bytes that all other operations read and write."""
+
+    def seconds(self, rates: MachineRates) -> float:
+        """Seconds of all operations, one after the other."""
+        products = sum(count / rates.flops_in(dtype) for dtype, count in self.flops.items())
+        return products + self.nbytes / rates.compute_memory
 
 
 UpdateTime = Literal["lazy", "eager", "sync"]
@@ -96,7 +88,7 @@ class Prediction:
     @property
     def text(self) -> str:
         """The range of seconds as text, such as "0.28 to 0.41"."""
-        least, most = f"{self.least:.2g}", f"{self.most:.2g}"
+        least, most = (f"{each:.0f}" if each >= 99.5 else f"{each:.2g}" for each in (self.least, self.most))
         return least if least == most else f"{least} to {most}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,9 +98,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBytes:
-    """Bytes that one phase of a step moves, by the resource that moves them. Phases run one after the
-    other; within a phase, all work may overlap.
-    """
+    """Bytes that a part of a step moves, by the resource that moves them."""
 
     disk_read: int = 0
     disk_write: int = 0
@@ -151,19 +141,13 @@ class Traffic:
     """
     when: UpdateTime = "lazy"
 
-    def phases(self, micro_batches: int) -> list[tuple[PhaseBytes, int, int]]:
-        """The phases of a step, in order, as tuples (the bytes that the phase moves, number of forwards
-        that run in the phase, number of backwards that run in the phase).
-        """
+    def phases(self, micro_batches: int) -> tuple[PhaseBytes, PhaseBytes]:
+        """What a step moves while its forwards and backwards run, and what it moves after them."""
         more = micro_batches - 1
-        backwards = self.backward * micro_batches + self.accumulation * more
-        if self.when == "lazy":
-            first = (self.forward + self.update, 1, 0)
-            return [first, (self.forward * more + backwards, more, micro_batches)]
-        computing = self.forward * micro_batches + backwards
-        if self.when == "eager":  # updates that outlast the backward go on during the next forward
-            return [(computing + self.update, micro_batches, micro_batches)]
-        return [(computing, micro_batches, micro_batches), (self.update, 0, 0)]
+        computing = (self.forward + self.backward) * micro_batches + self.accumulation * more
+        if self.when == "sync":
+            return computing, self.update
+        return computing + self.update, PhaseBytes()
 
     @property
     def disk_read(self) -> int:
@@ -197,8 +181,8 @@ def traffic(
     update: the time when updates run. unified: whether device and host are the same RAM. computes_in_ram:
     whether the device is the CPU; the CPU may have a device budget apart from the host budget.
     updated_on_device: units whose pages all rest on the device, where they are updated. mirrored: units with
-    a copy of their parameters on the device; see infinity/planning/mirror.py. share: the rank whose bytes are
-    computed. whole: for each unit, the bytes of its whole parameter page; None if its home holds all of it.
+    a copy of their parameters on the device. share: the rank whose bytes are computed. whole: for each unit,
+    the bytes of its whole parameter page; None if its home holds all of it.
 
     Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
     All other bytes of these pages are brought up for forward, and again for backward. An update
@@ -302,40 +286,29 @@ def _gradient(
     return stored, added + PhaseBytes(host=nbytes)
 
 
-_FORWARD_SHARE = 1 / 3
-"""The forward's fraction of the compute time of forward and backward together. For each matrix product of
-the forward, the backward has two matrix products.
-"""
+def predict(moved: Traffic, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
+    """Predict the seconds of a step.
 
-_RESOURCES = ("compute", "disk", "update", "link")
-
-
-def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_batches: int = 1) -> Prediction:
-    """Predict the seconds of a step. Each phase takes at least as long as its busiest resource.
-
-    moved: the bytes that the step moves. speeds: the rates of the machine. operations: seconds that the
-    operations of one forward and one backward take. Without a link (`speeds.link` is None) the device is
-    the CPU: the seconds of compute, updates and copies add up, and only the disk works at the same time.
-    Equal amounts of bytes read from disk and written to disk go at the mixed rate. The remaining bytes go
-    at the rate of reads or at the rate of writes. Raises ConfigError if `micro_batches` is less than 1.
+    moved: the bytes that the step moves. speeds: the rates of the machine. compute: seconds of the operations
+    of one forward and one backward. An update that is not "sync" runs beside forwards and backwards. Without
+    a link (`speeds.link` is None) the device is the CPU: the seconds of compute, updates and copies add up,
+    and only the disk works at the same time. Equal amounts of bytes read from disk and written to disk go at
+    the mixed rate, and what remains at the rate of reads or of writes. Raises ConfigError if `micro_batches`
+    is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    forward_share = 1.0 if moved.backward == PhaseBytes() else _FORWARD_SHARE
-    busy, spent = (dict.fromkeys(_RESOURCES, 0.0) for _ in range(2))
-    slower = operations.most - operations.least
-    most = 0.0
-    for phase, forwards, backwards in moved.phases(micro_batches):
-        share = forwards * forward_share + backwards * (1 - forward_share)
-        parts = _busy(phase, speeds, compute=operations.least * share, in_turn=backwards > 0)
-        most += sum(parts.values()) + slower * share
+    computing, after = (_busy(phase, speeds) for phase in moved.phases(micro_batches))
+    computing["compute"] = compute * micro_batches
+    busy, spent = (dict.fromkeys(computing, 0.0) for _ in range(2))
+    for parts in (computing, after):
         for resource, seconds in parts.items():
             busy[resource] += seconds
-        for resource, seconds in _spent(parts, together=speeds.link is not None).items():
-            spent[resource] += seconds
+        for resource in _limits(parts, together=speeds.link is not None):
+            spent[resource] += parts[resource]
     return Prediction(
         least=sum(spent.values()),
-        most=most,
+        most=sum(busy.values()),
         limited_by=max(spent, key=spent.__getitem__),
         compute=busy["compute"],
         disk=busy["disk"],
@@ -344,35 +317,26 @@ def predict(moved: Traffic, speeds: MachineRates, operations: Seconds, micro_bat
     )
 
 
-def _busy(phase: PhaseBytes, speeds: MachineRates, *, compute: float, in_turn: bool) -> dict[str, float]:
-    """Seconds for which each resource ("compute", "disk", "update", "link") is busy in a phase.
-
-    phase: the bytes that the phase moves. compute: seconds of the phase's operations. in_turn: whether the
-    training thread waits while the CPU stores each gradient. If so, storing gradients counts as compute.
-    """
+def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
+    """Seconds for which a phase's bytes keep each resource busy."""
     if speeds.link is None:  # a copy within RAM reads and writes every byte
         link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
     update = phase.host / speeds.host_stream
-    if in_turn:
-        compute, update = compute + update, 0.0
-    return {"compute": compute, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
+    return {"compute": 0.0, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
 
 
-def _spent(busy: Mapping[str, float], *, together: bool) -> dict[str, float]:
-    """The least seconds that a phase can take, by the resources that limit it: resource -> seconds. The
-    values add up to the seconds of the phase.
+def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
+    """The resources whose seconds add up to the least that a phase can take.
 
-    busy: seconds for which each resource is busy. together: whether all resources overlap. If not, only the
-    disk overlaps with the other resources.
+    busy: seconds for which each resource is busy. together: whether all resources work at the same time. If
+    not, only the disk works beside the others, which take turns on the CPU.
     """
-    if not together:
-        on_cpu = {each: seconds for each, seconds in busy.items() if each != "disk"}
-        if busy["disk"] < sum(on_cpu.values()):
-            return on_cpu
-    longest = "disk" if not together else max(busy, key=lambda each: busy[each])
-    return {longest: busy[longest]}
+    if together:
+        return [max(busy, key=busy.__getitem__)]
+    on_cpu = [each for each in busy if each != "disk"]
+    return ["disk"] if busy["disk"] >= sum(busy[each] for each in on_cpu) else on_cpu
 
 
 def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:

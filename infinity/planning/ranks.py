@@ -1,21 +1,26 @@
-"""Network: bytes that ranks receive from each other in a step, and the seconds of a link between nodes. Pure.
+"""Ranks: the bytes that one of several ranks keeps, receives and caches in a step. Pure.
 
 With N ranks each has 1/N of everything that is divided, so it receives (N-1)/N of it. Of the N-1 others N-K
 run on other nodes, if each node has K ranks. What these have of parameters comes once for the whole node, if
-the node keeps it (`Plan.node_cache_bytes`), and else for each of its ranks.
+the node keeps it (`Plan.node_cache_bytes`), and else for each of its ranks. With room in this cache for all
+that it brings, each parameter crosses the link between nodes once a step and node. With less, what was used
+longest ago is brought again.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import ConfigError
-from infinity.planning.node_cache import wanted_bytes
+from infinity.formats.optimizer_rules import state_format
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.planning.stage_table import bytes_without_padding
+from infinity.planning.plan_text import render
+from infinity.tiers import PAGE_ALIGNMENT
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:bit(?:/s)?|bps)", re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -113,3 +118,97 @@ def link_rate(text: str) -> float:
     if match is None or not float(match[1]):
         raise ConfigError(f"--link is {text!r}, which is no rate.", 'Give one such as "25Gbit" or "100Mbit".')
     return float(match[1]) * _BITS[match[2].lower()] / 8
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """The bytes of all homes of one kind of pages on one rank, at one stage of ZeRO."""
+
+    stage: int
+    kind: Kind
+    planned: int
+    """Bytes with padding and gaps, as the plan counts them."""
+    formula: float
+    """Bytes without padding and gaps, by figure 1 of ZeRO (Rajbhandari et al., 2020): the bytes of an element
+    times the number of elements, divided by the number of ranks if the stage divides this kind. The paper
+    has 2, 2 and 12 bytes for parameters, gradients and optimizer states. Here they follow from the dtypes of
+    the plan, and frozen parameters have neither gradients nor states.
+    """
+
+
+def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
+    """The bytes of each kind at each stage, for the plan's layout and number of ranks: stages in order, and
+    the kinds of each stage in the order of `Kind`.
+    """
+    elements = bytes_without_padding(plan)
+    found = []
+    for stage in range(4):
+        share = replace(plan.share, stage=stage)
+        sizes = replace(plan, share=share).page_sizes
+        whole = {
+            Kind.PARAMETER: share.whole_parameters,
+            Kind.GRADIENT: share.whole_gradients,
+            Kind.OPTIMIZER: share.whole_states,
+        }
+        for kind in Kind:
+            formula = elements[kind] / (1 if whole[kind] else share.ranks)
+            found.append(StageBytes(stage, kind, sum(sizes[kind]), formula))
+    return tuple(found)
+
+
+def text_by_stage(found: Sequence[StageBytes]) -> str:
+    """The table of `bytes_by_stage` as text, with a row for each stage."""
+    titles = {Kind.PARAMETER: "params", Kind.GRADIENT: "gradients", Kind.OPTIMIZER: "optimizer"}
+    rows: dict[int, dict[str, Any]] = {}
+    for each in found:
+        row = rows.setdefault(each.stage, {"stage": str(each.stage)})
+        row[titles[each.kind]] = each.planned
+        row[f"{titles[each.kind]} (ZeRO)"] = round(each.formula)
+    for stage, row in rows.items():
+        row["sum"] = sum(each.planned for each in found if each.stage == stage)
+    return render(list(rows.values()))
+
+
+def bytes_without_padding(plan: Plan) -> dict[Kind, int]:
+    """The bytes of each kind that all parameters of the model take, without padding and gaps."""
+    found = dict.fromkeys(Kind, 0)
+    for unit in plan.layout.units:
+        for parameter in unit.parameters:
+            found[Kind.PARAMETER] += parameter.numel * parameter.dtype.itemsize
+            if plan.rule is None or not parameter.trainable:
+                continue
+            found[Kind.GRADIENT] += parameter.numel * plan.gradient_dtype(parameter.dtype).itemsize
+            arrays = plan.rule.arrays(parameter.dtype)
+            found[Kind.OPTIMIZER] += sum(state_format(arrays, parameter.numel).sizes)
+    return found
+
+
+_SHARES = (4, 8, 16)
+"""Where pages are on NVMe for lack of RAM, the cache takes at most the host budget divided by one of these:
+the first with which the model is divided as without a cache, and as many pages are present.
+"""
+_LEAST_BLOCKS = 4
+"""The fewest exchange buffers' worth of bytes that a cache is made for."""
+
+
+def wanted_bytes(plan: Plan) -> int:
+    """Bytes of all parameters that this rank brings for its node; 0 if no bytes would be spared.
+
+    They are spared where several ranks of the node ask for the same ones, or where pages come more than once
+    a step.
+    """
+    share = plan.share
+    if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
+        return 0
+    return plan.relayed_bytes
+
+
+def least_bytes(plan: Plan) -> int:
+    """Bytes below which no cache is made: all that is wanted, or some exchange buffers' worth."""
+    return min(wanted_bytes(plan), _LEAST_BLOCKS * plan.exchange_block_bytes)
+
+
+def shares_of_budget(wanted: int, budget: int) -> Iterator[int]:
+    """Yield bytes, multiples of 4096, that a cache may take of a host budget at the expense of pages."""
+    for share in _SHARES:
+        yield min(round_up(wanted, PAGE_ALIGNMENT), budget // share // PAGE_ALIGNMENT * PAGE_ALIGNMENT)

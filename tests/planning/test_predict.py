@@ -5,26 +5,34 @@ by hand.
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
-from infinity.planning.cost_model import (
-    MachineRates,
+from infinity.planning.machine_rates import MachineRates
+from infinity.planning.placement import Kind
+from infinity.planning.predict import (
     PhaseBytes,
     Prediction,
     Traffic,
     UpdateTime,
+    Work,
     predict,
     traffic,
 )
-from infinity.planning.operator_timing import Seconds
-from infinity.planning.placement import Kind
 from infinity.tiers import Tier
 
 GB = 10**9
-CPU = MachineRates(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, flops=1e11)
-GPU = MachineRates(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9, host_stream=4e9, link=1e9, flops=1e11)
+CPU = MachineRates(
+    disk_read=2e9,
+    disk_write=1e9,
+    disk_mixed=1.5e9,
+    host_stream=4e9,
+    flops={torch.bfloat16: 1e11, torch.float32: 5e10},
+    compute_memory=1e10,
+)
+GPU = replace(CPU, link=1e9)
 
 
 def check(found: Prediction, least: float, most: float, limited_by: str, **busy: float) -> None:
@@ -36,21 +44,21 @@ def check(found: Prediction, least: float, most: float, limited_by: str, **busy:
     assert not found.measured
 
 
-def exactly(seconds: float) -> Seconds:
-    """Return a range of seconds whose least and most are both `seconds`."""
-    return Seconds(seconds, seconds)
+def test_products_go_by_their_dtype_and_other_operations_by_their_bytes() -> None:
+    assert Work({torch.bfloat16: 10**11, torch.float32: 10**11}, 10**10).seconds(CPU) == 1 + 2 + 1
+    assert Work({torch.float64: 10**11}, 0).seconds(CPU) == 2, "the slowest dtype that is known"
 
 
-def test_a_lazy_update_runs_under_the_first_forward() -> None:
+def test_a_lazy_update_runs_beside_forward_and_backward() -> None:
     moved = Traffic(
         forward=PhaseBytes(disk_read=1 * GB),
         backward=PhaseBytes(disk_read=2 * GB, disk_write=1 * GB),
         update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
     )
-    # Forward: 6 GB mixed and 1 GB read alone. Backward: 2 GB mixed and 1 GB read alone, under 3 s of compute.
-    first, second = 6 / 1.5 + 0.5, 2 / 1.5 + 0.5
-    most = 4.5 + first + second
-    check(predict(moved, CPU, exactly(4.5)), first + 3.0, most, "disk", compute=4.5, disk=first + second)
+    # 8 GB mixed and 2 GB read alone.
+    disk = 8 / 1.5 + 1.0
+    check(predict(moved, CPU, 4.5), disk, disk + 4.5, "disk", compute=4.5, disk=disk)
+    check(predict(moved, CPU, 7.5), 7.5, disk + 7.5, "compute", compute=7.5, disk=disk)
 
 
 def test_an_update_in_step_follows_forward_and_backward() -> None:
@@ -62,7 +70,7 @@ def test_an_update_in_step_follows_forward_and_backward() -> None:
     )
     # Forward and backward: 2 GB mixed (4/3 s) and 5 GB read alone (2.5 s); the update: 6 GB mixed.
     disk = 2 / 1.5 + 2.5 + 4.0
-    check(predict(moved, CPU, exactly(1.0)), disk, disk + 1.0, "disk", compute=1.0, disk=disk)
+    check(predict(moved, CPU, 1.0), disk, disk + 1.0, "disk", compute=1.0, disk=disk)
 
 
 def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
@@ -74,15 +82,16 @@ def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
     )
     # 8 GB mixed at 1.5 GB/s, 3 GB read alone at 2 GB/s.
     disk = 8 / 1.5 + 1.5
-    check(predict(moved, CPU, exactly(1.0)), disk, disk + 1.0, "disk", compute=1.0, disk=disk)
-    check(predict(moved, CPU, exactly(9.0)), 9.0, disk + 9.0, "compute", compute=9.0, disk=disk)
+    check(predict(moved, CPU, 1.0), disk, disk + 1.0, "disk", compute=1.0, disk=disk)
+    check(predict(moved, CPU, 9.0), 9.0, disk + 9.0, "compute", compute=9.0, disk=disk)
 
 
-def test_compute_hides_the_disk_in_its_own_phase_only() -> None:
-    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=PhaseBytes(disk_write=3 * GB, host=4 * GB))
-    # Forward takes 2 s and the update 1 s, which are as long as the disk takes; backward hides its second.
-    found = predict(moved, CPU, exactly(6.0))
-    check(found, 3.0 + 4.0, 6.0 + 5.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
+def test_compute_hides_the_disk_but_not_that_of_an_update_after_it() -> None:
+    update = PhaseBytes(disk_write=3 * GB, host=4 * GB)
+    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=update, when="sync")
+    # 6 s of compute hide a second of reads; then 3 s of writes hide a second of updates.
+    found = predict(moved, CPU, 6.0)
+    check(found, 6.0 + 3.0, 7.0 + 4.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
 
 
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
@@ -91,10 +100,9 @@ def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
         backward=PhaseBytes(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
         update=PhaseBytes(host=16 * GB, to_host=2 * GB),
     )
-    # Forward 0.5 s, updating 4 s and copying 1.5 s; then backward 1 s, taking gradients over and adding to
-    # them 1 s, copying 0.5 s, beside the disk's second.
-    found = predict(moved, CPU, exactly(1.5))
-    check(found, 6.0 + 2.5, 9.5, "update", compute=2.5, link=2.0, update=4.0, disk=1.0)
+    # Updating and adding gradients take 5 s, copying 2 s, beside the disk's second.
+    found = predict(moved, CPU, 1.5)
+    check(found, 8.5, 9.5, "update", compute=1.5, link=2.0, update=5.0, disk=1.0)
 
 
 def test_a_link_runs_beside_compute_and_update() -> None:
@@ -103,20 +111,13 @@ def test_a_link_runs_beside_compute_and_update() -> None:
         backward=PhaseBytes(to_device=3 * GB, to_host=1 * GB),
         update=PhaseBytes(host=8 * GB, to_host=1 * GB),
     )
-    check(predict(moved, GPU, exactly(1.0)), 3.0 + 3.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
+    check(predict(moved, GPU, 1.0), 6.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
-    speeds = MachineRates(host_stream=4e9, flops=1e11)
+    speeds = replace(CPU, disk_read=None, disk_write=None, disk_mixed=None)
     moved = Traffic(backward=PhaseBytes(to_device=0), update=PhaseBytes(host=4 * GB))
-    check(predict(moved, speeds, exactly(0.5)), 1.5, 1.5, "update", compute=0.5, update=1)
-
-
-def test_operations_that_were_slower_in_one_round_widen_the_range() -> None:
-    moved = Traffic(forward=PhaseBytes(disk_read=2 * GB), backward=PhaseBytes(disk_read=2 * GB))
-    found = predict(moved, CPU, Seconds(3.0, 4.5))
-    check(found, 3.0, 4.5 + 2.0, "compute", compute=3.0, disk=2.0)
-    check(predict(moved, CPU, Seconds(3.0, 4.5), 2), 6.0, 9.0 + 4.0, "compute", compute=6.0, disk=4.0)
+    check(predict(moved, speeds, 0.5), 1.5, 1.5, "update", compute=0.5, update=1)
 
 
 def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() -> None:
@@ -127,19 +128,21 @@ def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() ->
         update=PhaseBytes(disk_write=1 * GB),
         when="sync",
     )
-    # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; compute: 3 x (0.5 + 1) + 2 x 0.5.
-    found = predict(moved, CPU, exactly(0.5), 3)
-    check(found, 5.5 + 1.0, 5.5 + 4.0 + 1.0, "compute", compute=5.5, disk=4.0 + 1.0)
+    # Disk: 3 x 2 + 2 x 1 GB read, then 1 GB written; adding gradients: 3 x 1 + 2 x 0.5 s.
+    found = predict(moved, CPU, 0.5, 3)
+    check(found, 5.5 + 1.0, 5.5 + 4.0 + 1.0, "update", compute=1.5, update=4.0, disk=4.0 + 1.0)
     with pytest.raises(ConfigError, match="0 micro-batches"):
-        predict(moved, CPU, exactly(0.5), 0)
+        predict(moved, CPU, 0.5, 0)
 
 
 def test_inference_is_all_forward() -> None:
-    found = predict(Traffic(forward=PhaseBytes(disk_read=2 * GB)), CPU, exactly(3.0))
+    found = predict(Traffic(forward=PhaseBytes(disk_read=2 * GB)), CPU, 3.0)
     check(found, 3.0, 4.0, "compute", compute=3.0, disk=1.0)
 
 
-@pytest.mark.parametrize("least, most, text", [(0.2849, 0.41, "0.28 to 0.41"), (1.3, 1.301, "1.3")])
+@pytest.mark.parametrize(
+    "least, most, text", [(0.2849, 0.41, "0.28 to 0.41"), (1.3, 1.301, "1.3"), (99.6, 314.1, "100 to 314")]
+)
 def test_a_range_is_shown_with_two_digits(least: float, most: float, text: str) -> None:
     parts = {"limited_by": "disk", "compute": 0.1, "disk": 0.2, "update": 0.0, "link": 0.0}
     found = Prediction(least=least, most=most, **parts)
@@ -170,14 +173,7 @@ def test_more_bytes_never_take_less(
 ) -> None:
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
-    speeds = MachineRates(
-        disk_read=read,
-        disk_write=write,
-        disk_mixed=mixed,
-        host_stream=5e9,
-        link=link,
-        flops=1e11,
-    )
+    speeds = replace(CPU, disk_read=read, disk_write=write, disk_mixed=mixed, host_stream=5e9, link=link)
     both = Traffic(
         forward=moved.forward + more.forward,
         backward=moved.backward + more.backward,
@@ -186,12 +182,12 @@ def test_more_bytes_never_take_less(
         when=update,
     )
     moved = replace(moved, when=update)
-    less = predict(moved, speeds, exactly(seconds), micro_batches)
+    less = predict(moved, speeds, seconds, micro_batches)
     assert less.least <= less.most * (1 + 1e-9)
     for more_of_it in (
-        predict(both, speeds, exactly(seconds), micro_batches),
-        predict(moved, speeds, exactly(seconds + 1), micro_batches),
-        predict(moved, speeds, exactly(seconds), micro_batches + 1),
+        predict(both, speeds, seconds, micro_batches),
+        predict(moved, speeds, seconds + 1, micro_batches),
+        predict(moved, speeds, seconds, micro_batches + 1),
     ):
         assert more_of_it.least >= less.least * (1 - 1e-9)
         assert more_of_it.most >= less.most * (1 - 1e-9)
