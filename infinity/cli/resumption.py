@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.api import checkpoint_of
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.first_commit import commits_to_continue
 from infinity.checkpoint.rank_directories import commit_directories, directory_of
 from infinity.checkpoint.resume import read_newest, run_state
-from infinity.checkpoint.values import decode
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.shards import Share
 from infinity.lm.language_model import LanguageModel
@@ -96,7 +96,7 @@ def progress_of(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> 
     ConfigError if it has more steps already.
     """
     name = f"commit-{saved.manifest.generation}"
-    theirs = decode(saved.manifest.identity, saved.blobs, "identity")
+    theirs = decode(saved.manifest.run.identity, saved.tensors, "identity")
     state = run_state(saved).user_state
     if not isinstance(theirs, dict) or not isinstance(state, dict) or "step" not in state:
         raise IncompatibleCheckpoint(
