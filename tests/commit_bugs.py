@@ -20,12 +20,12 @@ from recorded_commits import Record, killed, streamed, whole
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, directory, run_state
+from infinity.checkpoint.codec import encode
 from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
-from infinity.checkpoint.values import encode
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Ledger
 from infinity.pages.store import Store
@@ -170,10 +170,10 @@ def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
 def old_commit_removed_before_the_new_one(patch: Patch, faults: Faults) -> None:
     write = commit_files.write
 
-    def careless(manifest: Any, checksums: Any, blobs: Any, where: Any, files: DiskFiles) -> None:
+    def careless(manifest: Any, checksums: Any, tensors: Any, where: Any, files: DiskFiles) -> None:
         for each in commit_files.generations(where):
             commit_files.remove(where, each, files)
-        write(manifest, checksums, blobs, where, files)
+        write(manifest, checksums, tensors, where, files)
 
     patch.setattr(commit_files, "write", careless)
 
@@ -205,14 +205,19 @@ def read_late(field: str) -> Bug:
 
         def late(self: Recorder, draft: Any, pending: Any) -> Any:
             time.sleep(_A_STEP)
-            blobs = draft.blobs
+            tensors = draft.tensors
             now: dict[str, Callable[[], Any]] = {
                 "parameters": lambda: tuple(self._parameters()),
-                "param_groups": lambda: tuple(run_state._groups(self.param_groups, blobs)),
-                "rng": lambda: {name: encode(each, blobs) for name, each in generators().items()},
-                "buffers": lambda: {n: encode(each, blobs) for n, each in buffers_of(self)},
+                "param_groups": lambda: tuple(run_state._groups(self.param_groups, tensors)),
+                "rng": lambda: {name: encode(each, tensors) for name, each in generators().items()},
+                "buffers": lambda: {n: encode(each, tensors) for n, each in buffers_of(self)},
             }
-            changed = replace(draft, manifest=replace(draft.manifest, **{field: now[field]()}))
+            manifest, value = draft.manifest, {field: now[field]()}
+            if field == "parameters":
+                manifest = replace(manifest, **value)
+            else:
+                manifest = replace(manifest, run=replace(manifest.run, **value))
+            changed = replace(draft, manifest=manifest)
             return finish(self, changed, pending)
 
         patch.setattr(Recorder, "finish", late)
@@ -277,7 +282,7 @@ BUGS: dict[str, tuple[Bug, Record]] = {
     "slabs not synced, with homes in ram": (slabs_not_synced, RAM),
     "slabs synced before the writes ended": (slabs_synced_before_the_writes_ended, NVME),
     "manifest not synced": (not_synced(".tmp"), NVME),
-    "data file not synced": (not_synced(".data"), NVME),
+    "data file not synced": (not_synced(".safetensors"), NVME),
     "headers of slabs not synced": (not_synced(".slab"), NVME),
     "manifest renamed before it was synced": (manifest_renamed_before_it_was_synced, NVME),
     "directory not synced": (directory_not_synced, NVME),

@@ -15,10 +15,10 @@ from parity import differences
 from infinity.aio import StripeMap
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.array_source import VALUES
+from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, volume_record
 from infinity.checkpoint.manifest import HEADER_BYTES
-from infinity.checkpoint.values import decode
 from infinity.errors import CorruptState, InfinityError
 from infinity.formats.master_weights import split
 from infinity.layout.strides import in_memory_order
@@ -148,17 +148,18 @@ def wrong_scalars(saved: SavedCommit, shot: Shot) -> list[str]:
     manifest = saved.manifest
 
     def decoded(nodes: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: decode(each, saved.blobs, name) for name, each in nodes.items()}
+        return {name: decode(each, saved.tensors, name) for name, each in nodes.items()}
 
     groups = [
-        {**decode(each.options, saved.blobs), "params": list(each.params)} for each in manifest.param_groups
+        {**decode(each.options, saved.tensors), "params": list(each.params)}
+        for each in manifest.run.param_groups
     ]
     steps = {each.names[0]: each.step for each in manifest.parameters if each.step}
     return [
         *differences(groups, shot.groups, "groups"),
-        *differences(decoded(manifest.buffers), shot.buffers, "buffers"),
-        *differences(listed(decoded(manifest.rng)), shot.generators, "generators"),
-        *differences(decode(manifest.state, saved.blobs), shot.state, "state"),
+        *differences(decoded(manifest.run.buffers), shot.buffers, "buffers"),
+        *differences(listed(decoded(manifest.run.rng)), shot.generators, "generators"),
+        *differences(decode(manifest.run.state, saved.tensors), shot.state, "state"),
         *differences(steps, {name: int(each["step"]) for name, each in shot.states.items()}, "steps"),
     ]
 

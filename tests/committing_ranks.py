@@ -39,7 +39,7 @@ from infinity.tiers import NvmeTier
 
 OPERATIONS = {
     "header": ("sync", ".slab"),
-    "data file": ("write", ".data"),
+    "data file": ("write", ".safetensors"),
     "manifest": ("sync", ".tmp"),
     "before the rename": ("rename", ".tmp"),
     "after the rename": ("sync directory", "rank-"),

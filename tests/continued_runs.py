@@ -120,6 +120,10 @@ class Continued:
             directory = self.plan.commits / f"rank-{rank}"
             slabs = commit_files.read(directory, newest, DiskFiles()).manifest.volume.slabs
             there = {each.name for where in (directory, directory.parents[1]) for each in where.iterdir()}
-            wanted = {f"commit-{newest}", f"commit-{newest}.data", *(slab_name(rank, e.uuid) for e in slabs)}
+            wanted = {
+                f"commit-{newest}",
+                f"commit-{newest}.safetensors",
+                *(slab_name(rank, e.uuid) for e in slabs),
+            }
             others = {each for each in there - wanted if f"rank{rank}-" in each or "commit-" in each}
             assert wanted <= there and (self.anew or not others), others

@@ -236,7 +236,7 @@ class Session:
         saved = commit_files.read(self.run.directory, generation, DiskFiles())
         slabs = [slab_name(0, each.uuid) for each in saved.manifest.volume.slabs]
         found = sorted(names(self.run.swap) + names(self.run.directory))
-        assert found == sorted([*slabs, f"commit-{generation}", f"commit-{generation}.data"])
+        assert found == sorted([*slabs, f"commit-{generation}", f"commit-{generation}.safetensors"])
 
     def _step(self) -> float:
         of, step = self.run.of, self.steps

@@ -231,7 +231,7 @@ def check_continues(job: Job, directories: Sequence[Path], durable: int) -> None
     assert [each for path in directories for each in path.iterdir() if each.suffix == ".lock"] == []
     saved = newest(directories[0], DiskFiles())
     assert saved is not None
-    step = RunState.of(saved.manifest, saved.blobs).user_state["step"]
+    step = RunState(saved.manifest.run, saved.tensors).user_state["step"]
     assert step >= durable
     assert continued(job, directories, step) is None
 

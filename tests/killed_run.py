@@ -29,7 +29,7 @@ from infinity.tiers import NvmeTier
 
 OPERATIONS = {
     "manifest": ("sync", ".tmp"),
-    "data file": ("write", ".data"),
+    "data file": ("write", ".safetensors"),
     "header": ("sync", ".slab"),
     "before the rename": ("rename", ".tmp"),
     "after the rename": ("sync directory", "commits"),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.codec import Tensors, encode
 from infinity.checkpoint.manifest import (
     FORMAT,
     ChunkEntry,
@@ -29,28 +29,21 @@ from infinity.checkpoint.manifest import (
     Place,
     PrecisionEntry,
     Range,
+    RunRecord,
     SlabEntry,
     UnitEntry,
     Volume,
 )
-from infinity.checkpoint.values import encode
 from infinity.checksum import crc32c
 
-Commit = tuple[Manifest, npt.NDArray[np.uint32], Blobs]
+Commit = tuple[Manifest, npt.NDArray[np.uint32], Tensors]
 CHECKSUMS = 13
 """Number of checksums of the small manifest."""
 
 
 def small(generation: int = 7) -> Commit:
     """A manifest of a bf16 parameter in two ranges, with int8 moments, and a frozen fp32 parameter."""
-    blobs = Blobs()
-    state = {
-        "epoch": 3,
-        "best": math.inf,
-        "order": (2, 0, 1),
-        "weights": torch.arange(3, dtype=torch.bfloat16),
-        b"raw": {None, 1.5},
-    }
+    tensors: Tensors = {}
     manifest = Manifest(
         generation=generation,
         created="2026-01-02T03:04:05Z",
@@ -75,19 +68,33 @@ def small(generation: int = 7) -> Commit:
             ),
         ),
         parameters=(weight(), scale()),
-        param_groups=(
-            ParamGroup(encode({"lr": 0.1, "betas": (0.9, 0.999), "name": "é"}, blobs), ("block.weight",)),
-            ParamGroup(encode({"lr": 1e-05}, blobs), ()),
-        ),
-        buffers={"block.running": encode(torch.tensor([1.0, -2.0]), blobs)},
-        extra_state={"block": encode({"calls": 5}, blobs)},
-        loss_scale=LossScale(65536.0, 12),
-        rng={"torch": encode(torch.zeros(4, dtype=torch.uint8), blobs), "cuda": []},
-        state=encode(state, blobs),
-        identity=encode({"text": b"\x01\x02"}, blobs),
+        run=run_record(tensors),
     )
     checksums = np.arange(CHECKSUMS, dtype=np.uint32) * np.uint32(0x11111111)
-    return manifest, checksums, blobs
+    return manifest, checksums, tensors
+
+
+def run_record(tensors: Tensors) -> RunRecord:
+    """Two param groups, a buffer, and values of several types, whose tensors are added to `tensors`."""
+    state = {
+        "epoch": 3,
+        "best": math.inf,
+        "order": (2, 0, 1),
+        "weights": torch.arange(3, dtype=torch.bfloat16),
+        b"raw": {None, 1.5},
+    }
+    return RunRecord(
+        param_groups=(
+            ParamGroup(encode({"lr": 0.1, "betas": (0.9, 0.999), "name": "é"}, tensors), ("block.weight",)),
+            ParamGroup(encode({"lr": 1e-05}, tensors), ()),
+        ),
+        buffers={"block.running": encode(torch.tensor([1.0, -2.0]), tensors)},
+        extra_state={"block": encode({"calls": 5}, tensors)},
+        loss_scale=LossScale(65536.0, 12),
+        rng={"torch": encode(torch.zeros(4, dtype=torch.uint8), tensors), "cuda": []},
+        state=encode(state, tensors),
+        identity=encode({"text": b"\x01\x02"}, tensors),
+    )
 
 
 def weight() -> ParameterEntry:
@@ -158,8 +165,8 @@ def tree() -> Any:
 
 def contents(commit: Commit) -> tuple[bytes, bytes]:
     """The content of a commit's manifest and data file."""
-    manifest, checksums, blobs = commit
-    data = commit_files.data_bytes(manifest, checksums, blobs)
+    manifest, checksums, tensors = commit
+    data = commit_files.data_bytes(manifest, checksums, tensors)
     return commit_files.manifest_bytes(manifest, data), data
 
 
@@ -176,7 +183,7 @@ def changed(root: Any, path: str, content: Any) -> Any:
 def put(directory: Path, manifest: bytes, data: bytes, generation: int = 7) -> None:
     """Write the two files of a commit with this content."""
     (directory / f"commit-{generation}").write_bytes(manifest)
-    (directory / f"commit-{generation}.data").write_bytes(data)
+    (directory / f"commit-{generation}.safetensors").write_bytes(data)
 
 
 def put_tree(directory: Path, tree: Any, data: bytes) -> None:
@@ -188,8 +195,9 @@ def put_tree(directory: Path, tree: Any, data: bytes) -> None:
 
 ODD = (
     None, True, 0, 1, -1, 2, 4096, 1 << 62, (1 << 63) - 1, 1 << 64, 0.5, -0.0, math.inf, math.nan, "", "int8",
-    "values", "\ud800", [], [0], [[]], {}, {"tuple": []}, {"bytes": [0, 1, 0]}, {"bytes": [0, 1 << 62, 0]},
-    {"tensor": ["float32", [1 << 40], [1], [0, 4, 0]]}, {"float": "7ff0000000000000"},
+    "values", "\ud800", [], [0], [[]], {}, {"$tuple": []}, {"$bytes": "00"},
+    {"$tensor": ["float32", [2], [1], "0"]},
+    {"$tensor": ["float32", [1 << 40], [1], "0"]}, {"$float": "000000000000f07f"},
 )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ class ToyRun:
                 disk.sync(file.fileno(), path)
 
     def _write_checksums(self, disk: DiskFiles) -> None:
-        disk.create(self._path("commit-{}.data"), json.dumps(self._saved[2]).encode())
+        disk.create(self._path("commit-{}.safetensors"), json.dumps(self._saved[2]).encode())
 
     def _write_manifest(self, disk: DiskFiles) -> None:
         step, place, checksums = self._saved
@@ -184,7 +184,7 @@ class ToyRun:
         self._durable_place = self._saved[1]
 
     def _remove_old(self) -> None:
-        for name in ("commit-{}", "commit-{}.data"):
+        for name in ("commit-{}", "commit-{}.safetensors"):
             self._disk.remove(self._path(name, self._generation - 1))
 
 
@@ -197,7 +197,7 @@ def load(directory: Path) -> tuple[int, str | None]:
         if not body or checksum != f"{zlib.crc32(body):08x}".encode():
             continue
         number, step, place, sum_of_checksums = json.loads(body)
-        data = directory / f"commit-{generation}.data"
+        data = directory / f"commit-{generation}.safetensors"
         if not data.exists() or zlib.crc32(data.read_bytes()) != sum_of_checksums:
             continue
         if number != generation or step != generation * STEPS_PER_COMMIT:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import struct
 from collections import Counter, OrderedDict
 from typing import Any
@@ -11,9 +13,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from infinity.checkpoint.array_values import DTYPES
-from infinity.checkpoint.blobs import Blobs
-from infinity.checkpoint.values import decode, encode
+from infinity.checkpoint.codec import decode, encode
+from infinity.checkpoint.tensor_files import TORCH_DTYPES, packed
+from infinity.checkpoint.tensor_reader import unpacked
 
 NUMPY = ["?", "i1", "<i8", ">u4", "<f2", ">f8", "<c16", "<M8[ns]", "<m8[25s]", "<U3", "|S5"]
 
@@ -57,16 +59,60 @@ def tensor_bytes(value: torch.Tensor) -> bytes:
 
 
 def through(value: Any) -> Any:
-    """The value after encoding it, JSON, and decoding it."""
-    blobs = Blobs()
-    text = json.dumps(encode(value, blobs), allow_nan=False)
-    return decode(json.loads(text), Blobs(bytes(blobs.content())))
+    """The value after encoding it, JSON and safetensors, and decoding it."""
+    tensors: dict[str, torch.Tensor] = {}
+    text = json.dumps(encode(value, tensors), allow_nan=False)
+    return decode(json.loads(text), unpacked(packed(tensors), "data"))
+
+
+def nan(bits: int) -> float:
+    """The NaN with these bits."""
+    (found,) = struct.unpack(">d", struct.pack(">Q", bits))
+    return float(found)
+
+
+def special_values() -> list[Any]:
+    """Values at the edges of what is kept, and states as libraries have them."""
+    return [
+        *(
+            -0.0,
+            math.inf,
+            nan(0x7FF8000000000123),
+            nan(0xFFF0000000000001),
+            complex(-0.0, nan(0x7FF8000000000123)),
+        ),
+        *((1 << 63) - 1, 1 << 63, -(1 << 20_000), "\ud83d\ude00", "\U0001f600"),
+        {1: "int", "1": "str", 1.5: "float", None: "none", (1, (b"x", True)): "tuple", np.int64(9): "scalar"},
+        *({True: 0, 0: 1}, {math.nan: 1, math.inf: 2}, {"dict": [["a", 1]], "$tensor": None}, {"$set": [1]}),
+        *({1 << 20_000: {(1 << 20_000,), 1 << 20_000}}, {frozenset({1, "a"}), (2,)}, {torch.int8: 1}),
+        random.Random(0).getstate(),
+        np.random.RandomState(0).get_state(),
+        np.random.default_rng(0).bit_generator.state,
+        torch.get_rng_state(),
+        *(
+            np.longdouble("1.1"),
+            np.datetime64("NaT"),
+            np.array(2.5),
+            np.str_(""),
+            np.str_("a\0"),
+            np.bytes_(b""),
+        ),
+        *(np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(9)[::2], np.zeros((0, 3))),
+        *(torch.tensor(1.5), torch.ones(0, 3), torch.ones([1] * 65), torch.ones(1 << 40, 0)),
+        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.ones(2, 1, 3).as_strided((2, 1, 3), (3, 77, 1)),
+        *(
+            torch.tensor([1 + 2j]).conj(),
+            torch.tensor([1 + 2j]).conj().imag,
+            torch.ones(3, dtype=torch.bfloat16),
+        ),
+    ]
 
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Tensors of every dtype that is kept, with dimensions in any order; some have gaps."""
-    dtype = draw(st.sampled_from(sorted(DTYPES.values(), key=str)))
+    dtype = draw(st.sampled_from(sorted(TORCH_DTYPES.values(), key=str)))
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     numel = int(np.prod(shape, dtype=int))
     largest = 1 if dtype is torch.bool else 255
@@ -111,7 +157,7 @@ LEAVES = st.one_of(
     tensors(),
     arrays(),
     st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
-    st.sampled_from([*DTYPES.values(), torch.device("cpu"), torch.device("cuda", 1)]),
+    st.sampled_from([*TORCH_DTYPES.values(), torch.device("cpu"), torch.device("cuda", 1)]),
     st.text("ab\0", max_size=3).map(np.str_),
     st.binary(max_size=3).map(np.bytes_),
     st.sets(KEYS, max_size=3),

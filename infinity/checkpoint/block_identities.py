@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity.checkpoint.json_nodes import corrupt
 from infinity.checkpoint.manifest import BLOCK, Manifest, blocks
+from infinity.checkpoint.typed_json import corrupt
 from infinity.checksum import crc32c, crc32c_blocks
 
 _ZEROS = bytes(8)

@@ -1,9 +1,9 @@
 """Commit files: the two files of a commit, from the first byte written to the last check when it is read.
 
-A commit of generation g is `commit-<g>.data` (checksums and blobs) and `commit-<g>` (the manifest), in this
-order: the manifest has the length and the CRC-32C of the data file, so it is written last, and it appears
-under its name whole (see [Note: what a crash keeps] in infinity/system/disk_files.py). The format is in
-docs/file-format.md.
+A commit of generation g is `commit-<g>.safetensors` (checksums, and tensors of encoded values) and
+`commit-<g>` (the manifest), in this order: the manifest has the length and the CRC-32C of the data file, so
+it is written last, and it appears under its name whole (see [Note: what a crash keeps] in
+infinity/system/disk_files.py). The format is in docs/file-format.md.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import errno
 import os
 import re
 import stat
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.block_identities import block_identities
-from infinity.checkpoint.json_nodes import CURE, LARGEST, Node, corrupt
-from infinity.checkpoint.manifest import FORMAT, Manifest
-from infinity.checkpoint.manifest_json import data_file, from_json, parsed, to_json
+from infinity.checkpoint.codec import Tensors
+from infinity.checkpoint.manifest import FORMAT, DataFile, Manifest
+from infinity.checkpoint.run_state import RunState
+from infinity.checkpoint.tensor_files import packed
+from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.typed_json import CURE, Json, corrupt, dumps, parse, typed
 from infinity.checksum import crc32c
 from infinity.errors import (
     ConfigError,
@@ -41,12 +43,11 @@ MANIFEST_LIMIT = 1 << 30
 """The most bytes of a manifest's file that are read; a larger file is no manifest."""
 
 _NAME = re.compile(r"commit-(0|[1-9][0-9]{0,17})")
-_LEFTOVER = re.compile(rf"{_NAME.pattern}\.data|\.{_NAME.pattern}\.tmp")
+_LEFTOVER = re.compile(rf"{_NAME.pattern}\.safetensors|\.{_NAME.pattern}\.tmp")
 _FIRST_LINE = re.compile(rb"infinity-commit ([1-9][0-9]{0,8}) (0|[1-9][0-9]{0,17}) ([0-9a-f]{8})\n")
 _LINE_LIMIT = 64
-_DATA_MAGIC = b"INFDATA1"
-_DATA_HEADER = struct.Struct("<8sQ")
-"""The start of a data file: the magic, and the number of checksums."""
+_CHECKSUMS = "checksums"
+"""The name of the tensor that holds the table of checksums, uint32 (n,)."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class SavedCommit:
     manifest: Manifest
     checksums: npt.NDArray[np.uint32]
     """The CRC-32Cs of blocks' bytes to which `Place.checksum` refers; shape (n,)."""
-    blobs: Blobs
-    """The bytes to which encoded values in the manifest refer."""
+    tensors: Tensors
+    """The tensors to which encoded values in the manifest refer."""
     skipped: tuple[str, ...] = ()
     """For each newer commit that is not whole, a sentence that says what is wrong with it; newest first."""
 
@@ -69,7 +70,7 @@ def manifest_path(directory: str | os.PathLike[str], generation: int) -> Path:
 
 def data_path(directory: str | os.PathLike[str], generation: int) -> Path:
     """The path of the data file of a commit."""
-    return Path(directory) / f"commit-{generation}.data"
+    return Path(directory) / f"commit-{generation}.safetensors"
 
 
 def _temporary_path(directory: str | os.PathLike[str], generation: int) -> Path:
@@ -79,14 +80,14 @@ def _temporary_path(directory: str | os.PathLike[str], generation: int) -> Path:
 def write(
     manifest: Manifest,
     checksums: npt.NDArray[np.uint32],
-    blobs: Blobs,
+    tensors: Tensors,
     directory: str | os.PathLike[str],
     files: DiskFiles,
 ) -> None:
     """Write a commit into `directory`; when this returns, it is durable.
 
     The pages that the manifest describes must be durable before the call. checksums: CRC-32Cs of the bytes of
-    blocks, shape (n,). blobs: holds the bytes to which the manifest's values refer. A data file and a
+    blocks, shape (n,). tensors: those to which the manifest's values refer. A data file and a
     temporary file of this generation, which a crash left behind, are replaced.
 
     Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
@@ -98,11 +99,11 @@ def write(
         each(directory, generation) for each in (manifest_path, data_path, _temporary_path)
     )
     with _readable(generation):
-        content = data_bytes(manifest, checksums, blobs)
+        content = data_bytes(manifest, checksums, tensors)
         text = manifest_bytes(manifest, content)
         if len(text) > MANIFEST_LIMIT:
             raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
-        from_json(parsed(text[text.index(b"\n") + 1 :], path.name), len(checksums), blobs)
+        from_bytes(text, content, path)
     if os.path.lexists(path):
         raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")
     files.remove(data)
@@ -120,19 +121,18 @@ def write(
     files.sync_directory(directory)
 
 
-def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], blobs: Blobs) -> bytes:
-    """The content of a data file: magic, number of checksums, checksums bound to what they are of, blobs.
+def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> bytes:
+    """The content of a data file: the checksums, bound to what they are of, and `tensors`.
 
     checksums: as for `write`. Raises CorruptState as `block_identities` does.
     """
     bound = checksums ^ block_identities(manifest, len(checksums))
-    header = _DATA_HEADER.pack(_DATA_MAGIC, len(bound))
-    return b"".join((header, bound.astype("<u4").tobytes(), blobs.content()))
+    return packed({_CHECKSUMS: torch.from_numpy(bound), **tensors})
 
 
 def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
     """The content of a manifest's file. data: the content of the commit's data file."""
-    body = to_json(manifest, {"nbytes": len(data), "crc32c": crc32c(data)})
+    body = dumps({"data": DataFile.of(data), **vars(manifest)})
     start = f"infinity-commit {FORMAT} {len(body)} ".encode()
     return b"".join((start, f"{crc32c(body, crc32c(start)):08x}\n".encode(), body))
 
@@ -160,8 +160,8 @@ def newest(directory: str | os.PathLike[str], files: DiskFiles) -> SavedCommit |
     """The newest commit of a directory that is whole; None if there is no manifest at all.
 
     Newer commits that are not whole are passed over, and named in `SavedCommit.skipped`. Raises CorruptState,
-    with the reason for each, if no commit is whole. Raises IncompatibleCheckpoint for a whole manifest of a
-    newer format, and StorageError for a file that cannot be read.
+    with the reason for each, if no commit is whole. Raises IncompatibleCheckpoint for a whole manifest of
+    another format, and StorageError for a file that cannot be read.
     """
     skipped: list[str] = []
     for generation in reversed(generations(directory)):
@@ -180,13 +180,12 @@ def read(
     """The commit of this generation. skipped: `SavedCommit.skipped`.
 
     Raises CorruptState for files that are missing, not regular, or have other bytes than were written. Raises
-    IncompatibleCheckpoint for a newer format, and StorageError for a file that cannot be read. Memory is
+    IncompatibleCheckpoint for another format, and StorageError for a file that cannot be read. Memory is
     bounded by a multiple of the files' sizes.
     """
     path, data = manifest_path(directory, generation), data_path(directory, generation)
-    tree = parsed(_manifest_text(_content(path, files, MANIFEST_LIMIT), path), path.name)
-    nbytes, _ = data_file(tree)
-    return _commit(tree, path, _content(data, files, nbytes, exactly=True), skipped)
+    tree, entry = _tree(_content(path, files, MANIFEST_LIMIT), path)
+    return _commit(tree, entry, path, _content(data, files, entry.nbytes, exactly=True), skipped)
 
 
 def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozenset[str]:
@@ -201,37 +200,32 @@ def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozense
 
 def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:
     """The commit whose files have these bytes. path: that of the manifest. Raises as `read` does."""
-    tree = parsed(_manifest_text(manifest, path), path.name)
-    return _commit(tree, path, data, ())
+    return _commit(*_tree(manifest, path), path, data, ())
 
 
-def _commit(tree: Node, path: Path, content: bytes, skipped: tuple[str, ...]) -> SavedCommit:
+def _tree(content: bytes, path: Path) -> tuple[Json, DataFile]:
+    """The tree of a manifest, and its entry for the data file. content: of the file `path`."""
+    tree = parse(_manifest_text(content, path), path.name)
+    if not isinstance(tree, dict) or "data" not in tree:
+        raise corrupt(path.name, "lacks 'data'")
+    return tree, typed(tree.pop("data"), DataFile, (path.name, ".data"))
+
+
+def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tuple[str, ...]) -> SavedCommit:
     """The commit with the tree of a manifest, which is the file `path`, and the content of the data file."""
-    where = f"{path.name}.data"
-    nbytes, crc = data_file(tree)
-    if len(content) != nbytes or crc32c(content) != crc:
+    where = f"{path.name}{data_path('', 0).suffix}"
+    if DataFile.of(content) != entry:
         raise corrupt(where, "has other bytes than were written: its CRC-32C is another")
-    checksums, blobs = split_data(content, where)
-    manifest = from_json(tree, len(checksums), blobs)
+    tensors = unpacked(content, where)
+    table = tensors.pop(_CHECKSUMS, None)
+    if table is None or table.dtype != torch.uint32 or table.dim() != 1:
+        raise corrupt(where, "has no table of checksums")
+    checksums: npt.NDArray[np.uint32] = table.numpy()
+    manifest = typed(tree, Manifest, path.name)
+    RunState(manifest.run, tensors).check((path.name, ".run"))
     if path.name != manifest_path("", manifest.generation).name:
         raise corrupt(path.name, f"is the manifest of generation {manifest.generation}")
-    return SavedCommit(manifest, checksums ^ block_identities(manifest, len(checksums)), blobs, skipped)
-
-
-def split_data(content: bytes, where: str) -> tuple[npt.NDArray[np.uint32], Blobs]:
-    """The bound checksums and the blobs in a data file's content, not copied. where: names the file in
-    errors.
-
-    Raises CorruptState for a content that does not begin as a data file, or ends inside the checksums.
-    """
-    if len(content) < _DATA_HEADER.size:
-        raise corrupt(where, "is shorter than its header")
-    magic, count = _DATA_HEADER.unpack_from(content)
-    end = _DATA_HEADER.size + 4 * count
-    if magic != _DATA_MAGIC or end > len(content):
-        raise corrupt(where, "does not begin as a data file, or ends inside its checksums")
-    table = np.frombuffer(content, "<u4", count, _DATA_HEADER.size)
-    return table.astype(np.uint32, copy=False), Blobs(memoryview(content)[end:])
+    return SavedCommit(manifest, checksums ^ block_identities(manifest, len(checksums)), tensors, skipped)
 
 
 def remove(directory: str | os.PathLike[str], generation: int, files: DiskFiles) -> None:
@@ -270,7 +264,8 @@ def _manifest_text(content: bytes, path: Path) -> bytes:
     if int(line[1]) != FORMAT:
         raise IncompatibleCheckpoint(
             f"{path} has version {int(line[1])} of the format, and this infinity reads version {FORMAT}.",
-            "Load it with the infinity that wrote it, or a newer one.",
+            "Resume it with the version of infinity that wrote it; its weights go anywhere by "
+            "`infinity checkpoint export` of that version.",
         )
     return bytes(body)
 
@@ -286,7 +281,7 @@ def _content(path: Path, files: DiskFiles, limit: int, *, exactly: bool = False)
         raise corrupt(path.name, "is missing") from None
     if not stat.S_ISREG(found.st_mode):
         raise corrupt(path.name, "is not a regular file")
-    if found.st_size > min(limit, LARGEST) or (exactly and found.st_size != limit):
+    if found.st_size > limit or (exactly and found.st_size != limit):
         raise corrupt(path.name, f"has {found.st_size} bytes, not {'' if exactly else 'at most '}{limit}")
     content = files.read(path, limit=found.st_size)
     if len(content) != found.st_size:

@@ -12,9 +12,9 @@ import torch
 
 from infinity.aio import Faults
 from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
-from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import BLOCK, ParameterEntry, Range, array_layout
+from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import CorruptState, StorageError
@@ -189,7 +189,7 @@ class CommitSource:
 
     def _layout(self, entry: ParameterEntry, array: str) -> tuple[int, int]:
         """Bytes of an entry of an array, and how many elements of the parameter share it."""
-        layout = array_layout(array, DTYPES[entry.dtype].itemsize, self._saved.manifest.rule)
+        layout = array_layout(array, entry.itemsize, self._saved.manifest.rule)
         assert layout is not None  # the manifest was checked when it was read
         return layout
 
@@ -203,7 +203,7 @@ def saved_parameter(entry: ParameterEntry) -> SavedParameter:
         names=entry.names,
         shape=entry.shape,
         stride=entry.stride,
-        dtype=DTYPES[entry.dtype],
+        dtype=TORCH_DTYPES[entry.dtype],
         trainable=entry.trainable,
         step=entry.step,
         has_moments=entry.moments,
@@ -223,7 +223,7 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _arrays(saved: SavedCommit, entry: ParameterEntry) -> tuple[StateArray, ...]:
-    dtype = DTYPES[entry.dtype]
+    dtype = TORCH_DTYPES[entry.dtype]
     values = (StateArray(VALUES, dtype),)
     if not entry.trainable:
         return values

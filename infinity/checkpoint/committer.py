@@ -375,7 +375,7 @@ class Committer:
             raise  # a header that was not written is written by the next commit
         manifest, checksums = self._recorder.finish(draft, pending)
         try:
-            commit_files.write(manifest, checksums, draft.blobs, self.directory, self._store.files)
+            commit_files.write(manifest, checksums, draft.tensors, self.directory, self._store.files)
         except InfinityError as error:
             pending.named = self._may_be_named(manifest.generation)
             if pending.named:

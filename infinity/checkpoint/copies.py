@@ -1,7 +1,7 @@
 """Copies: writes the run of a live runtime into a directory, and sets a runtime to a run written before.
 
-The files are those of infinity/checkpoint/run_copy.py. Their record is a RunState, and the bytes beside it
-are its blobs. Commits may be on or off.
+The files are those of infinity/checkpoint/run_copy.py. Their record is that of a RunState, and the tensors
+beside it are its own. Commits may be on or off.
 
 [Note: copies of ranks]
 Several ranks make one copy, which has no trace of their number. One of them writes it, and fetches what
@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.checkpoint.averages import exchange_averages
-from infinity.checkpoint.blobs import Blobs
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.copy_source import CopySource
 from infinity.checkpoint.export import Source
-from infinity.checkpoint.json_nodes import Node
+from infinity.checkpoint.manifest import RunRecord
 from infinity.checkpoint.restore import check_held, match, restore, show
-from infinity.checkpoint.run_copy import RECORD, write_copy
+from infinity.checkpoint.run_copy import DATA, RECORD, write_copy
 from infinity.checkpoint.run_state import RunState, capture, generators, group_names
+from infinity.checkpoint.tensor_files import packed
+from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.typed_json import corrupt, typed
 from infinity.config import Size
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.loss_scale import LossScale
@@ -105,8 +107,7 @@ class Copies:
             self.complete()
         with self._phase("the writing of a copy"):
             if run is not None:
-                data = bytes(run.blobs.content())
-                write_copy(self._source, path, record=run.to_json(), shard=shard, data=data)
+                write_copy(self._source, path, record=run.record, shard=shard, data=packed(run.tensors))
 
     def load(self, path: str | os.PathLike[str], groups: Sequence[dict[str, Any]]) -> Any:
         """Set the run to the one in the directory `path`, as `Runtime.load` says. Returns the user's state.
@@ -208,6 +209,12 @@ class Copies:
 
 
 def _run_state(copy: CopySource, path: Path) -> RunState:
-    """Read the record of a copy and the bytes beside it. Raises CorruptState if they are wrong."""
-    tree = Node(copy.record, f"record in {path / RECORD}")
-    return RunState.from_json(tree, frozenset(copy.parameters()), Blobs(copy.data() or b""))
+    """Read the record of a copy and the tensors beside it. Raises CorruptState if they are wrong."""
+    where = f"record in {path / RECORD}"
+    record = typed(copy.record, RunRecord, where)
+    if not copy.parameters().keys() >= set(record.grouped):
+        raise corrupt((where, ".param_groups"), "names a parameter that the copy lacks")
+    data = copy.data()
+    run = RunState(record, {} if data is None else unpacked(data, str(path / DATA)))
+    run.check(where)
+    return run

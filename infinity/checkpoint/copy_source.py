@@ -15,19 +15,20 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
+from infinity.checkpoint.manifest import DataFile
 from infinity.checkpoint.run_copy import DATA, FORMAT, RECORD, VERSION, state_name
-from infinity.checkpoint.tensor_files import NAMES
-from infinity.checkpoint.tensor_reader import TensorReader, corrupt, corrupt_if, parse_json, regular_size
+from infinity.checkpoint.tensor_files import DTYPES
+from infinity.checkpoint.tensor_reader import TensorReader, corrupt, corrupt_if, regular_size
+from infinity.checkpoint.typed_json import loads, typed
 from infinity.checksum import crc32c
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.moments import DTYPES as MOMENT_DTYPES
 from infinity.formats.optimizer_rules import TRAINABLE
-from infinity.layout.strides import in_memory_order, row_major, same_order
+from infinity.layout.strides import in_memory_order, is_dense, row_major, same_order
 from infinity.model.materialize import listed
 from infinity.system.disk_files import DiskFiles
 
 _FILE = re.compile(r"(?:model(?:-\d{5,}-of-\d{5,})?|states-\d{5,}-of-\d{5,})\.safetensors", re.ASCII)
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Expected = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name of a tensor -> its dtype and shape."""
@@ -54,9 +55,7 @@ class CopySource:
             """What the runtime wrote with the copy: the value of `record` that `write_copy` was given."""
             self.optimizer = _optimizer(said["optimizer"])
             self._parameters = dict(_parameters(said["parameters"], self.optimizer))
-            self._data = said["data"]
-            if not (self._data is None or _is_count(self._data)):
-                raise ValueError(self._data)
+            self._data = None if said["data"] is None else typed(said["data"], DataFile, RECORD)
             buffers = set(_strings(said["buffers"]))
             files = _strings(said["files"])
             if len(set(files)) != len(files) or not all(_FILE.fullmatch(file) for file in files):
@@ -94,11 +93,11 @@ class CopySource:
         if self._data is None:
             return None
         path = self._directory / DATA
-        if regular_size(path) != self._data:
-            raise corrupt(path, f"it does not have {self._data} bytes")
-        found = self._disk.read(path, limit=self._data)
-        if len(found) != self._data:
-            raise corrupt(path, f"it ends before byte {self._data}")
+        if regular_size(path) != self._data.nbytes:
+            raise corrupt(path, f"it does not have {self._data.nbytes} bytes")
+        found = self._disk.read(path, limit=self._data.nbytes)
+        if DataFile.of(found) != self._data:
+            raise corrupt(path, "it has other bytes than were written: its CRC-32C is another")
         return found
 
     def _said(self) -> dict[str, Any]:
@@ -112,13 +111,13 @@ class CopySource:
         data = self._disk.read(path, limit=size)
         self.digest = f"{crc32c(data):08x}"
         with corrupt_if(path, "it is not JSON"):
-            said = parse_json(data)
+            said = loads(data)
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             raise corrupt(path, "it does not describe a run")
         if said.get("version") != VERSION or isinstance(said["version"], bool):
             raise IncompatibleCheckpoint(
                 f"{path} is of version {said.get('version')!r}, and this program reads version {VERSION}.",
-                "Load it with the version of infinity that wrote it.",
+                "Load it with the version of infinity that wrote it; its model.safetensors goes anywhere.",
             )
         return said
 
@@ -190,7 +189,7 @@ def _parameters(said: Any, optimizer: SavedOptimizer | None) -> Iterator[tuple[s
             names=tuple(names),
             shape=tuple(shape),
             stride=tuple(stride),
-            dtype=_DTYPES[each["dtype"]],
+            dtype=DTYPES[each["dtype"]],
             trainable=each["trainable"],
             step=each["step"],
             has_moments=each["has_moments"],
@@ -201,25 +200,14 @@ def _parameters(said: Any, optimizer: SavedOptimizer | None) -> Iterator[tuple[s
             raise ValueError(names)
         if not all(map(_is_count, (*shape, *stride, saved.step))) or not all(type(f) is bool for f in flags):
             raise ValueError(each)
-        if not _dense(saved) or (not saved.trainable and any((saved.step, saved.has_moments, saved.edited))):
+        if len(shape) != len(stride) or not is_dense(shape, stride):
+            raise ValueError(each)
+        if not saved.trainable and any((saved.step, saved.has_moments, saved.edited)):
             raise ValueError(each)
         if saved.trainable and optimizer is not None and saved.dtype not in TRAINABLE:
             raise ValueError(each)
         known |= set(names)
         yield names[0], saved
-
-
-def _dense(saved: SavedParameter) -> bool:
-    """Whether the strides are those of a dense tensor, whose elements fill one range of memory."""
-    if len(saved.shape) != len(saved.stride) or saved.numel == 0:
-        return len(saved.shape) == len(saved.stride)
-    expected = 1
-    for stride, size in sorted(zip(saved.stride, saved.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _strings(said: Any) -> list[str]:

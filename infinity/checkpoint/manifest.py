@@ -3,17 +3,27 @@
 A manifest is independent of how pages were cut: it gives ranges of each parameter's elements, so that a
 runtime with other units, chunks or homes can read it. Nothing in it names a path. Places are byte offsets in
 the volume, the bytes of all slabs as one striped series (infinity/tiers/striping.py).
+
+A manifest is read by `typed_json.typed`, which calls the methods `check`. They raise ValueError, with a text
+that begins with the name of a field, for what types do not say. What passes needs no further checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from infinity.checkpoint.array_values import Json
+from infinity.checkpoint.tensor_files import TORCH_DTYPES
+from infinity.checkpoint.typed_json import LARGEST, Json, Row, short
+from infinity.checksum import crc32c
+from infinity.layout.strides import is_dense
 
-FORMAT = 2
+FORMAT = 3
 """The version of the format that is written, and the only one that is read."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
@@ -21,6 +31,9 @@ SCALE_BLOCK = 64
 """Number of elements of a parameter that share one entry of a ".scale" array."""
 HEADER_BYTES = 4096
 """Bytes at the start of a slab's file that are not part of the volume."""
+
+_PAGE = 4096
+_UUID = re.compile("[0-9a-f]{32}")
 
 MASTERS: Mapping[str, tuple[str, ...]] = {
     "whole": ("master",),
@@ -36,6 +49,20 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 
 
 @dataclass(frozen=True)
+class DataFile:
+    """The file of tensors beside a JSON text, to which its encoded values refer."""
+
+    nbytes: int
+    crc32c: int
+    """The checksum of all its bytes."""
+
+    @classmethod
+    def of(cls, content: bytes) -> DataFile:
+        """The entry for a file with this content."""
+        return cls(len(content), crc32c(content))
+
+
+@dataclass(frozen=True)
 class SlabEntry:
     """A slab of the volume."""
 
@@ -46,6 +73,14 @@ class SlabEntry:
     weight: int
     """Number of stripes that lie in the slab in each period; 0 for none."""
 
+    def check(self) -> None:
+        """See the module."""
+        if not _UUID.fullmatch(self.uuid):
+            raise ValueError("uuid is not 32 hexadecimal digits")
+        _check_multiple("nbytes", self.nbytes)
+        if self.weight > 1 << 20:
+            raise ValueError(f"weight is {self.weight}")
+
 
 @dataclass(frozen=True)
 class Volume:
@@ -54,6 +89,15 @@ class Volume:
     stripe_bytes: int
     slabs: tuple[SlabEntry, ...]
     header_bytes: int = HEADER_BYTES
+
+    def check(self) -> None:
+        """See the module."""
+        _check_multiple("stripe_bytes", self.stripe_bytes)
+        _check_unique("slabs", [slab.uuid for slab in self.slabs])
+        if not self.stripe_bytes or not any(slab.weight for slab in self.slabs):
+            raise ValueError("slabs has no slab that holds stripes")
+        if self.header_bytes != HEADER_BYTES:
+            raise ValueError(f"header_bytes is {self.header_bytes}, not {HEADER_BYTES}")
 
     @property
     def nbytes(self) -> int:
@@ -77,9 +121,13 @@ class OptimizerRule:
     """The format of moments: "fp32", "bf16" or "int8" (infinity/formats/moments.py)."""
     averaged: int | None = None
     """Number of steps of which running averages of masters have the values. With more than 0, all ranges of
-    trainable parameters have the array "average". None if the run keeps no averages: then the file has no
-    such entry.
+    trainable parameters have the array "average". None if the run keeps no averages.
     """
+
+    def check(self) -> None:
+        """See the module."""
+        _check_choice("states", self.states, MOMENT_BYTES)
+        _check_unique("moments", self.moments)
 
 
 @dataclass(frozen=True)
@@ -91,9 +139,15 @@ class PrecisionEntry:
     keep: tuple[str, ...]
     accumulate: str
 
+    def check(self) -> None:
+        """See the module."""
+        _check_choice("compute", self.compute, ("bf16", "fp16", "fp32"))
+        _check_choice("states", self.states, MOMENT_BYTES)
+        _check_choice("accumulate", self.accumulate, ("fp32", "compute"))
+
 
 @dataclass(frozen=True)
-class ChunkEntry:
+class ChunkEntry(Row):
     """Which of a chunk's two places the commit holds."""
 
     parameter_side: int
@@ -105,7 +159,7 @@ class ChunkEntry:
 
 
 @dataclass(frozen=True)
-class FrozenEntry:
+class FrozenEntry(Row):
     """A region of frozen parameters, which has one place."""
 
     start: int
@@ -133,9 +187,44 @@ class UnitEntry:
     chunks: tuple[ChunkEntry, ...]
     frozen: tuple[FrozenEntry, ...]
 
+    def check(self) -> None:
+        """See the module."""
+        _check_unique("parameters", self.parameters)
+        _check_multiple("nbytes", self.nbytes)
+        _check_multiple("state_bytes", self.state_bytes)
+        for each in (*self.parameter_places, *self.state_places):
+            _check_multiple("parameter_places or state_places", each or 0)
+        for index, chunk in enumerate(self.chunks):
+            if chunk.parameter_side > 1 or self.parameter_places[chunk.parameter_side] is None:
+                raise ValueError(f"chunks[{index}][0] names a place that the unit lacks")
+            held = chunk.begun and self.state_bytes
+            if chunk.state_side > 1 or (held and self.state_places[chunk.state_side] is None):
+                raise ValueError(f"chunks[{index}][1] names a place that the unit lacks")
+        for index, region in enumerate(self.frozen):
+            for number in (region.start, region.nbytes, region.place):
+                _check_multiple(f"frozen[{index}]", number)
+            if region.start + region.nbytes > self.nbytes:
+                raise ValueError(f"frozen[{index}] goes past the end of the unit's page")
+
+    def check_volume(self, nbytes: int) -> None:
+        """Raise ValueError, as `check` does, if a place goes past the end of a volume of `nbytes` bytes."""
+        sizes = (self.nbytes, 0), (self.state_bytes, self.state_bytes)  # the second has trained chunks alone
+        for name, places, least in zip(
+            ("parameter_places", "state_places"),
+            (self.parameter_places, self.state_places),
+            sizes,
+            strict=True,
+        ):
+            for index, place in enumerate(places):
+                if place is not None and place + least[index] > nbytes:
+                    raise ValueError(f"{name}[{index}] goes past the end of the volume")
+        for index, region in enumerate(self.frozen):
+            if region.place + region.nbytes > nbytes:
+                raise ValueError(f"frozen[{index}] goes past the end of the volume")
+
 
 @dataclass(frozen=True)
-class Place:
+class Place(Row):
     """Where an array has its entries for a range of a parameter's elements."""
 
     offset: int
@@ -148,7 +237,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Range:
+class Range(Row):
     """A range of a parameter's elements in memory order, and the places of its arrays."""
 
     first: int
@@ -169,7 +258,7 @@ class ParameterEntry:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
-    """Name of the dtype of the parameter's values in its page, as in `array_values.DTYPES`."""
+    """Name of the dtype of the parameter's values in its page, as in `TORCH_DTYPES`."""
     trainable: bool
     numel: int
     master: str
@@ -186,6 +275,71 @@ class ParameterEntry:
     """Index of the parameter's unit in `Manifest.units`."""
     ranges: tuple[Range, ...]
     """Ranges that follow one another from element 0 to `numel`."""
+
+    def check(self) -> None:
+        """See the module."""
+        if not self.names:
+            raise ValueError("names is empty")
+        _check_choice("dtype", self.dtype, TORCH_DTYPES)
+        _check_choice("master", self.master, MASTERS)
+        if math.prod(max(1, size) for size in self.shape) * self.itemsize > LARGEST:
+            raise ValueError("shape is too large")
+        if self.numel != math.prod(self.shape):
+            raise ValueError(f"numel is {self.numel}, not {math.prod(self.shape)}")
+        if len(self.stride) != len(self.shape) or not is_dense(self.shape, self.stride):
+            raise ValueError("stride is not that of a dense tensor of this shape")
+        if MASTER_DTYPES.get(self.master, self.dtype) != self.dtype or (
+            self.trainable and self.master == "none"
+        ):
+            kind = "trainable" if self.trainable else "frozen"
+            raise ValueError(f"master does not fit a {kind} parameter of {self.dtype}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the values."""
+        size: int = TORCH_DTYPES[self.dtype].itemsize
+        return size
+
+    def arrays(self, rule: OptimizerRule) -> frozenset[str]:
+        """The arrays that each of the ranges has. rule: of the manifest."""
+        found = {"values", *MASTERS[self.master]}
+        if self.moments:
+            found.update(rule.moments)
+            if rule.states == "int8":
+                found.update(f"{name}.scale" for name in rule.moments)
+        if self.trainable and rule.averaged:
+            found.add("average")
+        return frozenset(found)
+
+    def check_ranges(self, rule: OptimizerRule, volume_bytes: int, *, whole: bool) -> None:
+        """Raise ValueError, as `check` does, for ranges that are not those of the parameter, or whose places
+        go past the end of a volume of `volume_bytes` bytes.
+
+        whole: whether the ranges cover the parameter, as they do with one rank. If they do not, those of a
+        frozen parameter may begin anywhere: ranks divide frozen parameters by their bytes.
+        """
+        arrays, end = self.arrays(rule), 0
+        for index, each in enumerate(self.ranges):
+            where = f"ranges[{index}]"
+            anywhere = not whole and not self.trainable
+            if each.first < end or (whole and each.first > end) or (each.first % BLOCK and not anywhere):
+                raise ValueError(f"{where}[0] is not {end}, or not a multiple of {BLOCK}")
+            end = each.first + each.count
+            if not each.count or end > self.numel:
+                raise ValueError(f"{where}[1] is 0, or goes past the last element")
+            if each.places.keys() != arrays:
+                raise ValueError(f"{where}[2] has not exactly the arrays {', '.join(sorted(arrays))}")
+            for name, place in each.places.items():
+                layout = array_layout(name, self.itemsize, rule)
+                assert layout is not None, "only known arrays are looked for"
+                entry_bytes, per = layout
+                form = -(-each.count // per) * entry_bytes, BLOCK // per * entry_bytes
+                if (place.nbytes, place.block_bytes) != form:
+                    raise ValueError(f"{where}[2]['{name}'] has not {form[0]} bytes, {form[1]} a block")
+                if place.offset + place.nbytes > volume_bytes:
+                    raise ValueError(f"{where}[2]['{name}'] goes past the end of the volume")
+        if whole and end != self.numel:
+            raise ValueError(f"ranges ends at element {end} of {self.numel}")
 
 
 @dataclass(frozen=True)
@@ -205,6 +359,38 @@ class LossScale:
     value: float
     good_steps: int
 
+    def check(self) -> None:
+        """See the module."""
+        if self.value <= 0:
+            raise ValueError(f"value is {self.value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What belongs to a run and is in no page. Values of the type Json are as `codec.encode` returns them."""
+
+    param_groups: tuple[ParamGroup, ...] = ()
+    buffers: Mapping[str, Json] = field(default_factory=dict)
+    """Encoded tensors by name, those of non-persistent buffers too."""
+    extra_state: Mapping[str, Json] = field(default_factory=dict)
+    """Encoded results of `get_extra_state` by the path of the module."""
+    loss_scale: LossScale | None = None
+    rng: Mapping[str, Json] = field(default_factory=dict)
+    """Encoded states of generators by name ("torch", "cuda", "numpy", "python")."""
+    state: Json = None
+    """The encoded state that the user gave."""
+    identity: Json = None
+    """An encoded value that says which job this is, such as a digest of its data."""
+
+    def check(self) -> None:
+        """See the module."""
+        _check_unique("param_groups", self.grouped)
+
+    @property
+    def grouped(self) -> tuple[str, ...]:
+        """The canonical names of the parameters in all groups."""
+        return tuple(itertools.chain.from_iterable(group.params for group in self.param_groups))
+
 
 class CommitName(NamedTuple):
     """What tells a commit from all others. It is equal for all parts of a commit of ranks. Names of one run
@@ -217,7 +403,7 @@ class CommitName(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that a commit says. Fields of the type Json hold values as `values.encode` returns them."""
+    """All that a commit says."""
 
     generation: int
     created: str
@@ -238,20 +424,31 @@ class Manifest:
     precision: PrecisionEntry
     units: tuple[UnitEntry, ...]
     parameters: tuple[ParameterEntry, ...]
-    param_groups: tuple[ParamGroup, ...]
+    run: RunRecord
     rank: int = 0
     world_size: int = 1
-    buffers: Mapping[str, Json] = field(default_factory=dict)
-    """Encoded tensors by name, those of non-persistent buffers too."""
-    extra_state: Mapping[str, Json] = field(default_factory=dict)
-    """Encoded results of `get_extra_state` by the path of the module."""
-    loss_scale: LossScale | None = None
-    rng: Mapping[str, Json] = field(default_factory=dict)
-    """Encoded states of generators by name ("torch", "cuda", "numpy", "python")."""
-    state: Json = None
-    """The encoded state that the user gave."""
-    identity: Json = None
-    """An encoded value that says which job this is, such as a digest of its data."""
+
+    def check(self) -> None:
+        """See the module."""
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank is {self.rank}, and world_size {self.world_size}")
+        if not self.chunk_elements or self.chunk_elements % BLOCK:
+            raise ValueError(f"chunk_elements is {self.chunk_elements}, not a multiple of {BLOCK}")
+        nbytes = self.volume.nbytes
+        for index, unit in enumerate(self.units):
+            with _in(f"units[{index}]"):
+                unit.check_volume(nbytes)
+        members = {(index, name) for index, unit in enumerate(self.units) for name in unit.parameters}
+        for index, parameter in enumerate(self.parameters):
+            with _in(f"parameters[{index}]"):
+                if (parameter.unit, parameter.names[0]) not in members:
+                    raise ValueError("unit is a unit without this parameter")
+                parameter.check_ranges(self.rule, nbytes, whole=self.world_size == 1)
+        _check_unique("parameters", [name for each in self.parameters for name in each.names])
+        if len(self.parameters) != len(members):
+            raise ValueError("parameters is not what the units name")
+        if not {each.names[0] for each in self.parameters}.issuperset(self.run.grouped):
+            raise ValueError("run.param_groups names a parameter that the checkpoint lacks")
 
     @property
     def name(self) -> CommitName:
@@ -281,3 +478,27 @@ def array_layout(name: str, dtype_bytes: int, rule: OptimizerRule) -> tuple[int,
 def blocks(count: int) -> int:
     """Number of checksums of a range of `count` elements in each array."""
     return -(-count // BLOCK)
+
+
+@contextlib.contextmanager
+def _in(place: str) -> Iterator[None]:
+    """Context that puts the text of a place before that of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}.{error}") from None
+
+
+def _check_multiple(name: str, number: int) -> None:
+    if number % _PAGE:
+        raise ValueError(f"{name} is {number}, not a multiple of {_PAGE}")
+
+
+def _check_choice(name: str, found: str, choices: Iterable[str]) -> None:
+    if found not in choices:
+        raise ValueError(f"{name} is {short(found)}, not one of {', '.join(choices)}")
+
+
+def _check_unique(name: str, names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        raise ValueError(f"{name} names something twice")

@@ -21,10 +21,10 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.checkpoint import manifest as form
 from infinity.checkpoint.array_source import SavedOptimizer
-from infinity.checkpoint.array_values import DTYPE_NAMES
-from infinity.checkpoint.blobs import Blobs
+from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import capture
+from infinity.checkpoint.tensor_files import TORCH_NAMES
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.shards import PageShard
@@ -72,7 +72,7 @@ class Draft:
     """A manifest without the places and checksums of parts, as `save` takes it."""
 
     manifest: Manifest
-    blobs: Blobs = field(repr=False)
+    tensors: Tensors = field(repr=False)
 
 
 class Recorder:
@@ -143,9 +143,9 @@ class Recorder:
                 ),
                 units=(),
                 parameters=tuple(self._parameters()),
-                **run.encoded,
+                run=run.record,
             ),
-            run.blobs,
+            run.tensors,
         )
 
     def finish(self, draft: Draft, pending: Pending) -> tuple[Manifest, npt.NDArray[np.uint32]]:
@@ -190,7 +190,7 @@ class Recorder:
                     names=layout.names,
                     shape=tuple(layout.shape),
                     stride=tuple(layout.stride),
-                    dtype=DTYPE_NAMES[layout.dtype],
+                    dtype=TORCH_NAMES[layout.dtype],
                     trainable=layout.trainable,
                     numel=layout.numel,
                     master=_MASTERS[layout.dtype] if layout.trainable else "none",

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.array_values import DTYPES
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import ChunkEntry, ParameterEntry
 from infinity.checkpoint.part_ranges import PartRanges
 from infinity.checkpoint.record import CODECS, ranges_of
 from infinity.checkpoint.restore import ranges_at_home
 from infinity.checkpoint.run_state import RunState
+from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard
@@ -113,7 +113,7 @@ def _is_unit_alike(saved: SavedCommit, entries: Mapping[str, ParameterEntry], pl
         return False
     here = [(tuple(each.shape), tuple(each.stride), each.dtype, each.trainable) for each in layout.parameters]
     there = [entries[name] for name in entry.parameters]
-    return here == [(each.shape, each.stride, DTYPES[each.dtype], each.trainable) for each in there]
+    return here == [(each.shape, each.stride, TORCH_DTYPES[each.dtype], each.trainable) for each in there]
 
 
 def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
@@ -219,4 +219,4 @@ def _note_part(part: Part, chunk: ChunkEntry | None, *, of_states: bool) -> None
 
 def run_state(saved: SavedCommit) -> RunState:
     """What a commit says of the run that is in no page."""
-    return RunState.of(saved.manifest, saved.blobs)
+    return RunState(saved.manifest.run, saved.tensors)

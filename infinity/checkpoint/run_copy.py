@@ -9,14 +9,13 @@
   `moment.scale`. There is no such file without an optimizer.
 - run.json: the version of the format, the parameters, the optimizer, the names of the files above, and
   `record`, which is the runtime's.
-- run.data: bytes to which `record` refers, if there are any.
+- run.safetensors: tensors to which `record` refers, if there are any.
 
 Whoever reads a copy opens the files that run.json names, all of them beside it, and nothing else.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +27,9 @@ from infinity.checkpoint import tensor_files
 from infinity.checkpoint.array_source import SavedOptimizer, SavedParameter, saved_parameters
 from infinity.checkpoint.atomic_directory import Writer, check_destination, published, storing
 from infinity.checkpoint.export import Source, model_entries, model_files, save_config
+from infinity.checkpoint.manifest import DataFile
 from infinity.checkpoint.tensor_files import Entry, content, distribute, shard_bytes
+from infinity.checkpoint.typed_json import dumps
 from infinity.config import Size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateArray
@@ -37,18 +38,18 @@ from infinity.layout.chunks import ModelLayout
 from infinity.pages.optimizer_page import StatePage, States
 
 FORMAT = "infinity run"
-VERSION = 1
+VERSION = 2
 """The version of the format. A reader refuses every other version."""
 
 RECORD = "run.json"
-DATA = "run.data"
+DATA = "run.safetensors"
 
 
 def write_copy(
     source: Source,
     path: str | os.PathLike[str],
     *,
-    record: Mapping[str, Any],
+    record: object,
     shard: Size,
     data: bytes | None = None,
 ) -> None:
@@ -56,9 +57,9 @@ def write_copy(
 
     The directory appears whole or not at all, and only this user may read it. [Note: files of a copy] says
     what is in it. source: the model, with the components of its runtime that hold its parameters and states;
-    no update may be due or under way. record: what else belongs to the run, as json.dumps takes it, without
-    inf and NaN. shard: the most bytes of tensors in a file that has several tensors. data: bytes that belong
-    to `record`, or None.
+    no update may be due or under way. record: what else belongs to the run, as `typed_json.dumps` takes it.
+    shard: the most bytes of tensors in a file that has several tensors. data: the content of the safetensors
+    file that belongs to `record`, or None.
 
     RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each, or one whole parameter if
     its memory is not contiguous. Raises ConfigError, before anything is written, if an argument cannot be
@@ -92,11 +93,11 @@ def write_copy(
         "optimizer": None if source.states is None else _described(SavedOptimizer.of(source.states)),
         "parameters": [_parameter(each) for each in parameters.values()],
         "buffers": [entry.name for entry in model if entry.name not in parameters],
-        "files": [name for name in contents if name.endswith(".safetensors")],
-        "data": None if data is None else len(data),
+        "files": [name for name in contents if name.endswith(".safetensors") and name != DATA],
+        "data": None if data is None else DataFile.of(data),
         "record": record,
     }
-    contents[RECORD] = [json.dumps(said, indent=1, ensure_ascii=False, allow_nan=False).encode()]
+    contents[RECORD] = [dumps(said, indent=1)]
     _write(source, target, contents)
 
 

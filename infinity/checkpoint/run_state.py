@@ -6,7 +6,6 @@ number generators, and the user's state.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,12 +17,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import manifest as form
-from infinity.checkpoint.array_values import Json
-from infinity.checkpoint.blobs import Blobs
-from infinity.checkpoint.json_nodes import Node
-from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.manifest_json import run_fields, tree_of
-from infinity.checkpoint.values import Decoder, decode, encode
+from infinity.checkpoint.codec import Tensors, decode, encode
+from infinity.checkpoint.typed_json import Path, corrupt
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.names import named_buffers, named_modules
@@ -32,48 +27,31 @@ from infinity.model.materialize import listed, registered
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunState:
-    """The state of a run, encoded. The fields are those of Manifest with the same names."""
+    """The state of a run, encoded, with the tensors to which the encoded values refer."""
 
-    param_groups: tuple[form.ParamGroup, ...]
-    buffers: Mapping[str, Json]
-    extra_state: Mapping[str, Json]
-    loss_scale: form.LossScale | None
-    rng: Mapping[str, Json]
-    state: Json
-    identity: Json
-    blobs: Blobs = field(repr=False)
-    """Holds the bytes to which the encoded values refer."""
+    record: form.RunRecord
+    tensors: Tensors = field(repr=False)
 
-    @property
-    def encoded(self) -> dict[str, Any]:
-        """The fields by name, without the blobs."""
-        return {name: getattr(self, name) for name in _FIELDS}
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields as json.dumps takes them. `from_json` reads them."""
-        return {name: tree_of(value) for name, value in self.encoded.items()}
-
-    @classmethod
-    def from_json(cls, tree: Node, parameters: frozenset[str], blobs: Blobs) -> RunState:
-        """Read what `to_json` wrote. Every value is decoded once, as a check.
-
-        parameters: canonical names of all parameters. Raises CorruptState, naming the place, for anything
-        that `to_json` does not write.
-        """
-        fields = dict(zip(_FIELDS, tree.fields(*_FIELDS), strict=True))
-        return cls(**run_fields(fields, parameters, Decoder(blobs)), blobs=blobs)
-
-    @classmethod
-    def of(cls, manifest: Manifest, blobs: Blobs) -> RunState:
-        """The part of a manifest that is in no page. blobs: of the manifest's commit."""
-        return cls(**{name: getattr(manifest, name) for name in _FIELDS}, blobs=blobs)
+    def check(self, path: Path) -> None:
+        """Decode every value once, and drop it. path: of the record, for errors. Raises CorruptState."""
+        record = self.record
+        for index, group in enumerate(record.param_groups):
+            place = ((path, ".param_groups"), index)
+            if type(decode(group.options, self.tensors, (place, ".options"))) is not dict:
+                raise corrupt((place, ".options"), "is not a dict of options")
+        named = {"buffers": record.buffers, "extra_state": record.extra_state, "rng": record.rng}
+        for field_name, values in named.items():
+            for name, value in values.items():
+                decode(value, self.tensors, ((path, f".{field_name}"), (name,)))
+        decode(record.state, self.tensors, (path, ".state"))
+        decode(record.identity, self.tensors, (path, ".identity"))
 
     @property
     def user_state(self) -> Any:
         """The state that the user gave to `save`, decoded."""
-        return decode(self.state, self.blobs, "state")
+        return decode(self.record.state, self.tensors, "state")
 
     def check_groups(self, names: Sequence[Sequence[str]]) -> None:
         """Raise IncompatibleCheckpoint if an optimizer's param groups have other parameters.
@@ -81,7 +59,7 @@ class RunState:
         names: for each group, the canonical names of its parameters.
         """
         ours = [tuple(each) for each in names]
-        theirs = [tuple(group.params) for group in self.param_groups]
+        theirs = [tuple(group.params) for group in self.record.param_groups]
         if ours == theirs:
             return
         apart = set(itertools.chain(*ours)) ^ set(itertools.chain(*theirs))
@@ -103,8 +81,8 @@ class RunState:
     def check_buffers(self, model: nn.Module) -> None:
         """Raise IncompatibleCheckpoint if buffers are missing on either side or differ in shape or dtype."""
         here = dict(named_buffers(model))
-        if here.keys() != self.buffers.keys():
-            differing = sorted(here.keys() ^ self.buffers.keys())
+        if here.keys() != self.record.buffers.keys():
+            differing = sorted(here.keys() ^ self.record.buffers.keys())
             raise IncompatibleCheckpoint(
                 f"The model's buffers differ from the checkpoint's: {differing}.", _SAME
             )
@@ -117,8 +95,8 @@ class RunState:
 
     def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Set the options of param groups, in place. `check_groups` has compared them."""
-        for group, saved in zip(groups, self.param_groups, strict=True):
-            options = decode(saved.options, self.blobs, "param_groups")
+        for group, saved in zip(groups, self.record.param_groups, strict=True):
+            options = decode(saved.options, self.tensors, "param_groups")
             parameters = group["params"]
             group.clear()
             group.update({**options, "params": parameters})
@@ -136,16 +114,19 @@ class RunState:
                 with torch.no_grad():
                     buffer.copy_(buffers[name])
         extra = dict(modules_with_extra_state(model))
-        for name, value in self.extra_state.items():
+        for name, value in self.record.extra_state.items():
             if name in extra:
-                extra[name].set_extra_state(decode(value, self.blobs, name))
-        if self.loss_scale is not None and scale.dynamic:
-            scale.of_one_rank, scale.good_steps = self.loss_scale.value, self.loss_scale.good_steps
+                extra[name].set_extra_state(decode(value, self.tensors, name))
+        if self.record.loss_scale is not None and scale.dynamic:
+            scale.of_one_rank, scale.good_steps = (
+                self.record.loss_scale.value,
+                self.record.loss_scale.good_steps,
+            )
 
     def set_generators(self) -> None:
         """Set all random number generators. Raises CorruptState for a state that is none of a generator."""
         try:
-            set_generators({name: decode(each, self.blobs, name) for name, each in self.rng.items()})
+            set_generators({name: decode(each, self.tensors, name) for name, each in self.record.rng.items()})
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
             if isinstance(error, CorruptState):
                 raise
@@ -154,10 +135,7 @@ class RunState:
             ) from error
 
     def _buffers(self) -> dict[str, Any]:
-        return {name: decode(each, self.blobs, name) for name, each in self.buffers.items()}
-
-
-_FIELDS = tuple(each.name for each in dataclasses.fields(RunState) if each.name != "blobs")
+        return {name: decode(each, self.tensors, name) for name, each in self.record.buffers.items()}
 
 
 def capture(
@@ -175,28 +153,29 @@ def capture(
     number generators, from `generators`. identity: says which job this is. Raises ConfigError for a value
     that cannot be kept.
     """
-    blobs = Blobs()
-    return RunState(
-        param_groups=tuple(_groups(param_groups, blobs)),
+    tensors: Tensors = {}
+    record = form.RunRecord(
+        param_groups=tuple(_groups(param_groups, tensors)),
         buffers={
-            name: encode(buffer.detach(), blobs, f"buffer {name!r}") for name, buffer in named_buffers(model)
+            name: encode(buffer.detach(), tensors, f"buffer {name!r}")
+            for name, buffer in named_buffers(model)
         },
         extra_state={
-            name: encode(module.get_extra_state(), blobs, f"extra state of {name!r}")
+            name: encode(module.get_extra_state(), tensors, f"extra state of {name!r}")
             for name, module in modules_with_extra_state(model)
         },
         loss_scale=form.LossScale(scale.of_one_rank, scale.good_steps) if scale.dynamic else None,
-        rng={name: encode(each, blobs, f"rng[{name!r}]") for name, each in rng.items()},
-        state=encode(state, blobs, "state"),
-        identity=encode(identity, blobs, "identity"),
-        blobs=blobs,
+        rng={name: encode(each, tensors, f"rng[{name!r}]") for name, each in rng.items()},
+        state=encode(state, tensors, "state"),
+        identity=encode(identity, tensors, "identity"),
     )
+    return RunState(record, tensors)
 
 
-def _groups(param_groups: Sequence[Mapping[str, Any]], blobs: Blobs) -> Iterator[form.ParamGroup]:
+def _groups(param_groups: Sequence[Mapping[str, Any]], tensors: Tensors) -> Iterator[form.ParamGroup]:
     for number, group in enumerate(param_groups):
         options = {key: value for key, value in group.items() if key != "params"}
-        yield form.ParamGroup(encode(options, blobs, f"param_groups[{number}]"), group_names(group))
+        yield form.ParamGroup(encode(options, tensors, f"param_groups[{number}]"), group_names(group))
 
 
 def group_names(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from infinity.checkpoint.tensor_files import DTYPES
 from infinity.errors import ConfigError, StorageError, storage_errors
 from infinity.layout.adapters import base_names
 from infinity.layout.names import named_modules, plain_name
@@ -22,23 +23,6 @@ from infinity.model.materialize import Fill, Registered, listed, materialize, re
 
 _INDEX = ".safetensors.index.json"
 _FILES = ".safetensors"
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""torch's dtypes by their names in safetensors."""
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that are converted: a weight of one of them may fill a model's tensor of any other of them. float8

@@ -10,27 +10,55 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.safetensors_files import DTYPES
 from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
 
 WINDOW = 1 << 20
 """Greatest number of elements in one of the parts in which a tensor is read and written."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-"""The name in safetensors of each of torch's dtypes."""
+"""torch's dtypes by their names in safetensors: all that files of tensors can have here."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The name in safetensors of each of these dtypes."""
+
+_BYTES = (
+    *("complex32", "complex128"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES} | {
+    name: getattr(torch, name) for name in _BYTES if hasattr(torch, name)
+}
+"""These dtypes, and those of tensors that commits keep as bytes, by torch's names."""
+
+TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""The name that torch gives each of these dtypes."""
 
 METADATA = "__metadata__"
 """The key of the metadata in a safetensors header; every other key is the name of a tensor."""
@@ -127,6 +155,15 @@ def content(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
     for entry in entries:
         for part in entry.parts():
             yield part.view(torch.uint8).numpy().data
+
+
+def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """The bytes of a safetensors file with these tensors, which are contiguous and on the CPU."""
+    entries = [
+        Entry(name, each.dtype, tuple(each.shape), each.nbytes, functools.partial(in_logical_order, each))
+        for name, each in tensors.items()
+    ]
+    return b"".join(content(sorted(entries, key=lambda entry: -entry.dtype.itemsize)))
 
 
 def shard_index(entries: Sequence[Entry], files: dict[str, list[Entry]]) -> bytes:

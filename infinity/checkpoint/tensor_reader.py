@@ -8,11 +8,10 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,14 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.tensor_files import METADATA, NAMES
+from infinity.checkpoint.tensor_files import DTYPES, METADATA
+from infinity.checkpoint.typed_json import loads
 from infinity.errors import CorruptState, InfinityError, StorageError, storage_errors
 from infinity.system.disk_files import DiskFiles
 
 _MOST_HEADER = 100 << 20
 """The most bytes of a header, as in the safetensors library."""
 
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _COPY_AGAIN = "Copy the checkpoint again, or take another one."
 
 
@@ -38,6 +37,11 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class TensorReader:
@@ -54,7 +58,7 @@ class TensorReader:
             length = int.from_bytes(self._bytes(0, 8), "little")
             if length > min(_MOST_HEADER, size - 8):
                 raise ValueError(length)
-            header = parse_json(self._bytes(8, length))
+            header = loads(self._bytes(8, length))
             self.tensors = dict(_tensors(header, 8 + length, size))
 
     def read(self, name: str, first: int, count: int) -> torch.Tensor:
@@ -79,6 +83,21 @@ class TensorReader:
         return found
 
 
+def unpacked(content: bytes, where: str) -> dict[str, torch.Tensor]:
+    """The tensors in the content of a safetensors file, by name, on the CPU. They share one copy of it.
+
+    where: names the file in errors. Raises CorruptState if the content is not in the format of safetensors.
+    """
+    with corrupt_if(where, "it is not a safetensors file"):
+        start = 8 + int.from_bytes(content[:8], "little")
+        places = dict(_tensors(loads(content[8:start]), start, len(content)))
+        whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return {
+            name: whole[each.offset : each.offset + each.nbytes].view(each.dtype).reshape(each.shape)
+            for name, each in places.items()
+        }
+
+
 def regular_size(path: Path) -> int:
     """Return the size of a file in bytes. Raises CorruptState if there is no regular file at `path`.
 
@@ -91,31 +110,19 @@ def regular_size(path: Path) -> int:
     return found.st_size
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse JSON. Raises ValueError or RecursionError if it is not JSON, or if an object has a key twice."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a key occurs twice")
-        return found
-
-    return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-
-
-def corrupt(path: Path, what: str) -> CorruptState:
+def corrupt(path: Path | str, what: str) -> CorruptState:
     """The CorruptState for a file of a checkpoint. what: what is wrong with it."""
     return CorruptState(f"{path} cannot be used: {what}.", _COPY_AGAIN)
 
 
 @contextmanager
-def corrupt_if(path: Path, what: str) -> Iterator[None]:
+def corrupt_if(path: Path | str, what: str) -> Iterator[None]:
     """Context that raises CorruptState about `path` in place of the errors that wrong content leads to."""
     try:
         yield
     except InfinityError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise corrupt(path, what) from error
 
 
@@ -137,7 +144,7 @@ def _tensors(header: dict[str, Any], start: int, size: int) -> Iterator[tuple[st
     said = {name: entry for name, entry in header.items() if name != METADATA}
     end = start
     for name, entry in sorted(said.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (first, last) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        dtype, shape, (first, last) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not all(type(each) is int and each >= 0 for each in (*shape, first, last)):
             raise ValueError(name)
         if start + first != end or last - first != math.prod(shape) * dtype.itemsize:

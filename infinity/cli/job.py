@@ -19,12 +19,12 @@ import torch
 from infinity import __version__, cpu_adam
 from infinity.api import checkpoint_of, plan_for, plan_with_others
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.first_commit import commits_to_continue
 from infinity.checkpoint.rank_directories import commit_directories, directory_of
 from infinity.checkpoint.resume import division_of, read_newest, run_state
-from infinity.checkpoint.values import decode
 from infinity.cli.command import add_json
 from infinity.config import Budget, Precision, Size, format_size
 from infinity.errors import ConfigError, IncompatibleCheckpoint
@@ -378,7 +378,7 @@ def _progress(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> di
     ConfigError if it has more steps already.
     """
     name = f"commit-{saved.manifest.generation}"
-    theirs = decode(saved.manifest.identity, saved.blobs, "identity")
+    theirs = decode(saved.manifest.run.identity, saved.tensors, "identity")
     state = run_state(saved).user_state
     if not isinstance(theirs, dict) or not isinstance(state, dict) or "step" not in state:
         raise IncompatibleCheckpoint(

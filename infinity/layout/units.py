@@ -18,6 +18,7 @@ from infinity.config import Precision
 from infinity.errors import ConfigError
 from infinity.layout.adapters import base_names
 from infinity.layout.names import named_buffers, named_modules, named_parameters
+from infinity.layout.strides import is_dense
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
 """The units of a model. A unit is a pair: the path of a module, and the indices in `Survey.parameters` of
@@ -191,26 +192,12 @@ def _check(parameter: nn.Parameter, name: str) -> None:
             f"The parameter {name} is complex and trainable, which no update kernel takes.",
             "Hold it as a real parameter (torch.view_as_real), or freeze it.",
         )
-    if not _is_dense(parameter):
+    if not is_dense(parameter.shape, parameter.stride()):
         raise ConfigError(
             f"The parameter {name}, of shape {tuple(parameter.shape)} and strides {parameter.stride()}, is "
             "not dense.",
             "Make it a parameter of its own memory: nn.Parameter(parameter.detach().clone()).",
         )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` fill one range of memory without gaps or overlap, in any order."""
-    if tensor.numel() == 0:
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _check_overlap(known: dict[nn.Parameter, str]) -> None:

@@ -41,7 +41,7 @@ def test_an_abandoned_commit_leaves_the_one_before(tmp_path: Path, monkeypatch: 
     assert commits[0].failure is None
     assert "given up" in str(commits[1].failure)
     assert commit_files.generations(tmp_path) == [1]
-    assert sorted(each.name for each in tmp_path.glob("*commit*")) == ["commit-1", "commit-1.data"]
+    assert sorted(each.name for each in tmp_path.glob("*commit*")) == ["commit-1", "commit-1.safetensors"]
 
 
 def test_without_a_pending_commit_nothing_is_abandoned(tmp_path: Path) -> None:

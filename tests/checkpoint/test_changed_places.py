@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from faulty import watchdog
 from manifests import put, signed
 from parity import differences
@@ -22,8 +23,11 @@ from runs_on_disk import HOMES, Run, copied, everything
 from zoo import entry as zoo_entry
 
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, Damage, volume_record
+from infinity.checkpoint.tensor_files import packed
+from infinity.checkpoint.tensor_reader import unpacked
 from infinity.checksum import crc32c
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles
@@ -192,18 +196,17 @@ def test_a_resumed_run_never_uses_changed_bytes(home: str, tmp_path: Path) -> No
 Table = np.ndarray[Any, np.dtype[np.uint32]]
 
 
-def content(run: Run) -> tuple[Any, Table, bytes]:
-    """The tree of the newest manifest, the table in its data file as it lies there, and the file's blobs."""
+def content(run: Run) -> tuple[Any, Table, Tensors]:
+    """The tree of the newest manifest, the table in its data file as it lies there, and the other tensors."""
     number = max(commit_files.generations(run.directory))
     text = commit_files.manifest_path(run.directory, number).read_bytes().split(b"\n", 1)[1]
-    data = commit_files.data_path(run.directory, number).read_bytes()
-    table, _ = commit_files.split_data(data, "data")
-    return json.loads(text), table.copy(), data[16 + 4 * len(table) :]
+    tensors = unpacked(commit_files.data_path(run.directory, number).read_bytes(), "data")
+    return json.loads(text), tensors.pop("checksums").numpy(), tensors
 
 
-def forge(run: Run, tree: Any, table: Table, blobs: bytes) -> None:
+def forge(run: Run, tree: Any, table: Table, tensors: Tensors) -> None:
     """Write the newest commit anew with this content, and all that protects it as a whole."""
-    data = b"".join((b"INFDATA1", len(table).to_bytes(8, "little"), table.astype("<u4").tobytes(), blobs))
+    data = packed({"checksums": torch.from_numpy(table), **tensors})
     tree["data"] = {"nbytes": len(data), "crc32c": crc32c(data)}
     put(run.directory, signed(json.dumps(tree).encode()), data, tree["generation"])
 
@@ -242,13 +245,13 @@ def test_exchanged_places_are_found(change: Callable[[Any], None], tmp_path: Pat
     """A manifest that is whole, and says that arrays lie where others do, is not believed."""
     run = Run(tmp_path, of=zoo_entry("transformer"))
     committed(run)
-    tree, table, blobs = content(run)
-    forge(run, tree, table, blobs)
+    tree, table, tensors = content(run)
+    forge(run, tree, table, tensors)
     saved, path = slab_of(run)
     with opened(saved, path) as source:
         assert check_all(saved, source) == [], "what was forged without a change is believed"
     change(tree)
-    forge(run, tree, table, blobs)
+    forge(run, tree, table, tensors)
     saved, path = slab_of(run)
     with opened(saved, path) as source:
         names = {each["names"][0] for each in same_form(content(run)[0])}
@@ -268,7 +271,7 @@ def test_places_of_an_older_commit_are_found(tmp_path: Path) -> None:
         old_tree, old_table, _ = content(run)
         run.train(model, runtime, range(2, 3))
         runtime.save(state=3).wait()
-    tree, table, blobs = content(run)
+    tree, table, tensors = content(run)
     name = same_form(tree)[0]["names"][0]
     old, new = (
         next(each for each in of["parameters"] if each["names"][0] == name) for of in (old_tree, tree)
@@ -280,7 +283,7 @@ def test_places_of_an_older_commit_are_found(tmp_path: Path) -> None:
             index = now[2][array][3]
             table[index : index + count] = old_table[place[3] : place[3] + count]
             now[2][array] = [*place[:3], index]
-    forge(run, tree, table, blobs)
+    forge(run, tree, table, tensors)
     saved, path = slab_of(run)
     with opened(saved, path) as source:
         assert {each.parameter for each in check_all(saved, source)} == {name}

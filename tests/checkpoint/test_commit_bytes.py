@@ -225,12 +225,12 @@ def test_a_commit_writes_two_small_files_beside_pages(files_written: Counter[str
             before = dict(files_written)
             runtime.save().wait()
             sizes = {each.suffix: each.stat().st_size for each in directory.glob("commit-*")}
-            assert set(sizes) == {"", ".data"} and (directory / f"commit-{generation}").exists()
+            assert set(sizes) == {"", ".safetensors"} and (directory / f"commit-{generation}").exists()
             added = {kind: count - before.get(kind, 0) for kind, count in files_written.items()}
             added = {kind: count for kind, count in added.items() if count}
             headers = added.pop(".slab", 0)
             # The manifest gets its name by a rename.
-            assert added == {".tmp": sizes[""], ".data": sizes[".data"]}
+            assert added == {".tmp": sizes[""], ".safetensors": sizes[".safetensors"]}
             assert (headers > 0) is (generation == 1)
             assert sum(sizes.values()) <= MOST_OF_STATES * states
 

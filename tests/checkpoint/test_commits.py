@@ -72,13 +72,13 @@ def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
             assert commit.generation == step + 1
         commit.wait()
         assert commit.done
-        assert names(commits) == ["commit-3", "commit-3.data"]
+        assert names(commits) == ["commit-3", "commit-3.safetensors"]
         assert all((each.stat().st_mode & 0o777) == 0o600 for each in commits.iterdir())
     (slab,) = (tmp_path / "swap").iterdir()
     assert slab.stat().st_mode & 0o777 == 0o600
     with committed(TIED.make(), tmp_path, resume=True) as runtime:
         assert runtime.save().generation == 4
-    assert names(commits) == ["commit-4", "commit-4.data"]
+    assert names(commits) == ["commit-4", "commit-4.safetensors"]
     assert list((tmp_path / "swap").iterdir()) == [slab]
 
 
@@ -212,7 +212,7 @@ runtime = opened.__enter__()
 train(model, runtime, tied, range(2))
 runtime.save(state="last")
 if sys.argv[3] == "failing":
-    (Path(sys.argv[1]) / "commits" / "commit-1.data").mkdir()
+    (Path(sys.argv[1]) / "commits" / "commit-1.safetensors").mkdir()
 """
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs_on_disk import Run
 from zoo import entry
 
@@ -76,12 +77,15 @@ class Copy:
 
     def __init__(self, directory: Path) -> None:
         self.said = json.loads((directory / "run.json").read_bytes())
-        assert (self.said["format"], self.said["version"]) == ("infinity run", 1)
+        assert (self.said["format"], self.said["version"]) == ("infinity run", 2)
         self.model, self.states = {}, {}
         for name in self.said["files"]:
             (self.states if name.startswith("states") else self.model).update(tensors(directory / name))
-        self.data = b"" if self.said["data"] is None else (directory / "run.data").read_bytes()
-        assert len(self.data) == (self.said["data"] or 0)
+        self.data = {}
+        if self.said["data"] is not None:
+            content = (directory / "run.safetensors").read_bytes()
+            assert self.said["data"] == {"nbytes": len(content), "crc32c": crc32c(content)}
+            self.data = tensors(directory / "run.safetensors")
 
     def values(self, parameter: Any) -> list[Any]:
         """A parameter's values in the order of rows."""
@@ -111,12 +115,6 @@ class Copy:
         if self.said["optimizer"]["states"] == "int8":
             values = decoded(values, self.array(parameter, f"{name}.scale"), name)
         return row_major(values, parameter["shape"], parameter["stride"])
-
-    def blob(self, reference: list[int]) -> bytes:
-        offset, length, checksum = reference
-        found = self.data[offset : offset + length]
-        assert crc32c(found) == checksum
-        return found
 
 
 CASES = [
@@ -159,10 +157,10 @@ def test_a_reader_of_the_document_finds_the_run(case: tuple[str, ...], tmp_path:
         assert set(copy.said["buffers"]) <= set(copy.said["record"]["buffers"])
         assert set(copy.said["record"]["buffers"]) == {name for name, _ in model.named_buffers()}
     assert len([file for file in copy.said["files"] if file.startswith("model")]) > 1
-    assert copy.said["record"]["state"]["dict"][0][0] == "blob"
-    assert copy.blob(copy.said["record"]["state"]["dict"][0][1]["bytes"]) == b"bytes"
-    generator = copy.said["record"]["rng"]["torch"]["tensor"]
-    assert len(copy.blob(generator[3])) == generator[1][0]
+    assert copy.said["record"]["state"] == {"blob": {"$bytes": b"bytes".hex()}}
+    dtype, shape, stride, stored = copy.said["record"]["rng"]["torch"]["$tensor"]
+    assert (dtype, stride) == ("uint8", [1])
+    assert copy.data[stored] == ("U8", shape, torch.get_rng_state().numpy().tobytes())
 
 
 def test_the_directory_has_the_files_and_fields_of_the_document(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], type[InfinityError], str]] = {
     ),
     "a list": (lambda path: (path / "run.json").write_text("[]"), CorruptState, "does not describe"),
     "a format": (edited(lambda c: c.update(format="x")), CorruptState, "does not describe"),
-    "a version": (edited(lambda c: c.update(version=2)), IncompatibleCheckpoint, "version 2"),
+    "a version": (edited(lambda c: c.update(version=1)), IncompatibleCheckpoint, "version 1"),
     "no version": (edited(lambda c: c.pop("version")), IncompatibleCheckpoint, "version None"),
     "a bool for a version": (edited(lambda c: c.update(version=True)), IncompatibleCheckpoint, "True"),
     "no parameters": (edited(lambda c: c.pop("parameters")), CorruptState, "run.json"),
@@ -134,9 +134,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], type[InfinityError], str]] = {
     "a link to the record": (replaced_by_link("run.json"), CorruptState, "no regular file"),
     "a link to the model": (replaced_by_link("model-*"), CorruptState, "no regular file"),
     "a link to states": (replaced_by_link("states-*"), CorruptState, "no regular file"),
-    "a link to data": (replaced_by_link("run.data"), CorruptState, "no regular file"),
-    "no data": (lambda path: (path / "run.data").unlink(), CorruptState, "is missing"),
-    "other data": (lambda path: (path / "run.data").write_bytes(b"x"), CorruptState, "have 10 bytes"),
+    "a link to data": (replaced_by_link("run.safetensors"), CorruptState, "no regular file"),
+    "no data": (lambda path: (path / "run.safetensors").unlink(), CorruptState, "is missing"),
+    "other data": (lambda path: (path / "run.safetensors").write_bytes(b"x"), CorruptState, "have 10 bytes"),
 }
 
 

@@ -129,7 +129,7 @@ class Killed:
         generation = saved.manifest.generation
         assert {each.name for each in commits.glob("*commit*")} == {
             f"commit-{generation}",
-            f"commit-{generation}.data",
+            f"commit-{generation}.safetensors",
         }
         assert {each.name for each in slabs - self.orphans} <= named
         assert not saved.skipped

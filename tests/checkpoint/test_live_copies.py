@@ -238,10 +238,10 @@ def test_what_differs_changes_nothing(tmp_path: Path, plain: Run) -> None:
                 runtime.load(tmp_path / "copy")
             assert differences(everything(model, runtime), before) == []
         (tmp_path / "copy" / "run.json").write_text(record)
-        data = bytearray((tmp_path / "copy" / "run.data").read_bytes())
+        data = bytearray((tmp_path / "copy" / "run.safetensors").read_bytes())
         data[len(data) // 2] ^= 1
-        (tmp_path / "copy" / "run.data").write_bytes(data)
-        with pytest.raises(CorruptState, match="another checksum"):
+        (tmp_path / "copy" / "run.safetensors").write_bytes(data)
+        with pytest.raises(CorruptState, match="its CRC-32C is another"):
             runtime.load(tmp_path / "copy")
         assert differences(everything(model, runtime), before) == []
         runtime.save(tmp_path / "whole")

@@ -71,7 +71,7 @@ def test_the_bits_of_pages_are_in_the_files(compute: str, states: str, tmp_path:
 
 def test_what_the_record_says(copy: Path) -> None:
     content = said(copy)
-    assert (content["format"], content["version"]) == ("infinity run", 1)
+    assert (content["format"], content["version"]) == ("infinity run", 2)
     assert content["optimizer"] == {"name": "AdamW", "states": "int8", "moments": ["exp_avg", "exp_avg_sq"]}
     assert content["record"] == RECORD
     by_name = {each["names"][0]: each for each in content["parameters"]}
@@ -89,7 +89,7 @@ def test_what_the_record_says(copy: Path) -> None:
     assert not by_name["embedding.weight"]["trainable"]
     source = CopySource(copy)
     assert (source.record, source.data()) == (RECORD, b"some bytes")
-    assert {"model.safetensors.index.json", "run.data"} < set(files(copy))
+    assert {"model.safetensors.index.json", "run.safetensors"} < set(files(copy))
 
 
 def test_without_an_optimizer_there_are_no_states(tmp_path: Path, swap: Path) -> None:

@@ -117,9 +117,9 @@ def test_a_newer_commit_that_only_one_rank_has(
 ) -> None:
     """As after a crash between the two phases: a restart goes on from the commit before, which is whole."""
     for rank in range(2):
-        for name in ("commit-1", "commit-1.data"):
+        for name in ("commit-1", "commit-1.safetensors"):
             shutil.copy(made / "1" / f"rank-{rank}" / name, run / f"rank-{rank}" / name)
-    for name in ("commit-2", "commit-2.data"):
+    for name in ("commit-2", "commit-2.safetensors"):
         (run / "rank-1" / name).unlink()
     found = ls(capsys, run)
     assert [[each["generation"] for each in rank["commits"]] for rank in found["ranks"]] == [[1, 2], [1]]

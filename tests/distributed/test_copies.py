@@ -61,9 +61,10 @@ def told(function: str, cases: tuple[Case, ...], size: int, copied_by: int, dire
 def content(copy: Path) -> dict[str, Any]:
     """All that a copy holds, but for the generators, which are others in each process."""
     found: dict[str, Any] = {path.name: path.read_bytes() for path in copy.glob("*.safetensors*")}
+    del found["run.safetensors"]  # it has the generators' states
     said = json.loads((copy / "run.json").read_text())
     del said["record"]["rng"]
-    return found | {"run.json": said, "size": (copy / "run.data").stat().st_size}
+    return found | {"run.json": said, "size": said.pop("data")["nbytes"]}
 
 
 @SOME
