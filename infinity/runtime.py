@@ -390,7 +390,6 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
-            self.optimizer.restored()
             run_state(saved).set_generators()
             return run_state(saved).user_state
 
