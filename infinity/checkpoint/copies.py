@@ -31,7 +31,7 @@ from infinity.checkpoint.run_state import RunState, capture, generators, group_n
 from infinity.config import Size
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.loss_scale import LossScale
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage
@@ -72,7 +72,7 @@ class Copies:
         pages: Sequence[ParameterPage],
         edits: EditTracker,
         prefetch_engine: PrefetchEngine,
-        updater: Updater | None,
+        updater: UpdateScheduler | None,
         committer: Committer | None,
         scale: LossScale,
         health: Health,
