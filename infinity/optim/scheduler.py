@@ -279,7 +279,7 @@ class UpdateScheduler(Updates):
         """Whether an update of the unit was decided and has not ended, and the update of at least one chunk
         has begun to read, compute or write.
         """
-        return self._running(unit) is not None
+        return self._units[unit].left > 0 and self._running(unit) is not None
 
     def complete(self, unit: int) -> None:
         """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.

@@ -272,7 +272,9 @@ class PrefetchEngine:
             remote = None if self._remote is None else self._remote_for(page)
             into = ghost if lease is None else lease
             assert into is not None
-            self._arrivals[unit] = arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
+            arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
+            arrival.start()
+            self._arrivals[unit] = arrival  # last: an arrival that is listed brings all of the page
             if self.store.device.shares_host:
                 assert arrival.local is not None
                 page.incoming = (arrival.residency, arrival.local)
