@@ -71,9 +71,8 @@ PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Number of elements in the activation, and in a row of every parameter."""
 CHAINS, PAGES = 16, 3
-"""Working room of all plans: the number of chunks that can be under update at one time (each by a Chain of
-its own), and the number of parameter pages that can be resident beside those whose home is where the model
-computes."""
+"""Working room of all plans: the number of chunks that can be under update at one time, and the number of
+parameter pages that can be resident beside those whose home is where the model computes."""
 WARM_UP = 4
 """Number of first steps, which are not counted: in them the runtime learns the order of accesses."""
 HOMES = {

@@ -70,8 +70,8 @@ def offload(
 
     update: the time when parameters are updated. A unit is a group of parameters that move together. "sync":
     all units before `step` returns. "lazy": each unit before its next use, while earlier units compute.
-    "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/eager.py says what
-    this needs. "auto": chosen by infinity, at present "lazy".
+    "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py
+    says what this needs. "auto": chosen by infinity, at present "lazy".
 
     accumulation: the number of backwards in a step; None: unknown. Eager updates need this number. Lazy
     updates use it to read their first states during the last backward. With accumulation=1 gradients move

@@ -31,7 +31,7 @@ from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
 from infinity.optim.paged_optimizer import PagedOptimizer, retire
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.gradient_ring import GradientRing
@@ -40,7 +40,7 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.prefetch.engine import NoUpdates, PrefetchEngine, Updates
+from infinity.prefetch.engine import PrefetchEngine, Updates
 from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
@@ -143,13 +143,13 @@ class _Wiring:
             gradient_pages = self._gradient_pages(ring)
             on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
             gradients = Gradients(gradient_pages, store, threads, scale, on_device=on_device, ring=ring)
-            updater = Updater(
+            updater = UpdateScheduler(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
         versions = None if self.communicator is None else self.communicator.edit_versions(pages)
         edits = EditTracker(pages, store, states, health=health, over_ranks=versions)
         resumed = checkpoint is not None and checkpoint.saved is not None
-        engine = self._engine(pages, meter, updater or NoUpdates(), edits, resumed=resumed)
+        engine = self._engine(pages, meter, updater or Updates(), edits, resumed=resumed)
         pager = Pager(
             pages,
             addresses,

@@ -11,7 +11,7 @@ from infinity.checkpoint.directory import Checkpoint
 from infinity.gradients.host import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Pager
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
@@ -47,7 +47,7 @@ class Components:
     pager: Pager
     gradients: Gradients | None
     states: States | None
-    updater: Updater | None
+    updater: UpdateScheduler | None
     peers: Peers | None
     committer: Committer | None
     checkpoint: Checkpoint | None

@@ -391,7 +391,6 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
-            self.optimizer.restored()
             moved = parts.checkpoint.moved if parts.checkpoint is not None else None
             if moved is None or not moved.repeats:
                 run_state(saved).set_generators()

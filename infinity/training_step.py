@@ -23,8 +23,7 @@ from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
 from infinity.layout.strides import in_memory_order
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
-from infinity.optim.eager import EagerStep
-from infinity.optim.step_options import StepOptions
+from infinity.optim.decision import EagerStep, StepOptions
 from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
 from infinity.telemetry.stats import Phase
@@ -610,7 +609,7 @@ class TrainingStep:
 
     def _exposed(self) -> list[int]:
         """The units whose bytes user code has views of, for `_tell_ranks`. Called before an update begins,
-        whose chains have views of pages, too.
+        which has views of pages, too.
         """
         if self._ranked is None:
             return []

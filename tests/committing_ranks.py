@@ -31,7 +31,7 @@ from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.peers import Peers
-from infinity.optim.chain import Chain
+from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
@@ -54,7 +54,7 @@ BEFORE: dict[str, tuple[Any, str]] = {
 """Point -> (owner, name) of the function with whose call it is reached."""
 AFTER: dict[str, tuple[Any, str]] = {
     "agreed": (CommitVotes, "begin"),
-    "update": (Chain, "write"),
+    "update": (ChunkUpdate, "write"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
     "after the vote": (CommitVotes, "_vote"),

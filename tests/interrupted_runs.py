@@ -124,8 +124,8 @@ class Landing(Saving):
     """The forward of step 6, whose updates need places that the commit after step 4 frees when it lands."""
 
     below = (
-        "optim/updater.py:_free",
-        "optim/updater.py:complete_awaited",
+        "optim/scheduler.py:_free_place",
+        "optim/scheduler.py:complete_awaited",
         "pages/ledger.py:land",
         "pages/ledger.py:settle",
     )

@@ -21,7 +21,7 @@ from committed_runs import Job, after, opened, take_step, user_state
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, initial_pages
-from infinity.optim.chain import Chain
+from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
@@ -37,7 +37,7 @@ OPERATIONS = {
 }
 """Point -> (operation on files, end of the path) with whose beginning it is reached."""
 METHODS: dict[str, tuple[Any, str]] = {
-    "update": (Chain, "write"),
+    "update": (ChunkUpdate, "write"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
     "resume": (initial_pages, "adopt_commit"),

@@ -29,7 +29,7 @@ from infinity.aio import Faults
 from infinity.distributed.ballots import Ballots
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.errors import InfinityError, StorageError
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.open_tiers import injected
 
 ASKED = "RECORDING_RANKS"
@@ -230,7 +230,7 @@ def _sync_with_the_next_step(each: Rank, written: Path) -> None:
     have these wait until all ranks were told, and until a file is there.
     """
     decided, told = threading.Event(), threading.Event()
-    refuse, step = CommitVotes.refuse, Updater.step
+    refuse, step = CommitVotes.refuse, UpdateScheduler.step
 
     def refusing(*arguments: Any) -> bool:
         refused = refuse(*arguments)
@@ -245,7 +245,7 @@ def _sync_with_the_next_step(each: Rank, written: Path) -> None:
         step(*arguments)
 
     each.patch.set(CommitVotes, "refuse", refusing)
-    each.patch.set(Updater, "step", deciding)
+    each.patch.set(UpdateScheduler, "step", deciding)
     each.recording.fail("sync directory", 1, errno.EIO)
     each.recording.before("sync directory", f"rank-{each.rank}", decided.wait)
 

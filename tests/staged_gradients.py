@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from infinity.optim.chain import Chain
+from infinity.optim.chunk_update import ChunkUpdate
 
 
 class StagedGradients:
@@ -25,15 +25,15 @@ class StagedGradients:
         self.runtime: Any = None
         """The runtime whose updates are counted; None if none are. To be set after `offload` has returned."""
         self._nbytes = 0
-        compute = Chain.compute
+        compute = ChunkUpdate.compute
 
-        def counting(chain: Chain, *args: Any, **options: Any) -> Any:
-            if self.runtime is not None and chain._store is self.runtime._components.store:
-                # The lease that was kept since the gate opened. It has no bytes where the gradient went home.
-                self._nbytes += 0 if chain._gradient_page.home.in_place else chain._kept.nbytes
-            return compute(chain, *args, **options)
+        def counting(update: ChunkUpdate, *args: Any, **options: Any) -> Any:
+            if self.runtime is not None and update._store is self.runtime._components.store:
+                # The lease kept since the update was decided. It has no bytes where the gradient went home.
+                self._nbytes += 0 if update._gradient_page.home.in_place else update._kept.nbytes
+            return compute(update, *args, **options)
 
-        monkeypatch.setattr(Chain, "compute", counting)
+        monkeypatch.setattr(ChunkUpdate, "compute", counting)
 
     def count(self) -> int:
         """Return the bytes that were counted since the last call of `count`, and start again at 0.

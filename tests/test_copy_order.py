@@ -24,7 +24,7 @@ from homes import evict_all
 from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of, stepped, trained
 
 import infinity
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.parameter_page import Presence
 from infinity.tiers.copy_streams import Order
 
@@ -82,17 +82,17 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
 
     As on a GPU, the model waits for an update only when it uses the update's results.
     """
-    made = Updater.__init__
+    made = UpdateScheduler.__init__
 
-    def apart(updater: Updater, *arguments: Any, **options: Any) -> None:
+    def apart(updater: UpdateScheduler, *arguments: Any, **options: Any) -> None:
         made(updater, *arguments, **options)
-        updater._queue.shares_cpu = False
+        updater._shares_cpu = False
 
     for seed, update in enumerate(UPDATES * 3):
         number, place = seed // 3, Place(home, update)
         expected = without_streams(number, place)
         with monkeypatch.context() as patch, (device := EmulatedDevice(seed)).in_use():
-            patch.setattr(Updater, "__init__", apart)
+            patch.setattr(UpdateScheduler, "__init__", apart)
             found = trained(number, place)
         assert device.count("cuMemcpyAsync") > 10
         assert parity.differences(found, expected) == []

@@ -265,7 +265,7 @@ def test_hooks_of_saved_tensors_are_gone_after_an_interrupted_forward(tmp_path: 
 def test_an_update_that_is_interrupted_half_way_ends_the_runtime(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the same update would run twice, or its chain would be in two places."""
+    """Else the same update would run twice, or would be in two places."""
     with opened(tmp_path, "nvme") as (model, runtime):
         for _ in range(2):
             model(X).sum().backward()
@@ -273,8 +273,8 @@ def test_an_update_that_is_interrupted_half_way_ends_the_runtime(
             runtime.optimizer.zero_grad()
         after = {
             "submit": (ThreadPool, "submit_again"),
-            "deliver": (type(runtime._components.updater._queue), "deliver"),
-            "begun": (type(runtime._components.updater._queue), "begun"),
+            "deliver": (type(runtime._components.updater), "_deliver"),
+            "begun": (type(runtime._components.updater), "_began"),
         }
         owner, name = after[where]
         real: Callable[..., Any] = getattr(owner, name)

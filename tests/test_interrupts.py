@@ -236,7 +236,7 @@ def test_an_interrupted_update_says_so_for_good(tmp_path: Path, monkeypatch: pyt
         of = entry("tied")
         of.loss(model, of.batch(0, 0)).backward()
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.optim.updater.count_step", interrupted)
+            patch.setattr("infinity.optim.scheduler.count_step", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 runtime.optimizer.step()
         for use in (model.state_dict, runtime.optimizer.zero_grad, lambda: of.loss(model, of.batch(0, 0))):

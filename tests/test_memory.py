@@ -2,7 +2,7 @@
 
 The model has L equal blocks, each of them a unit. In the formulas P is the bytes of a parameter page, T of
 the page's trained part, G of a gradient page, and S of an optimizer page. Staging is the host RAM in which
-chunks are updated, and where gradients may wait for their update. A chain is the update of one chunk.
+chunks are updated, and where gradients may wait for their update.
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ def bytes_of_a_step(runtime: Any, model: nn.Module, number: int) -> dict[Edge, i
 def test_bytes_moved_where_everything_is_on_disk(
     home: str, bias: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third step moves exactly these bytes. There is room for one resident page and one chain at a time,
-    and all updates run inside step().
+    """The third step moves exactly these bytes. There is room for one resident page and one chunk update at
+    a time, and all updates run inside step().
 
     nvme -> host   2 (L - 1) P   parameters; forward and backward each find one page resident already
                  + L T           parameters for updates; on unified memory (L - 1) T, because the page that
                                  is resident is updated in place
                  + L G + L S     gradients and states, except gradients that updates still find in staging
-    host -> nvme   L T + L G + L S; even the last gradients are written, as later chains need all of staging
+    host -> nvme   L T + L G + L S; even the last gradients are written, as later updates need all of staging
     host -> device 2 (L - 1) P for forward and backward, and T for the result of the update of the page that
                    is resident; nothing on unified memory
     device -> host nothing, because the CPU, which stands for the device, makes gradients in RAM

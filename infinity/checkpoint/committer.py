@@ -41,7 +41,7 @@ from infinity.checkpoint.commit import SLICE, Commit, CommittingRanks
 from infinity.checkpoint.record import Draft, Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.home import twins_of
@@ -66,7 +66,7 @@ class Committer:
         pages: Sequence[ParameterPage],
         states: States,
         store: Store,
-        updater: Updater,
+        updater: UpdateScheduler,
         edits: EditTracker,
         health: Health,
         recorder: Recorder,

@@ -33,7 +33,7 @@ from infinity.checkpoint.typed_json import corrupt, typed
 from infinity.config import Size
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.loss_scale import LossScale
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage
@@ -74,7 +74,7 @@ class Copies:
         pages: Sequence[ParameterPage],
         edits: EditTracker,
         prefetch_engine: PrefetchEngine,
-        updater: Updater | None,
+        updater: UpdateScheduler | None,
         committer: Committer | None,
         scale: LossScale,
         health: Health,

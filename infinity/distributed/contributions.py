@@ -41,7 +41,7 @@ from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.tiers import Pool
 
 Key = tuple[int, int, int]
@@ -102,7 +102,7 @@ class Contributions:
         share: Share,
         *,
         gradients: Gradients,
-        updater: Updater,
+        updater: UpdateScheduler,
         room: Pool,
         most_waiting: int,
         lock: TrainerLock,
@@ -178,7 +178,7 @@ class Contributions:
         """Contribute this rank's new gradient of a parameter.
 
         gradient: with any dense strides. micro_batch: the number of its backward on this rank since gradients
-        were last cleared. Raises the errors of `Updater.accumulate_piece`.
+        were last cleared. Raises the errors of `UpdateScheduler.accumulate_piece`.
         """
         page = self._pages[unit]
         page.content.add(parameter)

@@ -28,7 +28,7 @@ from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.home import Home
@@ -69,7 +69,7 @@ class PageService:
         versions: EditVersions,
         states: Mapping[int, StatePage],
         gradients: Gradients | None,
-        updater: Updater | None,
+        updater: UpdateScheduler | None,
         store: Store,
         room: Pool,
         lock: TrainerLock,

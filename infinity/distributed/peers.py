@@ -15,7 +15,7 @@ from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.gradients.host import Gradients
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import StatePage
@@ -39,7 +39,7 @@ class Peers:
         states: Mapping[int, StatePage],
         engine: PrefetchEngine,
         gradients: Gradients | None,
-        updater: Updater | None,
+        updater: UpdateScheduler | None,
         store: Store,
         health: Health,
         drive: Callable[[int], None],

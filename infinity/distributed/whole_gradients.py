@@ -16,14 +16,16 @@ from infinity.errors import ConfigError
 from infinity.gradients.host import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
-from infinity.optim.updater import Updater
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.gradient_page import GradientPage
 
 
 class WholeGradients:
     """Sums gradients over ranks at the end of a step. Called by the training thread, under the lock."""
 
-    def __init__(self, share: Share, gradients: Gradients, updater: Updater, remote: RemoteParts) -> None:
+    def __init__(
+        self, share: Share, gradients: Gradients, updater: UpdateScheduler, remote: RemoteParts
+    ) -> None:
         self._share = share
         self._gradients = gradients
         self._updater = updater

@@ -2,7 +2,7 @@
 
 A gradient page consists of chunks, in its unit's layout. A chunk whose home is in host RAM is accumulated in
 place. Any other chunk is staged: it is held in temporary memory while its parameters' gradients arrive
-(infinity/gradients/staged_chunks.py). The caller provides that memory (infinity/optim/staging.py grants it).
+(infinity/gradients/staged_chunks.py). The caller provides that memory (infinity/optim/scheduler.py).
 
 The sums of squares are computed in the pass that stores the gradients. They are fp64 sums over blocks of
 cpu_adam.BLOCK elements, counted from each parameter's first element. The norm is the root of their exact sum,

@@ -1,3 +1,3 @@
-"""The optimizer: chains (each is the update of one chunk of parameters), the order in which chains run, and
+"""The optimizer: the updates of chunks, the scheduler that decides their order and their memory, and
 `runtime.optimizer`, which gives them the interface of torch's optimizers.
 """

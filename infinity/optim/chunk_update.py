@@ -1,26 +1,101 @@
-"""Chunk update: what the update threads compute for one chunk, once all of its bytes are in host RAM."""
+"""Chunk update: the update of one chunk, from reading its inputs to writing its results home.
+
+The inputs are the chunk's slice of the parameter page, its gradient and its optimizer states. Inputs that
+are in host RAM are used in place. The others are read into staging, which is acquired for all of them or for
+none. On a device that shares the host's RAM, parameters are updated in the page that the model computes
+with, whether it is resident or still arriving. So the parameters are read once for both uses.
+
+[Note: back and lost] A read that fails changes nothing. The update is READY again (or IDLE, if it was not
+decided), and its bytes are read again when a caller waits for the unit. A write that fails loses the only
+copy of its bytes. The update is LOST then, and the runtime cannot be used any more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from infinity import cpu_adam
+from infinity.config import round_up
+from infinity.errors import InfinityError
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientPage
+from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
+from infinity.tiers import PAGE_ALIGNMENT, Tier
+from infinity.tiers.link import ARRIVED, Transfer, User
+
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""An empty uint8 tensor, in the place of memory that an update does not have or does not need."""
 
 Memory = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """(a chunk's slice of the parameter page, its gradient, its optimizer states), each uint8 in host RAM."""
+Present = tuple[torch.Tensor, Transfer]
+"""(bytes of a parameter page in the memory where the model computes, the transfer that brings the bytes)."""
+
+
+class UpdateState(enum.Enum):
+    """How far the update of a chunk has come, and what staging (buffers in host RAM) it holds then."""
+
+    IDLE = "idle"
+    """The update is not decided, and no optimizer states are read ahead. It holds no staging."""
+    READY = "ready"
+    """The update is decided, and waits for staging or for its turn. Of its inputs only the gradient may
+    already be in staging.
+    """
+    READING = "reading"
+    """Inputs that are not in RAM are being read into staging: all inputs if the update is decided, only the
+    optimizer states if not. From this state on it holds all the staging that it needs.
+    """
+    AHEAD = "ahead"
+    """The optimizer states have been read into staging, and the update is not decided yet."""
+    COMPUTING = "computing"
+    """The update's kernel is queued or runs."""
+    WRITING = "writing"
+    """The writes of the results to the homes of their pages have begun. The staging is given up, and the
+    writes keep it until they end.
+    """
+    LOST = "lost"
+    """The results could not be written: the only copy of the chunk's new parameters or states is gone."""
+
+    __hash__ = object.__hash__
+    """Hash by identity, which is faster than Enum's own hash."""
+
+
+_NEXT = {
+    UpdateState.IDLE: (UpdateState.READY, UpdateState.READING),
+    UpdateState.READY: (UpdateState.READING, UpdateState.COMPUTING, UpdateState.IDLE),
+    UpdateState.READING: (UpdateState.AHEAD, UpdateState.COMPUTING, UpdateState.READY, UpdateState.IDLE),
+    UpdateState.AHEAD: (UpdateState.READING, UpdateState.IDLE),
+    UpdateState.COMPUTING: (UpdateState.WRITING, UpdateState.LOST, UpdateState.IDLE),
+    UpdateState.WRITING: (UpdateState.IDLE, UpdateState.LOST),
+    UpdateState.LOST: (UpdateState.IDLE,),
+}
+"""State of an update -> the states that may follow. When the runtime ends, IDLE may follow any state."""
 
 
 class ChunkUpdate:
-    """Submits the updates of one chunk to the update threads.
+    """The update of one chunk: its state, its staging, its reads and writes, and where its gradient is.
 
-    The first update is described to the threads in full. Later calls pass only what differs from the first.
+        IDLE -- make_ready --> READY -- acquire --> READING -- compute --> COMPUTING -- write --> WRITING
+          |                      |                    ^                        ^          |          |
+          |                      +-- compute (homes in RAM) -------------------+          +-> LOST   |
+          |                                           |                                              |
+          +-- read_ahead --> READING --> AHEAD -- make_ready                IDLE <---- finish -------+
+
+    An update is decided by `step()` if it is lazy, and by the unit's last gradient if it is eager. Before
+    that only states are read, because only they are sure not to change. When another user needs the room,
+    `cancel` gives the staging of such an update up: READING or AHEAD -> IDLE. Nothing has been changed by
+    then, so nothing is lost. A failed read of a decided update leads back by `put_back`: READING -> READY.
+
+    The first computation is described to the update threads in full. Later ones pass only what differs.
     """
 
     def __init__(
@@ -29,41 +104,439 @@ class ChunkUpdate:
         states: States,
         gradients: GradientPage,
         chunk_index: int,
+        *,
         threads: cpu_adam.ThreadPool,
+        store: Store,
+        health: Health,
     ) -> None:
+        """gradients: the unit's gradients. threads: compute the update. health: is told of lost results."""
         self.page = page
-        self.state_page = states.pages[page.index]
-        self.gradient_page = gradients
+        self.unit = page.index
         self.chunk_index = chunk_index
         self.chunk = page.layout.chunks[chunk_index]
-        self.dtype = page.layout.regions[self.chunk.region].dtype
-        """Dtype of the chunk's parameters."""
-        self.rests = all([home.in_place for home in (page.home, gradients.home, self.state_page.home)])
-        """Whether the homes of the chunk's parameter, gradient and optimizer pages are all in host RAM."""
+        self.state = UpdateState.IDLE
+        self.decision: Decision | None = None
+        """What the update is to compute; None until that is decided."""
+        self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
+        """While COMPUTING, the ticket by which to wait for the running update; else None."""
+        self.copy: Transfer = ARRIVED
+        """While WRITING, the copy of new parameters to the device; ARRIVED, an ended transfer, if none."""
         self.numel = 0
         """Number of parameter elements that the update submitted last changes."""
-        self._states = states
+        self._states_of_all = states
+        self._state_page = states.pages[page.index]
+        self._gradient_page = gradients
         self._threads = threads
+        self._store = store
+        self._health = health
+        self.in_ram = all([home.in_place for home in (page.home, gradients.home, self._state_page.home)])
+        """Whether the homes of the chunk's parameter, gradient and optimizer pages are all in host RAM, so
+        that the update never needs staging.
+        """
+        self._has_copy = not store.device.shares_host and page.home.tier is not Tier.DEVICE
+        """Whether the model uses a copy of the page in device memory, which `write` also has to update."""
+        self._start = page.layout.chunk_start(chunk_index)
+        self._home_start = page.shard.home_start(chunk_index)
+        self._state_offset = self._state_page.offset(chunk_index)
+        self._dtype = page.layout.regions[self.chunk.region].dtype
+        self.parameter_bytes = round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
+        """Bytes of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
+        self.gradient_bytes = gradients.nbytes(chunk_index)
+        """Bytes of the chunk's part of the gradient page."""
+        self.state_bytes = self._state_page.formats[chunk_index].nbytes
+        """Bytes of the chunk's part of the optimizer page."""
+        self._reads: list[Transfer] = []
+        self._parameter = self._gradient = self._states = self._kept = NOTHING
+        """The inputs in RAM, each uint8. NOTHING stands for one that has no place in RAM yet. `_kept`: the
+        gradient if it was in RAM when the update was decided, kept even after zero_grad(); else NOTHING.
+        """
+        self._takes_gradient = True
+        """Whether the update that was decided last takes the gradient. Otherwise it only averages masters."""
+        self._room = NOTHING
+        """Staging, uint8, into which the parameter slice will be read when the update is decided. It is
+        NOTHING itself if the states were not read ahead.
+        """
+        self._version = 0
+        """`StatePage.version` of the states that were read ahead."""
+        self._at_home: Memory | None = None
+        """Views of the inputs in their homes, made by the first update if `in_ram`; else None."""
         self._form: cpu_adam.UpdateForm | None = None
-        """The dtypes, length and places of the first update's arrays, with which `submit` describes all
-        later updates; None before the first update.
+        """The dtypes, length and places of the first update's arrays, with which all later updates are
+        described; None before the first update.
         """
         self._addresses: Sequence[int] | None = None
         """Addresses of the arrays that updates use (parameters, gradient and states), kept from the first
-        update on if `rests`; None otherwise.
+        update on if `in_ram`; None otherwise.
         """
 
-    def submit(
-        self, decision: Decision, memory: Memory, *, awaited: bool
-    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        """Submit an update of the chunk to the update threads.
+    # --- what it needs and has --------------------------------------------------------------------------
 
-        Returns a ticket at once. decision: the parameters to update, their hyper-parameters and the scale.
-        memory: the bytes that the update reads and changes; they stay in use until the ticket is done.
-        awaited: whether the caller will wait for the ticket next and take part in the computation then.
+    def present(self) -> Present | None:
+        """Return the copy of the parameter page with which the model computes, if this copy is in host RAM.
+
+        A copy that is still being read into host RAM counts too. Returns None if there is no such copy, or
+        if the model computes in device memory or with the bytes of the page's home. Another thread may drop
+        the last view of the copy at any moment, which frees its bytes. So a caller that asks for staging
+        according to this result must keep the result until the update has the staging.
+        """
+        if self.page.home.in_place or not self._store.device.shares_host:
+            return None
+        living = self.page.living()
+        return self.page.incoming if living is None else (living, ARRIVED)
+
+    def needed(self, present: Present | None) -> int:
+        """Bytes of staging that a READY update needs. present: the result of the method `present`."""
+        nbytes = 0 if self._state_page.home.in_place else self.state_bytes
+        if self._takes_gradient and not self._gradient.nbytes:
+            nbytes += self.gradient_bytes
+        if not self.page.home.in_place and present is None:
+            nbytes += self.parameter_bytes
+        return nbytes
+
+    @property
+    def needed_ahead(self) -> int:
+        """Bytes of staging for `read_ahead`: states, plus the parameter slice if it must be read later."""
+        apart = not (self._store.device.shares_host or self.page.home.in_place)
+        return self.state_bytes + (self.parameter_bytes if apart else 0)
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether a READY update has its gradient in host RAM, and parameters and states at home there."""
+        if self.in_ram:
+            return True
+        there = bool(self._gradient.nbytes) or not self._takes_gradient
+        return self.page.home.in_place and self._state_page.home.in_place and there
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """The gradient of a READY update, uint8, kept since it was decided; empty if it is at home."""
+        return self._gradient
+
+    @property
+    def holds_gradient(self) -> bool:
+        """Whether the gradient of a READY update is in staging."""
+        return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the update holds staging and is not decided."""
+        return self.decision is None and self.state in (UpdateState.READING, UpdateState.AHEAD)
+
+    @property
+    def was_ahead(self) -> bool:
+        """Whether the states were read before the update was decided."""
+        return self._room is not NOTHING
+
+    @property
+    def states_on_disk(self) -> bool:
+        return self._state_page.home.nvme_lease is not None
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether the chunk has moments, which can be read, and no update of it is under way."""
+        return self.state is UpdateState.IDLE and self._state_page.begun[self.chunk_index]
+
+    @property
+    def being_written(self) -> bool:
+        """Whether an earlier write of the optimizer states is in flight, for which a read has to wait."""
+        start = self._state_offset
+        return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all reads have ended, successfully or not."""
+        return not self._reads or all([each.done() for each in self._reads])
+
+    # --- transitions ------------------------------------------------------------------------------------
+
+    def make_ready(self, decision: Decision) -> bool:
+        """Fix what to compute: IDLE -> READY, or READING or AHEAD -> READING.
+
+        decision: the update to compute. If the states that were read ahead cannot be used any more, they are
+        given up with their staging, and the update is READY. Returns True if it is READY, so that it still
+        needs staging, and False if it is READING.
+        """
+        assert self.decision is None
+        if decision.averaged:
+            self._takes_gradient = any(each.parameter in decision.parameters for each in self.chunk.pieces)
+        else:
+            self._takes_gradient = True
+        if self.in_ram:
+            self.decision = decision
+            self._to(UpdateState.READY)
+            return True
+        present = self.present()
+        if self.state is not UpdateState.IDLE and not self._still_right(present):
+            self.cancel()
+        self.decision = decision
+        kept = self._gradient_page.in_ram(self.chunk_index) if self._takes_gradient else None
+        self._gradient = self._kept = NOTHING if kept is None else kept
+        if self.state is UpdateState.IDLE:
+            self._to(UpdateState.READY)
+            return True
+        self._read_parameter(self._room, present)
+        if self.state is UpdateState.AHEAD:
+            self._to(UpdateState.READING)
+        return False
+
+    def acquire(self, memory: torch.Tensor, present: Present | None) -> None:
+        """Take staging, and begin the reads: READY -> READING.
+
+        memory: staging, uint8 (needed(present),). present: the result of the method `present`. If
+        StorageError is raised, the update stays READY.
+        """
+        try:
+            rest = self._read_parameter(memory, present)
+            if self._takes_gradient and not self._gradient.nbytes:
+                self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
+                assert self.decision is not None
+                if self._reads_gradient(self.decision):
+                    offset = self._gradient_page.offset(self.chunk_index)
+                    self._reads.append(self._store.read(self._gradient_page.home, offset, self._gradient))
+            if self._state_page.home.in_place:
+                self._states = self._state_page.home.view(self._state_offset, self.state_bytes)
+            else:
+                self._read_states(rest[: self.state_bytes])
+        except BaseException:
+            self._drop_reads()
+            raise
+        self._to(UpdateState.READING)
+
+    def read_ahead(self, memory: torch.Tensor) -> None:
+        """Begin to read the states before the update is decided: IDLE -> READING.
+
+        memory: staging, uint8 (needed_ahead,). If StorageError is raised, the update stays IDLE.
+        """
+        self._version = self._state_page.version
+        try:
+            self._read_states(memory[: self.state_bytes])
+        except BaseException:
+            self._drop_reads()
+            raise
+        self._room = memory[self.state_bytes :]
+        self._to(UpdateState.READING)
+
+    def arrive(self) -> None:
+        """Note that all reads have ended or failed and the update is not decided: READING -> AHEAD."""
+        assert self.decision is None
+        self._to(UpdateState.AHEAD)
+
+    def gather(self) -> None:
+        """Wait for all reads of a READING update that is decided.
+
+        Raises StorageError if a read failed; the caller then calls `put_back`.
+        """
+        failure: InfinityError | None = None
+        for read in self._reads:
+            try:
+                read.wait()
+            except InfinityError as error:
+                failure = failure or error.again()
+        if failure is not None:
+            raise failure.again()  # a variable that holds what is raised keeps the frames alive
+        self._reads.clear()
+
+    def put_back(self) -> None:
+        """Make the update READY again after a read failed: READING -> READY. Nothing was changed."""
+        self.end()
+        self._let_go()
+        self._to(UpdateState.READY)
+
+    def cancel(self) -> None:
+        """Wait for the reads of an update that is not decided, and give its staging up: READING or AHEAD ->
+        IDLE.
+        """
+        assert self.decision is None
+        self.end()
+        self._let_go()
+        self._to(UpdateState.IDLE)
+
+    def forget_gradient(self) -> None:
+        """Drop the gradient of a READY update after it was written home, from where it is read again."""
+        assert self.state is UpdateState.READY
+        self._gradient = self._kept = NOTHING
+
+    def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        """Submit the update to the update threads: READING -> COMPUTING.
+
+        One that never needs staging goes READY -> COMPUTING; for any other, `gather` has returned before.
+        awaited: whether the caller is about to wait for the ticket and take part in the computation then.
+        Raises the error by which the gradient was lost on its way down from a device.
+        """
+        if self.in_ram:
+            self._take_at_home()
+        ledger = self._store.ledger
+        if ledger is not None and ledger.pending is not None:
+            ledger.settle_chunk((self.unit, self.chunk_index))
+            # A write of the values before may still read the memory that the update changes.
+            self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
+        assert self.decision is not None
+        link = self._store.link
+        if link.checked:
+            link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
+            link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
+        memory = (self._parameter, self._gradient, self._states)
+        try:
+            self.ticket = self._submit(self.decision, memory, awaited)
+            self._to(UpdateState.COMPUTING)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+        return self.ticket
+
+    def write(self) -> None:
+        """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST."""
+        store, page = self._store, self.page
+        try:
+            if not self._state_page.home.in_place and self._states.nbytes:
+                store.write(self._state_page.home, self._state_offset, self._states, self._lose)
+            if not page.home.in_place:
+                store.write(page.home, self._home_start, self._parameter, self._lose)
+            living = page.living() if self._has_copy else None
+            if living is not None:
+                into = living[self._start : self._start + self._parameter.nbytes]
+                self.copy = store.copy_up(into, self._parameter)
+        except InfinityError as error:
+            self._lose(error)
+            raise
+        except BaseException as error:
+            if store.ledger is not None and store.ledger.pending is not None:
+                self.interrupted(error)  # the commit may hold the places to which a repetition would write
+            raise
+        try:
+            if store.ledger is not None:
+                store.ledger.updated((self.unit, self.chunk_index))
+            self.ticket = self.decision = None
+            self._kept = NOTHING
+            self._let_go()
+            self._to(UpdateState.WRITING)
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+
+    def finish(self) -> Transfer:
+        """Be available for the next step: WRITING -> IDLE.
+
+        Returns the copy of the new parameters to the device, which may still be under way. The caller orders
+        later computation after it.
+        """
+        copy, self.copy = self.copy, ARRIVED
+        self._to(UpdateState.IDLE)
+        return copy
+
+    def abandon(self) -> None:
+        """Wait until nothing uses the update's memory, then drop the update: any state -> IDLE.
+
+        Waits for reads, computation and the copy to the device. Failures of reads are ignored.
+        """
+        self.end()
+        self._at_home = self._addresses = None  # the homes may move
+        self._kept = NOTHING
+        self._let_go()
+        self.ticket = self.decision = None
+        self.copy = ARRIVED
+        self.state = UpdateState.IDLE
+
+    def end(self) -> None:
+        """Wait until nothing uses the update's memory. Failures of reads are ignored."""
+        for read in self._reads:
+            with contextlib.suppress(InfinityError):
+                read.wait()
+        if self.ticket is not None:
+            self.ticket.wait()
+        self.copy.wait()
+
+    def interrupted(self, error: BaseException) -> None:
+        """Make the runtime refuse further use if an exception came between two steps of a transition.
+
+        error: the exception, such as KeyboardInterrupt. After a StorageError nothing is done, because the
+        update's state then says how to go on.
+        """
+        if not isinstance(error, InfinityError):
+            self._health.interrupted(error)
+
+    # --- memory -----------------------------------------------------------------------------------------
+
+    def _to(self, state: UpdateState) -> None:
+        assert state in _NEXT[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def _lose(self, error: InfinityError) -> None:
+        self._health.lose(error)
+        self.state = UpdateState.LOST
+
+    def _still_right(self, present: Present | None) -> bool:
+        """Whether the states that were read ahead are still current, and no more staging is needed."""
+        if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
+            return False
+        return bool(self._room.nbytes) or self.page.home.in_place or present is not None
+
+    def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
+        """Find the parameter slice in RAM, or begin to read it into the beginning of `memory`.
+
+        Returns the rest of `memory`, which is unused.
+        """
+        home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
+        if home.in_place:
+            home.settle(start, start + nbytes, writing=True)
+            self._parameter = home.view(start, nbytes)
+        elif present is not None:
+            self._parameter = present[0][self._start : self._start + nbytes]
+            if present[1] is not ARRIVED:
+                self._reads.append(present[1])
+        else:
+            self._parameter, memory = memory[:nbytes], memory[nbytes:]
+            self._reads.append(self._store.read(home, start, self._parameter))
+        return memory
+
+    def _take_at_home(self) -> None:
+        """Wait for the gradient, and use the inputs in their homes. Raises what `compute` raises."""
+        self._gradient_page.settle(self.chunk_index)
+        if self._at_home is None:
+            offset = self._gradient_page.offset(self.chunk_index)
+            self._at_home = (
+                self.page.home.view(self._home_start, self.parameter_bytes),
+                self._gradient_page.home.view(offset, self.gradient_bytes),
+                self._state_page.home.view(self._state_offset, self.state_bytes),
+            )
+        self._parameter, self._gradient, self._states = self._at_home
+
+    def _read_states(self, memory: torch.Tensor) -> None:
+        fresh = self.decision is not None and self.chunk_index in self.decision.fresh
+        nbytes = self._state_page.master_bytes(self.chunk_index) if fresh else self.state_bytes
+        assert memory.nbytes == self.state_bytes  # or the kernel would write behind it
+        self._states = memory
+        if nbytes:
+            self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
+
+    def _drop_reads(self) -> None:
+        """End the reads that have begun, and give up the staging.
+
+        Their homes list them until the next request there, and reads that nobody has waited for keep their
+        memory.
+        """
+        try:
+            self.end()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop all references to the inputs' memory except that to the gradient, if it was kept."""
+        self._reads = []
+        self._parameter = self._states = self._room = NOTHING
+        self._gradient = self._kept
+
+    # --- what the update threads compute ----------------------------------------------------------------
+
+    def _submit(
+        self, decision: Decision, memory: Memory, awaited: bool
+    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+        """Submit the computation to the update threads, and return its ticket at once.
+
+        memory: the bytes that it reads and changes; they stay in use until the ticket is done.
         """
         if self.chunk_index in decision.fresh:
-            self._states.fill(self.state_page, self.chunk_index, memory[2])
+            self._states_of_all.fill(self._state_page, self.chunk_index, memory[2])
         if decision.edited:
             self._follow_edits(decision, memory)
         if decision.zeros:
@@ -102,42 +575,35 @@ class ChunkUpdate:
         ticket = self._threads.submit(work, awaited=awaited)
         try:
             self._form = cpu_adam.UpdateForm.of(work, memory)
-            self._addresses = self._form.addresses(memory) if self.rests else None
+            self._addresses = self._form.addresses(memory) if self.in_ram else None
         except BaseException:
             ticket.wait()  # no caller gets the ticket
             raise
         return ticket
 
-    def forget_addresses(self) -> None:
-        """Forget the addresses that were kept from the first update, because the arrays may move.
-
-        All later updates take the addresses from the `memory` that `submit` is given.
-        """
-        self._addresses = None
-
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
     ) -> cpu_adam.Update:
-        """Return the full description of an update, with all its arrays. decision, memory: as in `submit`.
+        """Return the full description of an update, with all its arrays. memory: as in `_submit`.
 
         segments: for each parameter in the chunk that the update changes, and behind them for each that is
         only averaged, the fields of a cpu_adam.Segment: (start, count, hyper, index, seed).
         """
         parameter, gradient, state = memory
-        arrays = self.state_page.arrays(self.chunk_index, state)
+        arrays = self._state_page.arrays(self.chunk_index, state)
         updates = not segments or segments[0][2] != cpu_adam.AVERAGED
         return cpu_adam.Update(
-            grad=self.gradient_page.typed(self.chunk_index, gradient) if updates else None,
+            grad=self._gradient_page.typed(self.chunk_index, gradient) if updates else None,
             segments=[cpu_adam.Segment(*each) for each in segments],
             hypers=decision.hypers,
             scale=decision.scale,
             average=arrays.get(AVERAGE),
             average_step=decision.average,
-            **self._states.rule.moments_of(arrays),
+            **self._states_of_all.rule.moments_of(arrays),
             **self._masters(self._typed(parameter), arrays),
         )
 
-    def reads_gradient(self, decision: Decision) -> bool:
+    def _reads_gradient(self, decision: Decision) -> bool:
         """Whether the update needs the chunk's stored gradient: not all that it uses of it are zeros."""
         chosen, zeros = decision.parameters, decision.zeros
         return not zeros or any(
@@ -146,14 +612,14 @@ class ChunkUpdate:
 
     def _write_zeros(self, decision: Decision, memory: Memory) -> None:
         """Write the gradients of zeros, which are not stored, into `memory`, where the update reads them."""
-        gradient = self.gradient_page.typed(self.chunk_index, memory[1])
+        gradient = self._gradient_page.typed(self.chunk_index, memory[1])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.zeros:
                 gradient[piece.offset : piece.offset + piece.count] = 0
 
     def _follow_edits(self, decision: Decision, memory: Memory) -> None:
         """Set the fp32 masters in `memory` of parameters that user code has edited to the edited values."""
-        parameter, arrays = memory[0], self.state_page.arrays(self.chunk_index, memory[2])
+        parameter, arrays = memory[0], self._state_page.arrays(self.chunk_index, memory[2])
         for piece in self.chunk.pieces:
             if piece.parameter in decision.edited:
                 place = slice(piece.offset, piece.offset + piece.count)
@@ -163,7 +629,7 @@ class ChunkUpdate:
                     arrays["master"][place] = self._typed(parameter)[place]
 
     def _typed(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter[: self.chunk.count * self.dtype.itemsize].view(self.dtype)
+        return parameter[: self.chunk.count * self._dtype.itemsize].view(self._dtype)
 
     def _masters(self, parameter: torch.Tensor, arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if "remainder" in arrays:
@@ -171,3 +637,44 @@ class ChunkUpdate:
         if "master" in arrays:
             return {"parameter": arrays["master"], "copy": parameter}
         return {"parameter": parameter}
+
+
+@dataclass(slots=True)
+class UnitUpdate:
+    """The updates of one unit's chunks, and how far they have come."""
+
+    chunks: Sequence[ChunkUpdate]
+    parameters: frozenset[int]
+    """Indices, within the unit, of the parameters that have elements in at least one of the chunks."""
+    in_ram: bool
+    """Whether the parameters, gradients and states of all chunks are at home in host RAM, so that no update
+    needs staging.
+    """
+    left: int = 0
+    """Number of updates that are decided and whose results the model cannot use yet."""
+    unread: bool = False
+    """Whether a read for one of the updates failed. It is repeated when a caller waits for the unit."""
+    unqueued: Sequence[ChunkUpdate] = ()
+    """READY updates that the scheduler's queue does not have, because they need no staging. Always empty
+    unless `in_ram` is true and the CPU computes the model too.
+    """
+
+    @staticmethod
+    def of(chunks: Sequence[ChunkUpdate]) -> UnitUpdate:
+        """Make the record of a unit's update. chunks: all updates of the unit, of which none is under way."""
+        parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
+        return UnitUpdate(chunks, parameters, in_ram=all([each.in_ram for each in chunks]))
+
+    def changed_by(self, decision: Decision) -> Sequence[ChunkUpdate]:
+        """Return the updates to run: those of chunks with elements of an updated or averaged parameter.
+
+        decision: says which of the unit's parameters are updated, and how.
+        """
+        parameters = decision.parameters.keys() | decision.averaged
+        if parameters >= self.parameters:
+            return self.chunks
+        return [
+            each
+            for each in self.chunks
+            if any([piece.parameter in parameters for piece in each.chunk.pieces])
+        ]

@@ -1,17 +1,32 @@
-"""Decision: what the update of one unit in a step will do. A decision is fixed, and counts as a step,
-before the update runs.
+"""Decisions: what the update of each unit in a step computes, and when it is decided.
+
+A lazy update is decided by `step()`, from the param groups of that moment (`StepOptions`). A decision counts
+as a step before the update runs.
+
+[Note: eager updates] An eager update is decided in the backward that brings the unit's last gradient.
+Gradients then need not leave the memory in which they arrive. Also, the disk can move states during the
+backward, not only during the next forward. Updates that are not done when the backward ends go on during
+the next forward. A unit that the device updates is left to `step()`: it needs no staging, and an eager update
+of it would have to wait for the device, to check that the gradients are finite.
+
+The runtime cannot tell which gradient is the last of a step, so the trainer declares how many backwards a
+step has. Features that need all gradients before the first update are refused: clipping, and the loss
+scaling of fp16. An update cannot be undone. After zero_grad() without step(), the updates that have begun
+remain, and they count as steps. Several ranks then agree on these updates (`TrainingStep.zero_grad`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from infinity import cpu_adam
+from infinity.errors import ConfigError
+from infinity.formats.optimizer_rules import Group, Rule
 from infinity.gradients.host import Gradients
-from infinity.optim.step_options import StepOptions
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
@@ -46,6 +61,55 @@ class Decision:
     """How the running averages of the unit's masters change; None if there are none."""
     averaged: frozenset[int] = frozenset()
     """Indices in the unit of parameters that are averaged and not updated."""
+
+
+class StepOptions:
+    """The options of all param groups in one step.
+
+    The hyper-parameters of an update are computed once for all parameters of a group that have had equally
+    many updates, not once for each unit.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        group_of: Mapping[tuple[int, int], int],
+        rule: Rule,
+        averaged: int = 0,
+    ) -> None:
+        """groups: the options of each param group. They must not change while this object is in use.
+
+        group_of: (index of a unit, index of a parameter in this unit) -> index of the parameter's group.
+        averaged: `States.averaged` before the step.
+        """
+        self.groups = groups
+        self._group_of = group_of
+        self._rule = rule
+        self.average = (
+            None if rule.average is None else cpu_adam.AverageStep(averaged == 0, 1 - float(rule.average))
+        )
+        """How running averages of masters change in the step; None if there are none."""
+        self._hypers: dict[tuple[int, int, bool], tuple[cpu_adam.Hyper, cpu_adam.NativeHyper]] = {}
+
+    def group(self, unit: int, parameter: int) -> int | None:
+        """The index of a parameter's param group; None: the parameter is in no group."""
+        return self._group_of.get((unit, parameter))
+
+    def hyper(self, group: int, step: int, first: bool) -> tuple[cpu_adam.Hyper, cpu_adam.NativeHyper]:
+        """Return the hyper-parameters of an update of parameters in a group, in two forms.
+
+        They are (object for Python code, object for the native code) with equal values. group: the index of
+        the group. step, first: as in `Rule.hyper`, whose errors are raised.
+        """
+        key = group, step, first
+        if key not in self._hypers:
+            found = self._rule.hyper(self.groups[group], step, first)
+            self._hypers[key] = found, found.native()
+        return self._hypers[key]
+
+    def writes_moments(self, group: int) -> bool:
+        """Whether an update of parameters in a group writes any moment."""
+        return bool(self._rule.written(self.groups[group]))
 
 
 def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
@@ -112,3 +176,157 @@ def count_step(
             state.has_moments.add(index)
         torch.autograd.graph.increment_version(page.parameters[index])
     page.acknowledge()
+
+
+class EagerStep:
+    """The state that all eager updates of a step share: the step's gradients and the optimizer's options."""
+
+    def __init__(
+        self,
+        pages: Sequence[ParameterPage],
+        gradients: Gradients,
+        rule: Rule,
+        *,
+        accumulation: int,
+    ) -> None:
+        """accumulation: number of gradients that each parameter gets in a step, as declared by the user."""
+        self._pages = pages
+        self._gradients = gradients
+        self._rule = rule
+        self._accumulation = accumulation
+        self._options: StepOptions | None = None
+        """Copies of the param groups' options, made when the step's first unit is updated; None before."""
+        self._updated = 0
+        """Number of units that eager updates have updated in this step."""
+        self._broken = False
+        """Whether a gradient of this step was not finite. No further unit is updated then."""
+        self._stepped = False
+
+    def admits(self, unit: int) -> bool:
+        """Whether to update a unit now: it has all gradients of the step, and all gradients were finite so
+        far.
+
+        False for a unit that the device updates. Called after every new gradient of the unit.
+        """
+        page, gradients = self._pages[unit], self._gradients.pages[unit]
+        if self._gradients.on_device(unit):
+            return False
+        if self._broken or not gradients.complete(page.parameters, self._accumulation):
+            return False
+        self._broken = not self._finite(unit)
+        return not self._broken
+
+    def has_all(self, unit: int, added: Mapping[tuple[int, int], int]) -> bool:
+        """Whether one of several ranks has added all its gradients of a unit that belong to the step.
+
+        added: (unit, index of a parameter) -> number of gradients that the rank has added in the step.
+        """
+        page = self._pages[unit]
+        return all(
+            added.get((unit, index), 0) >= self._accumulation
+            for index, layout in enumerate(page.layout.parameters)
+            if layout.trainable and page.parameters[index].requires_grad
+        )
+
+    def can_follow(self, unit: int) -> bool:
+        """Whether one of several ranks can update its part of a unit because another one has: this rank has
+        all gradients of the part, and they are finite.
+        """
+        page, gradients = self._pages[unit], self._gradients.pages[unit]
+        return (
+            not self._gradients.lost
+            and gradients.complete(page.parameters, self._accumulation)
+            and self._finite(unit)
+        )
+
+    def _finite(self, unit: int) -> bool:
+        gradients = self._gradients.pages[unit]
+        return all(gradients.finite(index) for index in gradients.content)
+
+    def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
+        """Count one more unit as updated, and return the options of all param groups for its update.
+
+        The first call in a step checks the groups and copies their options. Later calls in the step return
+        the same copies. groups: the optimizer's param groups. group_of: as in `StepOptions`. Raises the
+        errors of `Rule.check`.
+        """
+        if self._options is None:
+            self._rule.check(groups)
+            self._options = StepOptions(_frozen(groups), group_of, self._rule)
+        self._updated += 1
+        return self._options
+
+    def step(self, groups: Sequence[Group]) -> None:
+        """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
+
+        groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
+        first of these updates, or if `optimizer.step()` was called before with the same gradients.
+        """
+        if self._stepped:
+            raise ConfigError(
+                "step() was called again for gradients that eager updates have used.",
+                "Call runtime.optimizer.zero_grad() after step(), and a backward before the next one.",
+            )
+        self.check_options(groups)
+
+    def check_options(self, groups: Sequence[Group]) -> None:
+        """Raise ConfigError if options of param groups have changed since the first update of this step."""
+        if self._options is not None and not _same(self._options.groups, _frozen(groups)):
+            raise ConfigError(
+                f"The optimizer's options were changed after {self._updated} units were updated with others.",
+                "Set the options back, and change them (or call a scheduler) after step(), or offload with "
+                'update="lazy".',
+            )
+
+    def stepped(self) -> None:
+        """Note that `optimizer.step()` has ended the step. Its gradients stay in use until `clear` is
+        called.
+        """
+        self._stepped = True
+
+    @property
+    def begun(self) -> bool:
+        """Whether a unit was updated in this step, so that its options are copied."""
+        return self._options is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether `stepped` was called for this step."""
+        return self._stepped
+
+    def clear(self) -> None:
+        """Forget this step, so that the next step can begin. Called when the step's gradients have been
+        forgotten.
+        """
+        self._options = None
+        self._updated = 0
+        self._broken = self._stepped = False
+
+    @property
+    def done(self) -> str:
+        """A clause for an error message: how many units this step had updated before the error came."""
+        return f"{self._updated} of {len(self._pages)} units were updated before it came"
+
+
+def _frozen(groups: Sequence[Group]) -> list[Group]:
+    """Copies of the options of all groups, with the identities of their parameters."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in (*group.items(), ("params", [id(each) for each in group["params"]]))
+        }
+        for group in groups
+    ]
+
+
+def _same(one: Sequence[Group], other: Sequence[Group]) -> bool:
+    return len(one) == len(other) and all(
+        mine.keys() == theirs.keys() and all(_equal(mine[name], theirs[name]) for name in mine)
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.as_tensor(one).equal(torch.as_tensor(other)))
+    return bool(one == other)

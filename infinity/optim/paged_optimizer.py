@@ -15,7 +15,6 @@ from torch import Tensor
 
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
-from infinity.optim.late_schedulers import LateSchedulers
 from infinity.optim.state_copies import StateCopies, plain
 
 _HOOKS = (
@@ -173,8 +172,6 @@ class PagedOptimizer(torch.optim.Optimizer):
         self._accelerated = False
         """Whether accelerate has prepared this optimizer."""
         self._paged = PagedState(rule, backend, _parameters(optimizer))
-        self._late_schedulers: LateSchedulers | None = None
-        """Compares options from `restored` until the next step."""
         # Not super().__init__, which would build groups of its own; torch uses __setstate__ like this when it
         # unpickles an optimizer.
         self.__setstate__(
@@ -266,7 +263,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._rule.check(self.param_groups)
-        self._end_watch(warn=True)
         self.step_was_skipped = not self._backend.step()
         # A scheduler made for the replaced optimizer checks this.
         self._replaced._opt_called = True
@@ -322,20 +318,6 @@ class PagedOptimizer(torch.optim.Optimizer):
             "A parameter group cannot be added once the optimizer's states are in pages.",
             "Close the runtime, build the optimizer with all its groups, and offload again.",
         )
-
-    def restored(self) -> None:
-        """Note that the param groups were set to the options that a commit has.
-
-        If schedulers are made for this optimizer or for the user's between this call and the next step, and
-        an option has changed, that step warns; see infinity/optim/late_schedulers.py.
-        """
-        self._end_watch()
-        self._late_schedulers = LateSchedulers((self, self._replaced), self.param_groups)
-
-    def _end_watch(self, *, warn: bool = False) -> None:
-        late, self._late_schedulers = self._late_schedulers, None
-        if late is not None and late.end((self, self._replaced)) and warn:
-            late.warn(self.param_groups)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(

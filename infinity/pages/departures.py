@@ -5,8 +5,9 @@ part down to host RAM, and writes it from there to the place that no commit hold
 time and without waiting (`advance`), or waits for all of them (`complete`). Bytes of such a part change only
 after `settle` has waited for the part's copy. The commit does not land before all parts are being written.
 
-The RAM is staging, of which at least a chain's bytes are always there, so that every trained part fits. A
-part for which there is no room, although no other part is on its way, gets ordinary RAM of its own.
+The RAM is staging, of which at least the bytes of one chunk update are always there, so that every trained
+part fits. A part for which there is no room, although no other part is on its way, gets ordinary RAM of its
+own.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class Ledger:
     def land(self) -> None:
         """Wait until the pending commit has ended, whether it is durable or has failed.
 
-        No update may be outstanding for which it waits; `Updater.complete_awaited` sees to that.
+        No update may be outstanding for which it waits; `UpdateScheduler.complete_awaited` sees to that.
         """
         self.before_landing()
         self.want()

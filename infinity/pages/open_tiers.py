@@ -1,8 +1,8 @@
 """Open tiers: the tiers of one runtime, opened with the sizes of its plan, and their pools of memory.
 
-The pool `staging` has the chunks that updates and gradients work on; infinity/optim/staging.py grants its
-bytes. The pool `transit` has the pieces of pages that are on their way between disk and device. A lease
-returns to its pool when the last view of its bytes is gone.
+The pool `staging` has the chunks that updates and gradients work on; infinity/optim/scheduler.py gives
+its bytes out. The pool `transit` has the pieces of pages that are on their way between disk and device. A
+lease returns to its pool when the last view of its bytes is gone.
 """
 
 from __future__ import annotations

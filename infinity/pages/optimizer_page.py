@@ -38,8 +38,8 @@ class StatePage:
             plan.state_format(index, chunk_index) for chunk_index in range(len(layout.chunks))
         ]
         self.version = 0
-        """A number that grows whenever code other than an update writes to the page. A chain (the update of a
-        chunk) that has read states ahead compares it, to see whether what it read is still right.
+        """A number that grows whenever code other than an update writes to the page. A chunk update
+        that has read states ahead compares it, to see whether what it read is still right.
         """
         self.begun = [False] * len(layout.chunks)
         """Index of a chunk -> whether the chunk's moments have values. They get values from `States.write`,

@@ -84,7 +84,7 @@ class Arrival:
 
         ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
         was demanded. remote: brings the parts of the page that the home lacks or that are outdated there;
-        None: the home has the whole page.
+        None: the home has the whole page. No transfer begins before `start`.
         """
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
@@ -107,6 +107,13 @@ class Arrival:
         """The error of a failed transfer, to be raised by `finish`; None while no transfer has failed."""
         self.local: Transfer | None = None
         """The transfer from the home, if the CPU can use the memory that it fills; else None."""
+
+    def start(self) -> None:
+        """Begin the transfers that need no transit buffer, and list the others for `advance`. Called once.
+
+        Raises StorageError if a read cannot be requested.
+        """
+        page, store, remote = self.page, self._store, self._remote
         if store.device.shares_host:
             self._read_directly()
         elif page.home.in_place:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,23 +34,23 @@ _NAMED = 4
 """Number of units that an error names."""
 
 
-class Updates(Protocol):
-    """The interface through which the engine finishes optimizer updates before their parameters are used.
+class Updates:
+    """What the engine demands of optimizer updates, so that parameters are used with their new values.
 
-    Implemented by infinity.optim.updater.Updater, and by NoUpdates for a model that is not trained.
+    infinity/optim/scheduler.py implements it. This class itself is for a model that is not trained: no unit
+    ever has an update.
     """
 
     def pending(self, unit: int) -> bool:
-        """Whether `step` or an eager update has given the unit an update that is not finished yet."""
+        """Whether the unit has an update that is decided and not finished yet."""
+        return False
 
     def begun(self, unit: int) -> bool:
         """Whether the unit has a pending update, and a part of this update is under way."""
+        return False
 
     def complete(self, unit: int) -> None:
-        """Finish the unit's pending update, so that its parameters have their new values.
-
-        Raises StorageError.
-        """
+        """Finish the unit's pending update. Raises StorageError."""
 
     def release(self, unit: int) -> None:
         """Wait until no update and no copy uses the device memory of the unit's page.
@@ -66,31 +66,6 @@ class Updates(Protocol):
 
     def advance(self) -> None:
         """Take pending updates as far as they can go without waiting."""
-
-
-class NoUpdates:
-    """The implementation of `Updates` for a model that is not trained: no unit ever has an update."""
-
-    def pending(self, unit: int) -> bool:
-        return False
-
-    def begun(self, unit: int) -> bool:
-        return False
-
-    def complete(self, unit: int) -> None:
-        return None
-
-    def release(self, unit: int) -> None:
-        return None
-
-    def finish_copies(self) -> None:
-        return None
-
-    def complete_awaited(self) -> None:
-        return None
-
-    def advance(self) -> None:
-        return None
 
 
 class PrefetchEngine:
@@ -297,7 +272,9 @@ class PrefetchEngine:
             remote = None if self._remote is None else self._remote_for(page)
             into = ghost if lease is None else lease
             assert into is not None
-            self._arrivals[unit] = arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
+            arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
+            arrival.start()
+            self._arrivals[unit] = arrival  # last: an arrival that is listed brings all of the page
             if self.store.device.shares_host:
                 assert arrival.local is not None
                 page.incoming = (arrival.residency, arrival.local)

@@ -1,7 +1,6 @@
 """Tests that every scheduler of torch goes on after a resume as in a run without a break.
 
-A scheduler is made before `runtime.load()`, which restores what its constructor has changed. Made after it,
-the scheduler changes the restored learning rates, and the first step says so.
+A scheduler is made before `runtime.load()`, which restores what its constructor has changed.
 """
 
 from __future__ import annotations
@@ -157,25 +156,7 @@ def test_a_scheduler_goes_on(name: str, momentum: bool, tmp_path: Path) -> None:
             assert scheduler.get_last_lr() == last
 
 
-def test_a_scheduler_made_after_load_is_told_of(tmp_path: Path) -> None:
-    """Its constructor sets learning rates anew: the first step warns, and no other step does."""
-    with offloaded(tmp_path, resume=False) as (model, runtime):
-        train(model, runtime, lr_scheduler.StepLR(runtime.optimizer, 1), range(2))
-        runtime.save()
-    with offloaded(tmp_path, resume=True) as (model, runtime):
-        runtime.load()
-        restored = [group["lr"] for group in runtime.optimizer.param_groups]
-        scheduler = lr_scheduler.LinearLR(runtime.optimizer, start_factor=0.5)
-        with pytest.warns(
-            UserWarning, match=r"lr of parameter group 0 .* call load\(\) after making"
-        ) as told:
-            train(model, runtime, scheduler, range(2, 4))
-        assert str(restored[0]) in str(told[0].message)
-        assert len(told) == 1
-        assert told[0].filename == __file__
-
-
-def test_a_learning_rate_that_the_user_sets_is_not_told_of(tmp_path: Path) -> None:
+def test_a_learning_rate_that_the_user_sets_after_load_stays(tmp_path: Path) -> None:
     with offloaded(tmp_path, resume=False) as (model, runtime):
         train(model, runtime, lr_scheduler.StepLR(runtime.optimizer, 1), range(2))
         runtime.save()
@@ -185,68 +166,3 @@ def test_a_learning_rate_that_the_user_sets_is_not_told_of(tmp_path: Path) -> No
         runtime.load()
         runtime.optimizer.param_groups[0]["lr"] = 0.125
         assert train(model, runtime, scheduler, range(2, 3))[0][0]["lr"] == 0.125
-
-
-def one_cycle(optimizer: Optimizer) -> Any:
-    return lr_scheduler.OneCycleLR(optimizer, [0.1, 0.2], total_steps=20)
-
-
-def only_momentum(optimizer: Optimizer) -> Any:
-    """A scheduler that sets momentum (SGD) or betas (AdamW) and leaves the learning rates as they are."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    return lr_scheduler.CyclicLR(optimizer, rates, rates, cycle_momentum=True, base_momentum=0.5)
-
-
-@pytest.mark.parametrize("momentum", [True, False], ids=["sgd", "adamw"])
-@pytest.mark.parametrize("early", ["none", "paged", "user's"])
-@pytest.mark.parametrize("users", [False, True], ids=["late for paged", "late for user's"])
-@pytest.mark.parametrize("make", [one_cycle, only_momentum])
-def test_every_late_scheduler_is_told_of(
-    make: Callable[[Optimizer], Any], users: bool, early: str, momentum: bool, tmp_path: Path
-) -> None:
-    """The late scheduler is made for `runtime.optimizer` or for the user's, beside an early one."""
-    with offloaded(tmp_path, resume=False, momentum=momentum) as (model, runtime):
-        for group in runtime.optimizer.param_groups:
-            group.update({"momentum": 0.7} if momentum else {"betas": (0.7, 0.99)})
-        train(model, runtime, lr_scheduler.StepLR(runtime.optimizer, 10), range(2))
-        runtime.save()
-    with offloaded(tmp_path, resume=True, momentum=momentum) as (model, runtime):
-        both = {"paged": runtime.optimizer, "user's": runtime.optimizer._replaced}
-        steps = [vars(each).get("step") for each in both.values()]
-        early_scheduler = None if early == "none" else lr_scheduler.StepLR(both[early], 1)
-        runtime.load()
-        restored = [dict(group) for group in runtime.optimizer.param_groups]
-        scheduler = make(both["user's" if users else "paged"])
-        changed = {
-            f"{name} of parameter group {index} from {before[name]!r} to {group[name]!r}"
-            for index, (group, before) in enumerate(
-                zip(runtime.optimizer.param_groups, restored, strict=True)
-            )
-            for name in before
-            if name != "params" and group[name] != before[name]
-        }
-        assert any("lr" in each for each in changed) == (make is one_cycle)
-        assert any(("momentum" if momentum else "betas") in each for each in changed)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            train(model, runtime, scheduler, range(2, 4))
-            if early_scheduler is not None:
-                early_scheduler.step()
-                early_scheduler.step()
-        (only,) = told
-        assert all(each in str(only.message) for each in changed)
-        assert only.filename == __file__
-        assert vars(both["user's"])["step"] is steps[1]
-
-
-def test_a_scheduler_that_is_made_late_and_changes_nothing_is_not_told_of(tmp_path: Path) -> None:
-    with offloaded(tmp_path, resume=False) as (model, runtime):
-        train(model, runtime, lr_scheduler.StepLR(runtime.optimizer, 10), range(2))
-        runtime.save()
-    with warnings.catch_warnings(), offloaded(tmp_path, resume=True) as (model, runtime):
-        warnings.simplefilter("error")
-        first = lr_scheduler.StepLR(runtime.optimizer, 10)
-        runtime.load()
-        last = lr_scheduler.StepLR(runtime.optimizer._replaced, 10)
-        train(model, runtime, last, range(2, 4))
-        first.step()

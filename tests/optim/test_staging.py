@@ -1,4 +1,4 @@
-"""Tests of staging, the host RAM that is granted to updates: no bit of the training changes if a parameter
+"""Tests of staging, the host RAM that updates acquire: no bit of the training changes if a parameter
 page in which an update could work is freed while the update asks for staging.
 """
 
@@ -12,8 +12,8 @@ from parity import copied, differences
 from torch import nn
 
 import infinity
-from infinity.optim.chain import Chain
-from infinity.optim.staging import Staging
+from infinity.optim.chunk_update import ChunkUpdate
+from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.planning import search
 from infinity.planning.placement import WorkingRoom
@@ -60,29 +60,30 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")
     seen: dict[int, Any] = {}
-    asking: list[Chain] = []
+    asking: list[ChunkUpdate] = []
     dropped: list[int] = []
-    leave, grant, take = ParameterPage.leave, Staging.try_grant, Staging._try_take
+    leave, acquire = ParameterPage.leave, UpdateScheduler._try_acquire
+    take = UpdateScheduler._try_take
 
     def leave_seen(page: ParameterPage) -> None:
         seen.clear()
         seen[page.index] = page.residency
         leave(page)
 
-    def grant_watched(staging: Staging, chain: Chain) -> bool:
-        asking[:] = [chain]
+    def acquire_watched(scheduler: UpdateScheduler, update: ChunkUpdate) -> bool:
+        asking[:] = [update]
         try:
-            return grant(staging, chain)
+            return acquire(scheduler, update)
         finally:
             asking.clear()
 
-    def take_late(staging: Staging, nbytes: int) -> torch.Tensor | None:
+    def take_late(scheduler: UpdateScheduler, nbytes: int) -> torch.Tensor | None:
         if asking and seen.pop(asking[0].unit, None) is not None:
             dropped.append(asking[0].unit if asking[0].page.presence is Presence.AWAY else -1)
-        return take(staging, nbytes)
+        return take(scheduler, nbytes)
 
     monkeypatch.setattr(ParameterPage, "leave", leave_seen)
-    monkeypatch.setattr(Staging, "try_grant", grant_watched)
-    monkeypatch.setattr(Staging, "_try_take", take_late)
+    monkeypatch.setattr(UpdateScheduler, "_try_acquire", acquire_watched)
+    monkeypatch.setattr(UpdateScheduler, "_try_take", take_late)
     assert differences(plain, trained(tmp_path / "seen")) == []
     assert {*dropped} - {-1}

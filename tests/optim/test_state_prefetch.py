@@ -24,8 +24,8 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.build import carry_out
-from infinity.optim.chain import Chain
-from infinity.optim.state_prefetch import ReadAhead
+from infinity.optim.chunk_update import ChunkUpdate
+from infinity.optim.scheduler import ReadAhead
 from infinity.pages.open_tiers import injected
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
@@ -94,13 +94,14 @@ def opened(
     assert files(directory) == []
 
 
-def held(runtime: Any) -> list[Chain]:
-    """Return the chains (updates of chunks) that now hold states which were read ahead."""
-    return [chain for group in runtime._components.updater._units for chain in group.chains if chain.is_ahead]
+def held(runtime: Any) -> list[ChunkUpdate]:
+    """Return the updates of chunks that now hold states which were read ahead."""
+    units = runtime._components.updater._units
+    return [update for group in units for update in group.chunks if update.is_ahead]
 
 
-def held_once_written(runtime: Any) -> list[Chain]:
-    """Wait for the last step's writes, continue to read ahead, and return the chains that hold states.
+def held_once_written(runtime: Any) -> list[ChunkUpdate]:
+    """Wait for the last step's writes, continue to read ahead, and return the updates that hold states.
 
     States that are still being written are not read ahead before the write has ended.
     """
@@ -146,9 +147,9 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
-    """Take all staging memory for a moment, and assert that the chains have given up states read ahead."""
+    """Take all staging memory for a moment, and assert that the updates have given up states read ahead."""
     updater = runtime._components.updater
-    assert updater._staging.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
+    assert updater.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
 
 
@@ -277,7 +278,7 @@ def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
 
 def drop_a_read(model: nn.Module, runtime: Any) -> None:
     if found := held(runtime):
-        runtime._components.updater._queue.revoke(found[-1])
+        runtime._components.updater._cancel(found[-1])
 
 
 def forward_only(model: nn.Module, runtime: Any) -> None:
@@ -313,7 +314,7 @@ def train_eagerly(
 ) -> list[Any]:
     """Train four steps with eager updates, calling `act` before the last forward of each step.
 
-    Return [number of chains whose states were read ahead, summed over the steps, losses, parameters,
+    Return [number of updates whose states were read ahead, summed over the steps, losses, parameters,
     optimizer states]. backwards: the number of backwards in a step.
     """
     losses, seen = [], 0
