@@ -114,7 +114,7 @@ def left_over(case: Case, ranks: int, directory: Path) -> list[str]:
     mine = {f"rank-{rank}/commit-{number}" for rank in range(ranks)} if ranks > 1 else {f"commit-{number}"}
     of_ranks = {f"rank-{rank}" for rank in range(ranks)} if ranks > 1 else set()
     found = [*commits.rglob("commit-*"), *commits.glob("rank-*")]
-    wanted = mine | {f"{each}.data" for each in mine} | of_ranks
+    wanted = mine | {f"{each}.safetensors" for each in mine} | of_ranks
     return sorted({f"{each.relative_to(commits)}" for each in found} ^ wanted)
 
 

@@ -80,18 +80,16 @@ class PresetModel:
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers, read from a directory.
+    """A causal language model of transformers, and the tokenizer, in a directory; without one, bytes.
 
-    The vocabulary is that of the tokenizer in the directory, or the 256 bytes if the directory has no
-    tokenizer. No code from the directory runs, and nothing is downloaded.
+    No code from the directory runs, and nothing is downloaded.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Build the model on the meta device. directory: a directory that contains config.json.
+        """Build the model on the meta device. directory: has config.json, as save_pretrained writes it.
 
-        Raises ConfigError if transformers is not installed, if the directory has no config.json of a causal
-        language model, if the only weights there are not in safetensors files, if the tokenizer cannot be
-        read, or if there is no tokenizer and the model has fewer than 256 tokens.
+        Raises ConfigError if transformers is not installed, if the model is not causal, if weights are in no
+        safetensors file, or if the tokenizer cannot be read or is lacking for fewer than 256 tokens.
         """
         path = Path(directory)
         with _quiet():

@@ -7,6 +7,7 @@ that makers of hardware have published. docs/planning.md says what each key mean
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -161,12 +162,25 @@ class Machine:
             numbers |= {f"{group}.{name}": value for name, value in found.items()}
         optional = ("device_memory", "link", "network")
         for name, value in numbers.items():
-            given = isinstance(value, int | float) and value > 0
+            kind = int if name in ("device_memory", "host_memory") else int | float
+            given = isinstance(value, kind) and 0 < value < math.inf
             if not given and (value is not None or name not in optional):
                 raise ValueError(f'"{name}" is {value!r}')
+        for name, right in (
+            ("name", isinstance(self.name, str)),
+            ("measured", isinstance(self.measured, bool)),
+            ("device_updates", isinstance(self.device_updates, bool)),
+            ("compute_capability", _is_capability(self.compute_capability)),
+        ):
+            if not right:
+                raise ValueError(f'"{name}" is {getattr(self, name)!r}')
         cuda = (self.device_memory, self.compute_capability, self.link)
         if any(each is None for each in cuda) and cuda != (None, None, None):
             raise ValueError('one of "device_memory", "compute_capability" and "link" is missing')
+
+
+def _is_capability(found: object) -> bool:
+    return found is None or (isinstance(found, list) and [type(each) for each in found] == [int, int])
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -272,6 +272,12 @@ def test_a_damaged_file_of_tensors_is_refused_or_read() -> None:
             unpacked(content[:end], "data")
 
 
+def test_a_file_of_tensors_of_odd_strides() -> None:
+    odd = {"one": torch.tensor(7.0).expand(1), "rows": torch.arange(6).view(2, 3).T, "none": torch.ones(0, 3)}
+    found = unpacked(packed(odd), "data")
+    assert found.keys() == odd.keys() and all(torch.equal(found[name], odd[name]) for name in odd)
+
+
 def test_numbers_that_json_would_change_have_digits() -> None:
     tensors: Tensors = {}
     node = encode([math.nan, 1 << 63, "\ud83d\ude00", b"ab", {1: 2}, {"$a": 1}], tensors)
