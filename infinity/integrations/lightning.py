@@ -9,51 +9,42 @@ them. Here the dictionary has an `_Elsewhere` in their places, and a checkpoint 
   `Runtime.export` wrote of the fp32 masters.
 
 [Note: generators]
-A run that is resumed shall draw the random numbers of the undisturbed run, which draws some where it begins
-to iterate over the training data of an epoch. Before that, the Trainer tries out an iterator, of which the
-undisturbed run knows nothing; after that, it tries out the validation data. So generators get the states of
-the checkpoint when loaders are processed. When training starts, they get those from before the trial of
-validation data, or again those of the checkpoint, if the epoch goes on in which it was made.
+A run that is resumed shall draw the random numbers of the undisturbed run. The Trainer draws some before it
+trains: it tries out loaders, and begins to iterate over the training data. So generators get the states of
+the checkpoint when training starts. If an epoch starts with it, the iteration then begins once more.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision
 from lightning.pytorch.plugins import Precision as Plugin
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from infinity.api import offload, several_ranks
-from infinity.checkpoint.atomic_directory import published, storing
+from infinity.checkpoint.atomic_directory import published, storing, sync
 from infinity.checkpoint.run_state import generators, set_generators
-from infinity.checkpoint.safetensors_files import open_weights
+from infinity.checkpoint.safetensors_files import load, open_weights
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError
 from infinity.runtime import Runtime
 
-_COMPUTE = {
-    "32-true": "fp32",
-    "bf16-mixed": "bf16",
-    "bf16-true": "bf16",
-    "16-mixed": "fp16",
-    "16-true": "fp16",
-}
-"""`Precision.compute` by the Trainer's `precision`."""
+_COMPUTE = {"32": "fp32", "bf16": "bf16", "16": "fp16"}
+"""`Precision.compute` by the first part of the Trainer's `precision`, as in "bf16-mixed"."""
 _OF_INFERENCE = ("weights", "example_inputs")
-_OF_TRAINING = ("update", "accumulation", "average", "checkpoint")
+_OPTIONS = (*_OF_INFERENCE, "update", "accumulation", "average", "checkpoint")
 _DICTIONARY, _RUN, _WEIGHTS = "checkpoint.pt", "run", "weights"
 
 
@@ -79,181 +70,145 @@ class InfinityStrategy(SingleDeviceStrategy):
 
         The methods raise ConfigError for what cannot be trained, and the errors of infinity.offload.
         """
-        unknown = options.keys() - {*_OF_INFERENCE, *_OF_TRAINING}
+        unknown = options.keys() - set(_OPTIONS)
         if unknown:
             raise ConfigError(
                 f"InfinityStrategy was given {', '.join(sorted(unknown))}.",
-                f"Its options are budget, precision, {', '.join((*_OF_INFERENCE, *_OF_TRAINING))}. "
+                f"Its options are budget, precision, {', '.join(_OPTIONS)}. "
                 "The device is the Trainer's, and fit(ckpt_path=) resumes.",
             )
+        super().__init__()
         self.runtime: Runtime | None = None
         """The runtime of the model that was offloaded last; None before."""
+        self.parallel_devices: list[torch.device] = []
+        """The Trainer's devices, which sets them. There must be one."""
+        self.num_nodes = 1
+        """The Trainer's number of nodes, which must be 1."""
         self._module: LightningModule | None = None
         """The model of `runtime`."""
-        self._budget = budget
-        self._given = precision
-        self._precision = precision
-        self._options = options
+        self._budget, self._precision, self._options = budget, precision, options
         self._resumed: dict[str, Any] | None = None
-        """The states of random number generators of the checkpoint that fit resumes."""
-        self._before_validation: dict[str, Any] | None = None
-        """States of generators that such a fit has before it looks at validation data."""
-        super().__init__()
-
-    # --- what the Trainer chooses ----------------------------------------------------------------------
+        """The states of random number generators of the checkpoint that was loaded for this run."""
 
     @property
-    def parallel_devices(self) -> list[torch.device]:
-        """The Trainer's devices, of which there must be one."""
-        return []
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        _check_alone("devices", len(devices))
-        self._root_device = devices[0]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, which must be 1."""
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        _check_alone("num_nodes", number)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Reads the dictionary of checkpoints. Setting the property raises ConfigError."""
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigError(
-            f"A {type(io).__name__} was given to write checkpoints, which needs all tensors in RAM.",
-            "Remove it from Trainer(plugins=): InfinityStrategy streams checkpoints to a local directory.",
-        )
-
-    @property
-    def precision_plugin(self) -> Plugin:
-        """Clips gradients in pages, and converts inputs as the Trainer's precision says."""
-        plugin: Plugin = super().precision_plugin
-        return plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Plugin | None) -> None:
-        if plugin is None:  # the constructor: the Trainer's plugin comes later
-            self._precision_plugin = None
-            return
-        compute = _COMPUTE.get(plugin.precision)
-        if compute is None or type(plugin) not in (Plugin, MixedPrecision, HalfPrecision):
-            raise ConfigError(
-                f"The Trainer's precision plugin is {type(plugin).__name__} ({plugin.precision}).",
-                f"Give Trainer(precision=) one of {', '.join(_COMPUTE)}.",
-            )
-        if self._given is None:
-            self._precision = Precision(compute=compute)
-        elif compute not in ("fp32", self._given.compute):
-            raise ConfigError(
-                f'The Trainer has precision="{plugin.precision}", and InfinityStrategy computes in '
-                f"{self._given.compute}.",
-                "Give one of them.",
-            )
-        half = isinstance(plugin, HalfPrecision)
-        self._precision_plugin = _PagedHalf(self, plugin.precision) if half else _PagedClipping(self)
-        self._precision_plugin.precision = plugin.precision
+    def root_device(self) -> torch.device:
+        """The Trainer's device."""
+        return self.parallel_devices[0]
 
     # --- the run ---------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Offload the model, with its optimizer if it is to be trained."""
-        if several_ranks(None):
-            raise ConfigError(
-                "InfinityStrategy was started as one of several ranks.",
-                "Start one process; loops of your own with infinity.offload train on several ranks.",
-            )
-        assert self.accelerator is not None and self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        module = self.lightning_module
-        self.model = module
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._close()
-            self.setup_optimizers(trainer)
-        elif self.runtime is None or self.runtime.closed or self._module is not module:
-            self._close()
-            self._offload(module, None, {name: self._options.get(name) for name in _OF_INFERENCE})
-        self.setup_precision_plugin()
-
-    def setup_optimizers(self, trainer: Trainer) -> None:
-        """Offload with the one optimizer of `configure_optimizers`. Raises ConfigError if it has none or
-        several, and UnsupportedOptimizer.
+        """Offload the model, with its optimizer if it is to be trained. Raises ConfigError for a Trainer or
+        an optimizer that cannot be used, and the errors of infinity.offload.
         """
-        module = self.lightning_module
-        assert module is not None
-        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(module)
-        if len(optimizers) != 1 or not optimizers[0].param_groups:
-            raise ConfigError(
-                f"configure_optimizers returned {len(optimizers)} optimizers."
-                if len(optimizers) > 1
-                else "configure_optimizers returned no optimizer.",
-                "Return one, which may have several parameter groups.",
-            )
-        options = dict(self._options)
-        regular = not any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
-        if regular and module.automatic_optimization:
-            options.setdefault("accumulation", trainer.accumulate_grad_batches)
-        runtime = self._offload(module, optimizers[0], options)
-        self.optimizers = [runtime.optimizer]
-
-    def _offload(
-        self, module: LightningModule, optimizer: torch.optim.Optimizer | None, options: Mapping[str, Any]
-    ) -> Runtime:
+        module, trains = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        assert self.accelerator is not None and module is not None
+        compute = self._check()
+        self._use(self.precision_plugin)
+        self.accelerator.setup(trainer)
+        self._resumed = None
+        if self.runtime is not None and not self.runtime.closed:
+            if self._module is module and not trains:
+                return
+            self.runtime.close(keep=True)
+        self._reset_optimizers_and_schedulers()
+        options = {name: each for name, each in self._options.items() if trains or name in _OF_INFERENCE}
+        if trains:
+            self.setup_optimizers(trainer)
+            found = sum(bool(each.param_groups) for each in self.optimizers)
+            if found != 1:
+                raise ConfigError(
+                    f"configure_optimizers returned {found or 'no'} optimizers.",
+                    "Return one, which may have several parameter groups.",
+                )
+            regular = not any(isinstance(each, GradientAccumulationScheduler) for each in trainer.callbacks)  # type: ignore[attr-defined]
+            if regular and module.automatic_optimization:
+                options.setdefault("accumulation", trainer.accumulate_grad_batches)
         self.runtime = offload(
             module,
-            optimizer,
+            self.optimizers[0] if trains else None,
             budget=self._budget,
-            precision=self._precision,
+            precision=self._precision or Precision(compute=compute),
             device=self.root_device,
             **options,
         )
         self._module = module
         self._options.pop("weights", None)  # a second time the model has trained values
-        return self.runtime
+        if trains:
+            self.optimizers = [self.runtime.optimizer]
 
-    def _close(self) -> None:
-        """Hand back the model that was offloaded before, as a plain one."""
-        if self.runtime is not None and not self.runtime.closed:
-            self.runtime.close(keep=True)
-        self.runtime = None
-        self._reset_optimizers_and_schedulers()
-
-    def model_to_device(self) -> None:
-        """Do nothing: pages go to the device, and `infinity.offload` moves buffers."""
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader. Before the Trainer iterates over the training data of a run that it resumes,
-        random number generators are set; see [Note: generators].
+    def _check(self) -> str:
+        """Return in what dtype the model computes, as in `Precision.compute`. Raises ConfigError for a
+        Trainer with which a run in pages is not possible.
         """
-        if self._resumed is not None and self._trainer().training:
-            set_generators(self._resumed)
-            self._before_validation = None  # the sanity check, which restores generators, came before
-        return dataloader
+        plugin, io, number = self.precision_plugin, self.checkpoint_io, len(self.parallel_devices)
+        named, compute = f'precision="{plugin.precision}"', _COMPUTE.get(plugin.precision.split("-")[0])
+        given = compute if self._precision is None else self._precision.compute
+        refused = {
+            f"devices={number} and num_nodes={self.num_nodes}, or one of several ranks": (
+                number != 1 or self.num_nodes != 1 or several_ranks(None),
+                "Start one process, with Trainer(devices=1, num_nodes=1); loops of your own with "
+                "infinity.offload train on several ranks.",
+            ),
+            f"{type(io).__name__}, which needs all tensors in RAM": (
+                type(io) is not TorchCheckpointIO,
+                "Remove it from Trainer(plugins=): checkpoints are streamed to a local directory.",
+            ),
+            f"{named}, by the plugin {type(plugin).__name__}": (
+                compute is None or type(plugin) not in (Plugin, MixedPrecision, HalfPrecision),
+                'Give "32-true", "bf16-mixed", "bf16-true", "16-mixed" or "16-true".',
+            ),
+            f"{named}, and itself computes in {given}": (compute not in ("fp32", given), "Give one of them."),
+        }
+        for what, (found, cure) in refused.items():
+            if found:
+                raise ConfigError(f"InfinityStrategy was used with {what}.", cure)
+        return str(given)
 
-    def barrier(self, name: str | None = None, *_: Any, **__: Any) -> None:
-        """Note the states of generators before the Trainer looks at validation data; see [Note: generators].
-
-        name: of the place in Lightning's loops.
+    def _use(self, plugin: Plugin) -> None:
+        """Have inputs converted as the Trainer's precision plugin does, without autocast, and gradients in
+        pages clipped.
         """
-        if self._resumed is not None and name == "val_dataloader()":
-            self._before_validation = generators()
+        ours = Plugin() if isinstance(plugin, MixedPrecision) else copy.copy(plugin)
+        ours.precision = plugin.precision
+        ours.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+        self.precision_plugin = ours
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Call step() unless there is no gradient, as if `training_step` has returned None: torch's
+        optimizers do nothing then, and runtime.optimizer raises ConfigError.
+        """
+        assert self.lightning_module is not None
+        result = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
+        if any(each.grad is not None for each in self.precision_plugin.main_params(optimizer)):
+            optimizer.step(**kwargs)
+        return result
+
+    def _clip_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time.
+
+        Gradients that fp16 has overflowed are left, so that `step` skips them.
+        """
+        assert self.runtime is not None
+        skips = self.runtime.plan.precision.compute == "fp16"
+        for parameter in self.precision_plugin.main_params(optimizer):
+            gradient = self.runtime.grad(parameter)
+            if gradient is not None and (not skips or gradient.isfinite().all()):
+                parameter.grad = gradient.clamp_(-clip_val, clip_val)
 
     def on_train_start(self) -> None:
         """Set random number generators, if the Trainer resumes a run; see [Note: generators]."""
-        progress = self._trainer().fit_loop.epoch_loop.batch_progress
-        inside_epoch = progress.current.ready > 0 and not progress.is_last_batch
-        states = self._resumed if inside_epoch else self._before_validation
-        if states is not None:
-            set_generators(states)
-        self._resumed = self._before_validation = None
+        states, self._resumed = self._resumed, None
+        if states is None:
+            return
+        assert self.lightning_module is not None
+        set_generators(states)
+        loop = self.lightning_module.trainer.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        if loop._data_fetcher is not None and (progress.current.ready == 0 or progress.is_last_batch):
+            iter(loop._data_fetcher)
 
     def teardown(self) -> None:
         """Leave the model in its pages. (Other strategies copy it and all optimizer states to the CPU.)"""
@@ -285,89 +240,79 @@ class InfinityStrategy(SingleDeviceStrategy):
         the tensors, and wherever `Runtime.save` does; StorageError and StorageFull.
         """
         tensors = [checkpoint.pop("state_dict"), *checkpoint.pop("optimizer_states", [])]
-        if storage_options is not None or "://" in os.fspath(filepath):
-            raise ConfigError(
-                f"The checkpoint {filepath} is not to be a local directory.", "Give a path of a file system."
-            )
-        if not all(isinstance(each, _Elsewhere) for each in tensors):
-            raise ConfigError(
-                "A hook has replaced the state_dict of a checkpoint, whose tensors are in pages.",
+        target = Path(os.path.abspath(filepath))
+        refused = {
+            "before the model was offloaded": (self.runtime is None, "Call fit() first."),
+            "with a state_dict that a hook has replaced": (
+                not all(isinstance(each, _Elsewhere) for each in tensors),
                 "Put other tensors under keys of their own in on_save_checkpoint.",
-            )
-        runtime = self._running()
-        with _replaced(Path(os.path.abspath(filepath))) as directory:
-            if len(tensors) == 1:
-                runtime.export(directory / _WEIGHTS, dtype="fp32")
-            else:
-                runtime.save(directory / _RUN)
-            with storing("write", directory / _DICTIONARY):
+            ),
+            "and is not to be a local directory": (
+                storage_options is not None or "://" in os.fspath(filepath),
+                "Give a path of a file system.",
+            ),
+            "where there is something that is no checkpoint of this strategy": (
+                target.exists() and not (target / _DICTIONARY).is_file(),
+                "Give another path.",
+            ),
+        }
+        for how, (found, cure) in refused.items():
+            if found:
+                raise ConfigError(f"The checkpoint {filepath} was asked for {how}.", cure)
+        assert self.runtime is not None
+        new, former = (target.with_name(f".{target.name}-{secrets.token_hex(8)}") for _ in range(2))
+        with storing("write", target):
+            with published(new) as directory:
+                if len(tensors) == 1:
+                    self.runtime.export(directory / _WEIGHTS, dtype="fp32")
+                else:
+                    self.runtime.save(directory / _RUN)
                 torch.save(checkpoint, directory / _DICTIONARY)
+            if target.exists():
+                target.rename(former)
+            new.rename(target)
+            sync(target.parent)
+            shutil.rmtree(former, ignore_errors=True)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the dictionary of a checkpoint, or of a file that another strategy has saved."""
         path = Path(checkpoint_path)
-        if not path.is_dir():
-            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-            return found
-        found = super().load_checkpoint(path / _DICTIONARY, weights_only=weights_only)
-        found["state_dict"] = _Elsewhere(path)
-        if (path / _RUN).exists():
-            found["optimizer_states"] = [_Elsewhere(path)]
+        ours = path.is_dir()
+        file = path / _DICTIONARY if ours else checkpoint_path
+        found: dict[str, Any] = super().load_checkpoint(file, weights_only=weights_only)
+        if ours:
+            found["state_dict"] = _Elsewhere(path)
+            if (path / _RUN).exists():
+                found["optimizer_states"] = [_Elsewhere(path)]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Read the model's tensors into pages, and optimizer states and generators if it is to be trained.
 
-        Raises IncompatibleCheckpoint for a checkpoint of another model or optimizer, CorruptState and
-        StorageError.
+        Raises IncompatibleCheckpoint for a checkpoint of another model or optimizer, ConfigError for weights
+        of another model, CorruptState and StorageError.
         """
-        tensors = checkpoint["state_dict"]
-        path = tensors.path if isinstance(tensors, _Elsewhere) else None
-        if path is None:
+        tensors, module = checkpoint["state_dict"], self.lightning_module
+        assert self.runtime is not None and module is not None
+        if not isinstance(tensors, _Elsewhere) or tensors.path is None:
             super().load_model_state_dict(checkpoint, strict=strict)
-        elif (path / _RUN).exists():
+        elif (tensors.path / _RUN).exists():
             before = generators()
-            self._running().load(path / _RUN)
-            if self._trainer().state.fn == TrainerFn.FITTING:
-                self._resumed = generators()
-            else:
-                set_generators(before)
+            self.runtime.load(tensors.path / _RUN)
+            self._resumed = generators()
+            set_generators(before)
         else:
-            self._load_weights(path / _WEIGHTS)
+            with torch.no_grad():
+                weights = open_weights(tensors.path / _WEIGHTS)
+                load(module, weights, lambda each, values: each.copy_(values), self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of a file that another strategy has saved. `load_model_state_dict` reads others."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not isinstance(state, _Elsewhere):
                 optimizer.load_state_dict(state)
-
-    @torch.no_grad()
-    def _load_weights(self, directory: Path) -> None:
-        assert self.lightning_module is not None
-        module, weights = self.lightning_module, open_weights(directory)
-        tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
-        for name in weights.names:
-            if name not in tensors or tuple(tensors[name].shape) != weights.shape(name):
-                raise ConfigError(
-                    f"The checkpoint has {name}, {list(weights.shape(name))}, which is not in the model.",
-                    "Build the model that was saved.",
-                )
-            tensors[name].copy_(weights.read(name))
-
-    # --- helpers ---------------------------------------------------------------------------------------
-
-    def _running(self) -> Runtime:
-        if self.runtime is None:
-            raise ConfigError(
-                "A checkpoint was asked for before the model was offloaded.", "Call fit() first."
-            )
-        return self.runtime
-
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
 
 class _Elsewhere(Mapping[str, Any]):
@@ -385,70 +330,3 @@ class _Elsewhere(Mapping[str, Any]):
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _refuse
-
-
-class _PagedClipping(Plugin):
-    """The precision plugin for gradients in pages, without autocast."""
-
-    def __init__(self, strategy: InfinityStrategy, *args: Any) -> None:
-        super().__init__(*args)
-        self._strategy = strategy
-
-    def optimizer_step(  # type: ignore[override]
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
-        """Call step() unless there is no gradient, as if `training_step` has returned None: torch's
-        optimizers do nothing then, and runtime.optimizer raises ConfigError.
-        """
-        result = self._wrap_closure(model, optimizer, closure)
-        if any(each.grad is not None for each in self.main_params(optimizer)):
-            optimizer.step(**kwargs)
-        return result
-
-    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time.
-
-        Gradients that fp16 has overflowed are left, so that `step` skips them.
-        """
-        runtime = self._strategy.runtime
-        assert runtime is not None
-        for parameter in self.main_params(optimizer):
-            gradient = runtime.grad(parameter)
-            if gradient is None:
-                continue
-            if runtime.plan.precision.compute == "fp16" and not gradient.isfinite().all():
-                return
-            parameter.grad = gradient.clamp_(-clip_val, clip_val)
-
-
-class _PagedHalf(_PagedClipping, HalfPrecision):
-    """The plugin for "bf16-true" and "16-true": converts inputs, and makes new tensors in that dtype."""
-
-
-def _check_alone(what: str, number: int) -> None:
-    if number != 1:
-        raise ConfigError(
-            f"The Trainer has {what}={number}, and InfinityStrategy trains in one process, on one device.",
-            f"Give Trainer({what}=1).",
-        )
-
-
-@contextlib.contextmanager
-def _replaced(target: Path) -> Iterator[Path]:
-    """Context that yields a new temporary directory, which takes the place of the checkpoint `target` at the
-    end; the former one is removed then. After an error in the context, `target` is as it was.
-    """
-    if target.exists() and not (target / _DICTIONARY).is_file():
-        raise ConfigError(f"{target} is there, and is no checkpoint of this strategy.", "Give another path.")
-    aside = target.with_name(f".{target.name}-{secrets.token_hex(8)}")
-    with storing("write", target):
-        try:
-            with published(target) as directory:
-                yield directory
-                if target.exists():
-                    target.rename(aside)
-        except BaseException:
-            if aside.exists():
-                aside.rename(target)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)

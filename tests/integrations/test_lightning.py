@@ -392,16 +392,13 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         refused("returned no optimizer", of=optimizers(lambda model: None))
     refused("DoublePrecision", precision="64-true")
     refused("AsyncCheckpointIO", plugins=[AsyncCheckpointIO()])
-    with pytest.raises(ConfigError, match="devices=2"):
-        Trainer(accelerator="cpu", devices=2, strategy=strategy(tmp_path))
-    with pytest.raises(ConfigError, match="num_nodes=2"):
-        Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=strategy(tmp_path))
+    for option in ("devices", "num_nodes"):
+        made = Trainer(accelerator="cpu", **{"devices": 1, option: 2}, strategy=strategy(tmp_path))
+        with pytest.raises(ConfigError, match=f"{option}=2"):
+            made.fit(Net(), data(1))
+    half = InfinityStrategy(precision=infinity.Precision(compute="fp16"))
     with pytest.raises(ConfigError, match="computes in fp16"):
-        Trainer(
-            accelerator="cpu",
-            strategy=InfinityStrategy(precision=infinity.Precision(compute="fp16")),
-            precision="bf16-true",
-        )
+        Trainer(accelerator="cpu", strategy=half, precision="bf16-true").fit(Net(), data(1))
     with pytest.raises(ConfigError, match="was given mesh, resume"):
         InfinityStrategy(mesh=None, resume="somewhere")
 
