@@ -248,7 +248,7 @@ def make_job(
     )
     slabs = None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
     saved = _commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
-    identity = _identity(options, model, text, recipe.learning_rate)
+    identity = _identity(options, model, text, recipe.learning_rate, share.ranks)
     resumed = None if saved is None else _progress(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
     prefer = None if saved is None else division_of(saved)
@@ -354,19 +354,23 @@ def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommi
     return None if used is None else read_newest(used, injected_files())
 
 
-def _identity(options: argparse.Namespace, model: LanguageModel, text: Text, rate: float) -> dict[str, Any]:
+def _identity(
+    options: argparse.Namespace, model: LanguageModel, text: Text, rate: float, ranks: int
+) -> dict[str, Any]:
     """What makes a run the same job: all that its losses depend on, except for the number of steps.
 
-    Each key completes the sentence "... was A and is B". rate: the highest learning rate.
+    Each key completes the sentence "... was A and is B". rate: the highest learning rate. ranks: their
+    number.
     """
     tokens = repr(model.vocabulary.encode(_WORDS)).encode()
-    given = ("batch", "seq", "accumulate", "clip", "seed", "states", "compute")
+    given = ("batch", "seq", "clip", "seed", "states", "compute")
     return {
         "--model": model.name,
         "the number of parameters": model.parameters,
         "the vocabulary's digest": hashlib.blake2b(tokens, digest_size=16).hexdigest(),
         "the digest of --data": text.digest(),
         "--lr": rate,
+        "--accumulate times the number of processes": options.accumulate * ranks,
         **{f"--{name}": getattr(options, name) for name in given},
     }
 

@@ -159,7 +159,7 @@ def test_another_job_is_refused_by_what_differs(job: TinyJob, capsys: pytest.Cap
     refused: list[tuple[list[Any], str]] = [
         (["--batch", 4], "--batch was 2 and is 4"),
         (["--seq", 16], "--seq was 32 and is 16"),
-        (HALVES, "--accumulate was 1 and is 2"),
+        (HALVES, "--accumulate times the number of processes was 1 and is 2"),
         (["--seed", 1, "--clip", 2], "--clip was 1.0 and is 2.0, --seed was 0 and is 1"),
         (["--lr", 0.5], "--lr was 0.01 and is 0.5"),
         (["--states", "bf16"], "--states was fp32 and is bf16"),
