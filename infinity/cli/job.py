@@ -248,7 +248,8 @@ def make_job(
     )
     slabs = None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
     saved = _commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
-    identity = _identity(options, model, text, recipe.learning_rate, share.ranks)
+    ranks = (share if communicator is None else communicator.share).ranks
+    identity = _identity(options, model, text, recipe.learning_rate, ranks)
     resumed = None if saved is None else _progress(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
     prefer = None if saved is None else division_of(saved)
