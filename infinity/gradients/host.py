@@ -25,9 +25,8 @@ from infinity import cpu_adam
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
-from infinity.gradients.failure import GradientFailure
 from infinity.gradients.loss_scale import LossScale
-from infinity.gradients.staged_chunks import StagedChunks
+from infinity.gradients.staged_chunks import GradientFailure, StagedChunks
 from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing

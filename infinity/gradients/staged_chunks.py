@@ -12,11 +12,39 @@ from collections.abc import Mapping
 
 import torch
 
-from infinity.gradients.failure import GradientFailure
+from infinity.errors import ConfigError, InfinityError
 from infinity.pages.gradient_page import GradientPage, StagedGradient
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
+
+
+class GradientFailure:
+    """Holds, as `error`, the latest error that made the gradients of the current step invalid, or None.
+
+    After such an error a gradient may be missing, may be added only in part to the sum of the step's earlier
+    gradients, or may be written only in part to the home of its gradient page.
+    """
+
+    def __init__(self) -> None:
+        self.error: InfinityError | None = None
+
+    def lose(self, error: BaseException) -> None:
+        """Record an error after which no gradient of this step is valid.
+
+        A ConfigError takes the place of an error that is not an InfinityError, such as KeyboardInterrupt.
+        """
+        if isinstance(error, InfinityError):
+            self.error = error.again()
+        else:
+            self.error = ConfigError(
+                "A backward was interrupted while a gradient was added.",
+                "Call runtime.optimizer.zero_grad() and repeat the step.",
+            )
+
+    def forget(self) -> None:
+        """Forget the error. Called when the gradients are forgotten."""
+        self.error = None
 
 
 class StagedChunks:
