@@ -137,19 +137,19 @@ class _Wiring:
         pages = self._converted(addresses)
         self._move_buffers()
         health = Health()
-        gradients, updater = None, None
+        gradients, scheduler = None, None
         if states is not None:
             ring = None if store.ring is None else GradientRing(store)
             gradient_pages = self._gradient_pages(ring)
             on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
             gradients = Gradients(gradient_pages, store, threads, scale, on_device=on_device, ring=ring)
-            updater = UpdateScheduler(
+            scheduler = UpdateScheduler(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
         versions = None if self.communicator is None else self.communicator.edit_versions(pages)
         edits = EditTracker(pages, store, states, health=health, over_ranks=versions)
         resumed = checkpoint is not None and checkpoint.saved is not None
-        engine = self._engine(pages, meter, updater or Updates(), edits, resumed=resumed)
+        engine = self._engine(pages, meter, scheduler or Updates(), edits, resumed=resumed)
         pager = Pager(
             pages,
             addresses,
@@ -165,13 +165,13 @@ class _Wiring:
                 adopt_parameter(parameter, Place(pager, page, index))
         committer = None
         if checkpoint is not None:
-            assert states is not None and updater is not None and store.nvme is not None
+            assert states is not None and scheduler is not None and store.nvme is not None
             committer = Committer(
                 checkpoint.directory,
                 pages=pages,
                 states=states,
                 store=store,
-                updater=updater,
+                scheduler=scheduler,
                 edits=edits,
                 health=health,
                 recorder=Recorder(
@@ -196,7 +196,7 @@ class _Wiring:
                 states={} if states is None else states.pages,
                 engine=engine,
                 gradients=gradients,
-                updater=updater,
+                scheduler=scheduler,
                 store=store,
                 health=health,
                 drive=(lambda _: None) if committer is None else committer.driven,
@@ -215,7 +215,7 @@ class _Wiring:
             pager=pager,
             gradients=gradients,
             states=states,
-            updater=updater,
+            scheduler=scheduler,
             peers=peers,
             committer=committer,
             checkpoint=checkpoint,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a runtime of one rank does not import the package
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The connected parts of one runtime. `gradients`, `states` and `updater` are None for inference.
+    """The connected parts of one runtime. `gradients`, `states` and `scheduler` are None for inference.
 
     The model is not among them. Its hooks refer to the runtime, and components may be alive when nothing
     refers to their runtime any more.
@@ -47,7 +47,7 @@ class Components:
     pager: Pager
     gradients: Gradients | None
     states: States | None
-    updater: UpdateScheduler | None
+    scheduler: UpdateScheduler | None
     peers: Peers | None
     committer: Committer | None
     checkpoint: Checkpoint | None

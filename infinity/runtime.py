@@ -427,8 +427,8 @@ class Runtime(Closing):
             self._refuse()
             if dtype == "average" and self.training_step is not None:
                 self.training_step.check_averages()
-            if parts.updater is not None:
-                parts.updater.complete_all()
+            if parts.scheduler is not None:
+                parts.scheduler.complete_all()
             parts.edits.sync_edits()
             export(self._source(), path, dtype=dtype, shard=shard, merge=merge)
 
@@ -477,8 +477,8 @@ class Runtime(Closing):
         if parts.health.closed and not paged:
             return None
         self._check_between("close(keep=True)")
-        if parts.updater is not None:
-            parts.updater.complete_all()
+        if parts.scheduler is not None:
+            parts.scheduler.complete_all()
         parts.edits.sync_edits()
         on_node = 1 if parts.peers is None else parts.peers.communicator.place.ranks
         return PlainParameters(self._model, parts.pager, on_node)
@@ -535,7 +535,7 @@ class Runtime(Closing):
             pages=parts.pages,
             edits=parts.edits,
             prefetch_engine=parts.prefetch_engine,
-            updater=parts.updater,
+            scheduler=parts.scheduler,
             committer=parts.committer,
             scale=parts.scale,
             health=parts.health,
@@ -653,8 +653,8 @@ def _end(
             for page in parts.pager.pages:
                 ends.callback(page.end)
             ends.callback(parts.pager.prefetch_engine.abandon)
-            if parts.updater is not None:
-                ends.callback(parts.updater.abandon)
+            if parts.scheduler is not None:
+                ends.callback(parts.scheduler.abandon)
             for end in ends_of_hooks:
                 ends.callback(end)
             ends.callback(parts.pager.forwards.prune)

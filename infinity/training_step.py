@@ -44,7 +44,7 @@ class TrainingStep:
         """parts: the runtime's components. check_capacity: called before optimizer states are copied for the
         user, with their number of bytes; raises BudgetError if the copies do not fit in RAM.
         """
-        assert parts.gradients is not None and parts.states is not None and parts.updater is not None
+        assert parts.gradients is not None and parts.states is not None and parts.scheduler is not None
         self.check_capacity = check_capacity
         self._components = parts
         self._ranked = None if parts.peers is None else parts.peers.step
@@ -54,7 +54,7 @@ class TrainingStep:
         self._edits = parts.edits
         self._gradients = parts.gradients
         self._states = parts.states
-        self._updater = parts.updater
+        self._scheduler = parts.scheduler
         self._param_groups: Sequence[Mapping[str, Any]] = ()
         """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
@@ -191,8 +191,8 @@ class TrainingStep:
         with self._pager.lock:
             self._check_masters("gradients")
             self.open = True
-            self._updater.complete(unit)
-            self._updater.accumulate(unit, parameter, value)
+            self._scheduler.complete(unit)
+            self._scheduler.accumulate(unit, parameter, value)
             gradients.staged.finish()
 
     def step(self) -> bool:
@@ -338,7 +338,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._check_masters("optimizer states")
-            self._updater.complete(place.page.index)
+            self._scheduler.complete(place.page.index)
             found = states.read(place.page.index, place.index)
             layout = place.page.layout.parameters[place.index]
             stepped = states.pages[place.page.index].steps[place.index]
@@ -358,7 +358,7 @@ class TrainingStep:
             self._check_masters("masters")
             if nbytes >= _CHECKED:
                 self.check_capacity(nbytes)
-            self._updater.complete(place.page.index)
+            self._scheduler.complete(place.page.index)
             return self._master(place)
 
     def average(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -368,7 +368,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self.check_averages()
-            self._updater.complete(place.page.index)
+            self._scheduler.complete(place.page.index)
             found = self._values(place)
             if layout.trainable:
                 found = states.average(place.page.index, place.index, found)
@@ -427,8 +427,8 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._check_masters("optimizer states")
-            self._updater.complete(place.page.index)
-            self._updater.complete_awaited()
+            self._scheduler.complete(place.page.index)
+            self._scheduler.complete_awaited()
             states.write(place.page.index, place.index, state)
             states.given.pop((place.page.index, place.index), None)
             if "master" in state and parameter.dtype != torch.float32:
@@ -446,7 +446,7 @@ class TrainingStep:
         """
         self._gradients.check_unscaled()
         if self._ranked is None or not self._ranked.add(unit, parameter, gradient, later):
-            self._updater.accumulate(unit, parameter, gradient)
+            self._scheduler.accumulate(unit, parameter, gradient)
             if self._eager is not None and self._ranked is None:
                 self._update_early(unit)
         elif self._eager is not None:
@@ -481,7 +481,7 @@ class TrainingStep:
             if gradient is not None:
                 self._check_masters("gradients")
                 self.open = True
-                self._updater.complete(place.page.index)
+                self._scheduler.complete(place.page.index)
                 add = self.add if accumulator is None else accumulator.add
                 add(place.page.index, place.index, gradient.detach())
             backward = torch._C._current_graph_task_id()
@@ -557,7 +557,7 @@ class TrainingStep:
             if self._states.rule.matrix:
                 self._update_matrices()
             else:
-                self._updater.step(options, order, self._edits.exposed)
+                self._scheduler.step(options, order, self._edits.exposed)
         except BaseException as error:
             parts.health.interrupted(error)
             raise
@@ -666,7 +666,7 @@ class TrainingStep:
             self._begin_early(eager, unit)
         if units:
             options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
-            self._updater.count_elsewhere(options)
+            self._scheduler.count_elsewhere(options)
             self._tell_ranks([each for each in self._updated_units(options) if each in units], exposed)
         eager.stepped()
 
@@ -736,7 +736,7 @@ class TrainingStep:
             parts.prefetch_engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
         try:
-            self._updater.begin_early(unit, options, self._edits.exposed)
+            self._scheduler.begin_early(unit, options, self._edits.exposed)
         except BaseException as error:
             parts.health.interrupted(error)
             raise

@@ -219,7 +219,7 @@ def unsynced(each: Rank) -> None:
         each.step(model, runtime, 4)
         each.fails(pending)
         with runtime._components.pager.lock:
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
         written.touch()
         each.step(model, runtime, 5)
     each.keep()

@@ -122,7 +122,7 @@ def load_into(runtime: Any, source: Path | ArraySource) -> Restored:
 def quiet(runtime: Any) -> None:
     """Complete all work of the runtime, and write the user's edits home."""
     parts = runtime._components
-    if parts.updater is not None:
+    if parts.scheduler is not None:
         settle(runtime)
     with parts.pager.lock:
         parts.prefetch_engine.land_all()

@@ -73,7 +73,7 @@ def settle(runtime: Any) -> None:
     """Complete all updates, reads ahead and writes, so that nothing is due or under way any more."""
     parts = runtime._components
     with parts.pager.lock:
-        parts.updater.complete_all()
+        parts.scheduler.complete_all()
         parts.prefetch_engine.land_all()
         parts.store.settle()
         parts.store.poll()

@@ -84,9 +84,9 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
     """
     made = UpdateScheduler.__init__
 
-    def apart(updater: UpdateScheduler, *arguments: Any, **options: Any) -> None:
-        made(updater, *arguments, **options)
-        updater._shares_cpu = False
+    def apart(scheduler: UpdateScheduler, *arguments: Any, **options: Any) -> None:
+        made(scheduler, *arguments, **options)
+        scheduler._shares_cpu = False
 
     for seed, update in enumerate(UPDATES * 3):
         number, place = seed // 3, Place(home, update)

@@ -166,7 +166,7 @@ def test_an_interrupted_close_still_closes(tmp_path: Path) -> None:
         model(X).sum().backward()
         faults.delay("write", 1, 1.0, times=None)
         runtime.optimizer.step()
-        runtime._components.updater.complete_all()
+        runtime._components.scheduler.complete_all()
         assert runtime._components.store._writes
         with interrupts(0.2):
             runtime.close()
@@ -273,8 +273,8 @@ def test_an_update_that_is_interrupted_half_way_ends_the_runtime(
             runtime.optimizer.zero_grad()
         after = {
             "submit": (ThreadPool, "submit_again"),
-            "deliver": (type(runtime._components.updater), "_deliver"),
-            "begun": (type(runtime._components.updater), "_began"),
+            "deliver": (type(runtime._components.scheduler), "_deliver"),
+            "begun": (type(runtime._components.scheduler), "_began"),
         }
         owner, name = after[where]
         real: Callable[..., Any] = getattr(owner, name)

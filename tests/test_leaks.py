@@ -75,8 +75,8 @@ SMALL = Entry("small", Small, rows)
 
 def settle(runtime: Any) -> None:
     """Complete all due updates of `runtime`, abandon its prefetches, and wait for all of its transfers."""
-    if runtime._components.updater is not None:
-        runtime._components.updater.complete_all()
+    if runtime._components.scheduler is not None:
+        runtime._components.scheduler.complete_all()
     runtime._components.prefetch_engine.abandon()
     runtime._components.store.settle()
     for page in runtime._components.pages:

@@ -94,9 +94,9 @@ class Ours:
     def settle(self) -> None:
         """Complete all updates and writes of the steps so far."""
         parts = self.runtime._components
-        assert parts.updater is not None
+        assert parts.scheduler is not None
         with parts.pager.lock:
-            parts.updater.complete_all()
+            parts.scheduler.complete_all()
             parts.store.settle()
 
     def count_gradients(self) -> None:

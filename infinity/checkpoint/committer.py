@@ -66,7 +66,7 @@ class Committer:
         pages: Sequence[ParameterPage],
         states: States,
         store: Store,
-        updater: UpdateScheduler,
+        scheduler: UpdateScheduler,
         edits: EditTracker,
         health: Health,
         recorder: Recorder,
@@ -93,7 +93,7 @@ class Committer:
         self._store = store
         self._durable = store.durable
         self._departures = store.departures
-        self._updater = updater
+        self._scheduler = scheduler
         self._edits = edits
         self._health = health
         self._recorder = recorder
@@ -138,7 +138,7 @@ class Committer:
             raise
         lent = [page for page in self._pages if self._edits.lent(page.index)]
         if lent:  # user code may change these pages at any time from now on
-            self._updater.complete_awaited()
+            self._scheduler.complete_awaited()
         for page in lent:
             self._store.settle_for_user(page.home)
         return commit
@@ -173,7 +173,7 @@ class Committer:
         self._edits.sync_edits()
         self._departures.complete()  # none is left of a commit that has failed
         self._store.poll()
-        outstanding = set(self._updater.outstanding())
+        outstanding = set(self._scheduler.outstanding())
         for chunk, parts in self._trained.items():
             if chunk not in outstanding:
                 self._learn(parts)
@@ -286,7 +286,7 @@ class Committer:
             return
         try:
             if self._health.failure is None:
-                self._updater.complete_awaited()
+                self._scheduler.complete_awaited()
                 self._departures.complete()
         except InfinityError:
             if self._health.failure is None:

@@ -74,21 +74,21 @@ class Copies:
         pages: Sequence[ParameterPage],
         edits: EditTracker,
         prefetch_engine: PrefetchEngine,
-        updater: UpdateScheduler | None,
+        scheduler: UpdateScheduler | None,
         committer: Committer | None,
         scale: LossScale,
         health: Health,
         others: CopyingRanks | None,
     ) -> None:
-        """source: the model with its pages. updater: None for inference. committer: None if commits are off.
-        others: the other ranks; None with one. The rest: parts of the runtime.
+        """source: the model with its pages. scheduler: None for inference. committer: None if commits are
+        off. others: the other ranks; None with one. The rest: parts of the runtime.
         """
         self._others = others
         self._source = source
         self._pages = pages
         self._edits = edits
         self._prefetch_engine = prefetch_engine
-        self._updater = updater
+        self._scheduler = scheduler
         self._committer = committer
         self._scale = scale
         self._health = health
@@ -163,8 +163,8 @@ class Copies:
         """Complete all updates, reads ahead and writes, and write the user's edits home. Raises StorageError
         if one of them fails.
         """
-        if self._updater is not None:
-            self._updater.complete_all()
+        if self._scheduler is not None:
+            self._scheduler.complete_all()
         self._prefetch_engine.land_all()
         self._edits.sync_edits()
         self._source.store.settle()

@@ -102,14 +102,14 @@ class Contributions:
         share: Share,
         *,
         gradients: Gradients,
-        updater: UpdateScheduler,
+        scheduler: UpdateScheduler,
         room: Pool,
         most_waiting: int,
         lock: TrainerLock,
     ) -> None:
-        """gradients: the sums. updater: adds to them. room: the pool into which contributions of other ranks
-        come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other ranks; a
-        single gradient may always wait.
+        """gradients: the sums. scheduler: adds to them. room: the pool into which contributions of other
+        ranks come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other
+        ranks; a single gradient may always wait.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -123,7 +123,7 @@ class Contributions:
         self._share = share
         self._gradients = gradients
         self._pages = gradients.pages
-        self._updater = updater
+        self._scheduler = scheduler
         self._room = room
         self._most_waiting = most_waiting
         self._lock = lock
@@ -455,7 +455,7 @@ class Contributions:
             self._pages[unit].forget_piece(chunk_index, self._piece(key))
         last = offer.source == self._share.ranks - 1
         try:
-            self._updater.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)
+            self._scheduler.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)
         except InfinityError:
             return  # the gradients of the step are lost; step() raises the error on all ranks
         if last:

@@ -69,14 +69,14 @@ class PageService:
         versions: EditVersions,
         states: Mapping[int, StatePage],
         gradients: Gradients | None,
-        updater: UpdateScheduler | None,
+        scheduler: UpdateScheduler | None,
         store: Store,
         room: Pool,
         lock: TrainerLock,
         health: Health,
     ) -> None:
         """remote: knows the steps that this rank has decided. pages, states: parameter and optimizer pages
-        of all units. updater: completes updates; None for inference. room: the pool of the exchange.
+        of all units. scheduler: completes updates; None for inference. room: the pool of the exchange.
         """
         self._wire = wire
         self._remote = remote
@@ -85,7 +85,7 @@ class PageService:
         self._versions = versions
         self._states = states
         self._gradients = gradients
-        self._updater = updater
+        self._scheduler = scheduler
         self._store = store
         self._room = room
         self._lock = lock
@@ -146,8 +146,8 @@ class PageService:
             if request.what is What.LOCAL:
                 self._send_gradient(request)
                 return
-            if self._updater is not None:
-                self._updater.complete(request.unit)
+            if self._scheduler is not None:
+                self._scheduler.complete(request.unit)
             if request.what is What.PARAMETERS and not self._has_edits(request):
                 self._early.append(request)
                 return

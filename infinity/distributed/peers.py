@@ -39,7 +39,7 @@ class Peers:
         states: Mapping[int, StatePage],
         engine: PrefetchEngine,
         gradients: Gradients | None,
-        updater: UpdateScheduler | None,
+        scheduler: UpdateScheduler | None,
         store: Store,
         health: Health,
         drive: Callable[[int], None],
@@ -62,7 +62,7 @@ class Peers:
             versions=versions,
             states=states,
             gradients=gradients,
-            updater=updater,
+            scheduler=scheduler,
             store=store,
             room=store.exchange[0],
             lock=lock,
@@ -71,16 +71,16 @@ class Peers:
         self.step: RankedStep | None = None
         """What a training step does with the other ranks; None for inference."""
         contributions = None
-        if gradients is not None and updater is not None:
+        if gradients is not None and scheduler is not None:
             whole = None
             if share.whole_gradients:
-                whole = WholeGradients(share, gradients, updater, remote)
+                whole = WholeGradients(share, gradients, scheduler, remote)
             else:
                 contributions = Contributions(
                     wire,
                     share,
                     gradients=gradients,
-                    updater=updater,
+                    scheduler=scheduler,
                     room=store.exchange[1],
                     most_waiting=store.plan.waiting_bytes,
                     lock=lock,

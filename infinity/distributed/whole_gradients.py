@@ -24,11 +24,11 @@ class WholeGradients:
     """Sums gradients over ranks at the end of a step. Called by the training thread, under the lock."""
 
     def __init__(
-        self, share: Share, gradients: Gradients, updater: UpdateScheduler, remote: RemoteParts
+        self, share: Share, gradients: Gradients, scheduler: UpdateScheduler, remote: RemoteParts
     ) -> None:
         self._share = share
         self._gradients = gradients
-        self._updater = updater
+        self._scheduler = scheduler
         self._remote = remote
         self.summed = False
         """Whether the gradients of this step have been summed over ranks."""
@@ -107,7 +107,7 @@ class WholeGradients:
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
         page.forget_piece(chunk_index, piece)
-        self._updater.accumulate_piece(page.index, chunk_index, piece, total, last=True)
+        self._scheduler.accumulate_piece(page.index, chunk_index, piece, total, last=True)
 
 
 def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:

@@ -163,14 +163,14 @@ def test_save_waits_for_no_update(tmp_path: Path) -> None:
     model = TIED.make()
     with committed(model, tmp_path) as runtime:
         train(model, runtime, TIED, range(2))
-        updater = runtime._components.updater
-        before = list(updater.outstanding())
+        scheduler = runtime._components.scheduler
+        before = list(scheduler.outstanding())
         assert len(before) > 1
         commit = runtime.save()
-        assert list(updater.outstanding()) == before
+        assert list(scheduler.outstanding()) == before
         assert not commit.done
         commit.wait()
-        assert list(updater.outstanding()) == []
+        assert list(scheduler.outstanding()) == []
 
 
 @pytest.mark.parametrize("lost", ["removed", "renamed", "replaced"])

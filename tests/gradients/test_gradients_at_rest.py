@@ -183,7 +183,7 @@ def of_a_step(runtime: Any, model: nn.Module, number: int, *edges: Edge) -> tupl
     middle = moved(runtime, *edges)
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
-    parts.updater.complete_all()
+    parts.scheduler.complete_all()
     end = moved(runtime, *edges)
     return [b - a for a, b in zip(start, middle, strict=True)], [
         b - a for a, b in zip(start, end, strict=True)

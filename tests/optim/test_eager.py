@@ -108,7 +108,7 @@ def test_step_does_not_wait_for_what_began_early(tmp_path: Path) -> None:
             early = spent(runtime)
             runtime.optimizer.step()
             pending = [
-                unit for unit in parameters_in_ram(runtime) if runtime._components.updater.pending(unit)
+                unit for unit in parameters_in_ram(runtime) if runtime._components.scheduler.pending(unit)
             ]
             runtime.optimizer.zero_grad()
         assert set(pending) & set(early)
@@ -151,7 +151,7 @@ def test_what_is_written_is_what_the_plan_says(
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
             written = runtime.stats.edges[Edge.HOST_TO_NVME].bytes
             moved, before = written - before, written
         plan, found = runtime.plan, staged.count()
@@ -327,7 +327,7 @@ def one_step_after(directory: Path, faults: Faults, fail: Callable[[], None]) ->
             loss_of(model, step).backward()
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
             runtime._components.store.settle()
         return {name: each.clone() for name, each in model.state_dict().items()}
 

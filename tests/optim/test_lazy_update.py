@@ -60,7 +60,7 @@ def opened(
 def pending(runtime: Any) -> list[int]:
     """Indices of the units that the last step has not updated yet."""
     return [
-        page.index for page in runtime._components.pages if runtime._components.updater.pending(page.index)
+        page.index for page in runtime._components.pages if runtime._components.scheduler.pending(page.index)
     ]
 
 

@@ -96,7 +96,7 @@ def opened(
 
 def held(runtime: Any) -> list[ChunkUpdate]:
     """Return the updates of chunks that now hold states which were read ahead."""
-    units = runtime._components.updater._units
+    units = runtime._components.scheduler._units
     return [update for group in units for update in group.chunks if update.is_ahead]
 
 
@@ -106,7 +106,7 @@ def held_once_written(runtime: Any) -> list[ChunkUpdate]:
     States that are still being written are not read ahead before the write has ended.
     """
     runtime._components.store.settle()
-    runtime._components.updater.advance()
+    runtime._components.scheduler.advance()
     return held(runtime)
 
 
@@ -148,8 +148,8 @@ def another_batch(model: nn.Module, runtime: Any) -> None:
 
 def all_staging(model: nn.Module, runtime: Any) -> None:
     """Take all staging memory for a moment, and assert that the updates have given up states read ahead."""
-    updater = runtime._components.updater
-    assert updater.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
+    scheduler = runtime._components.scheduler
+    assert scheduler.take(runtime.plan.staging_bytes).nbytes == runtime.plan.staging_bytes
     assert held(runtime) == []
 
 
@@ -217,7 +217,7 @@ def test_nothing_is_read_twice(gradients: Tier, tmp_path: Path) -> None:
                 assert taken <= room < taken + states[after[0]].formats[after[1]].nbytes
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
             store.settle()
             before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
             if step > 1:
@@ -278,7 +278,7 @@ def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
 
 def drop_a_read(model: nn.Module, runtime: Any) -> None:
     if found := held(runtime):
-        runtime._components.updater._cancel(found[-1])
+        runtime._components.scheduler._cancel(found[-1])
 
 
 def forward_only(model: nn.Module, runtime: Any) -> None:
@@ -304,9 +304,9 @@ BEFORE_FORWARD = [
 
 def read_on(runtime: Any) -> None:
     """Finish the due updates, and begin to read states ahead for the next ones."""
-    runtime._components.updater.complete_all()
+    runtime._components.scheduler.complete_all()
     runtime._components.store.settle()
-    runtime._components.updater.advance()
+    runtime._components.scheduler.advance()
 
 
 def train_eagerly(
@@ -363,7 +363,7 @@ def test_states_that_come_before_their_gradients_are_read_once(gradients: Tier, 
             assert 4 * pool.counters.leased <= 3 * pool.nbytes
             loss_of(model, step).backward()
             runtime.optimizer.step()
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
             runtime._components.store.settle()
             before, read = read, runtime.stats.edges[Edge.NVME_TO_HOST].bytes
             if step > 1:
@@ -387,7 +387,7 @@ def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
                     read_on(runtime)
                 if failing and step == 2:
                     faults.fail("read", 1, errno.EIO, times=2)
-                runtime._components.updater.advance()
+                runtime._components.scheduler.advance()
                 assert bool(held(runtime)) == (step > 0)
                 loss_of(model, step).backward()
                 runtime.optimizer.step()

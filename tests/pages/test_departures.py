@@ -93,7 +93,7 @@ def running(root: Path, job: Job | None = None, *, seed: int = 0, threads: bool 
             runtime.save(state=user_state(1)).wait()
             for step in range(2, LAST + 1):
                 take_step(model, runtime, step)
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
             staging = runtime._components.store.staging
             yield Run(job, directories, device, faults, model, runtime)
         gc.collect()  # tracebacks of interrupted calls refer to what was leased
@@ -127,7 +127,7 @@ def test_parts_depart_while_the_model_computes(tmp_path: Path) -> None:
 
 def update(run: Run) -> None:
     take_step(run.model, run.runtime, LAST + 1)
-    run.runtime._components.updater.complete_all()
+    run.runtime._components.scheduler.complete_all()
 
 
 def edit(run: Run) -> None:

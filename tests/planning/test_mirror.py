@@ -208,7 +208,7 @@ def test_edits_reach_the_parameters_in_ram(update: str) -> None:
         found = edited(model, runtime)
         runtime._components.edits.sync_edits()
         for page in runtime._components.pages:
-            runtime._components.updater.complete(page.index)
+            runtime._components.scheduler.complete(page.index)
             assert page.permanent and page.residency is not None
             with torch._C.DisableTorchFunctionSubclass():
                 for index in range(len(page.parameters)):

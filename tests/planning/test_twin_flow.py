@@ -291,7 +291,7 @@ def test_a_step_takes_nothing_from_the_allocator(states: str, kernels: None, tmp
             with Allocations() as made:
                 if number:
                     for index, each in enumerate(fresh):
-                        parts.updater.accumulate(0, index, each)
+                        parts.scheduler.accumulate(0, index, each)
                 runtime.optimizer.step()
             runtime.optimizer.zero_grad()
             assert max((nbytes for _, nbytes in made.found), default=0) <= 512, made.found

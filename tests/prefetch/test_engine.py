@@ -181,7 +181,7 @@ def test_arrivals_under_way_are_given_up_on_close(home: str, tmp_path: Path) -> 
         for _ in range(2):
             step(model, runtime)
         engine = runtime._components.prefetch_engine
-        runtime._components.updater.complete_all()
+        runtime._components.scheduler.complete_all()
         evict_all(engine)
         runtime._components.store.settle()
         faults.delay("read", 1, 0.05, times=None)

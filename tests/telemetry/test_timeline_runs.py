@@ -39,12 +39,12 @@ def test_a_run_is_shown_as_it_is_counted(home: str, device: str, tmp_path: Path)
     model = TIED.make(device)
     with opened(model, pages, home=home) as runtime:
         train_step(model, runtime)
-        runtime._components.updater.complete_all()
+        runtime._components.scheduler.complete_all()
         before = runtime.stats
         with runtime.timeline(path) as lines:
             for number in (1, 2, 3):
                 lines.annotate(loss=train_step(model, runtime, number))
-            runtime._components.updater.complete_all()
+            runtime._components.scheduler.complete_all()
         after = runtime.stats
         with torch.no_grad():
             loss_of(model)
@@ -110,7 +110,7 @@ def test_a_timeline_changes_no_bit_and_keeps_no_staging(tmp_path: Path) -> None:
                 continue
             with runtime.timeline(path):
                 losses.append([train_step(model, runtime, step) for step in range(3)])
-                runtime._components.updater.complete_all()
+                runtime._components.scheduler.complete_all()
                 runtime._components.store.settle()
                 runtime._components.prefetch_engine.abandon()
                 staging = runtime._components.store.staging
