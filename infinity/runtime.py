@@ -355,10 +355,9 @@ class Runtime(Closing):
 
         Also sets the options of all param groups and the random number generators to what they were then. So
         call it after making schedulers, whose constructors change the options of groups, and before their
-        load_state_dict. It may be called several times before the first step, which warns if a scheduler was
-        made after the last call and an option has changed. Raises ConfigError if the run was not
-        resumed, or has taken a step since. Where there are more ranks than at the commit, a rank r above
-        theirs, n, gets the state of rank r % n, and keeps the generators that the program has set.
+        load_state_dict. It may be called several times before the first step. Raises ConfigError if the run
+        was not resumed, or has taken a step since. Where there are more ranks than at the commit, a rank r
+        above theirs, n, gets the state of rank r % n, and keeps the generators that the program has set.
 
         path: a directory that `save(path)` has made, whose run takes the place of this one: parameters,
         states, buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and
