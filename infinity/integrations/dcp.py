@@ -32,17 +32,15 @@ from infinity.optim.paged_optimizer import PagedOptimizer
 class PagedTensor(Tensor):
     """Stands for a tensor in pages: has its shape and dtype, on the CPU, and no bytes."""
 
-    parameter: PagedParameter
-    """The parameter that it is, or of whose state it is an entry."""
+    parameter: Any
+    """The PagedParameter that it is, or of whose state it is an entry."""
     optimizer: Any
     """The optimizer that keeps the state, a PagedOptimizer; None if only parameters are saved or loaded."""
     entry: str
     """The name of the entry; "" for the parameter itself."""
 
     @staticmethod
-    def __new__(
-        cls, parameter: PagedParameter, optimizer: PagedOptimizer | None, entry: str = ""
-    ) -> PagedTensor:
+    def __new__(cls, parameter: Any, optimizer: PagedOptimizer | None, entry: str = "") -> PagedTensor:
         made: PagedTensor = Tensor._make_wrapper_subclass(
             cls,
             () if entry == "step" else parameter.shape,

@@ -16,7 +16,6 @@ the checkpoint when training starts. If an epoch starts with it, the iteration t
 
 from __future__ import annotations
 
-import copy
 import os
 import secrets
 import shutil
@@ -104,7 +103,10 @@ class InfinityStrategy(SingleDeviceStrategy):
         module, trains = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert self.accelerator is not None and module is not None
         compute = self._check()
-        self._use(self.precision_plugin)
+        name = self.precision_plugin.precision
+        half = isinstance(self.precision_plugin, HalfPrecision)
+        self.precision_plugin = _PagedHalf(self, name) if half else _PagedClipping(self)
+        self.precision_plugin.precision = name
         self.accelerator.setup(trainer)
         self._resumed = None
         if self.runtime is not None and not self.runtime.closed:
@@ -155,7 +157,7 @@ class InfinityStrategy(SingleDeviceStrategy):
                 "Remove it from Trainer(plugins=): checkpoints are streamed to a local directory.",
             ),
             f"{named}, by the plugin {type(plugin).__name__}": (
-                compute is None or type(plugin) not in (Plugin, MixedPrecision, HalfPrecision),
+                compute is None or type(plugin) not in _PLUGINS,
                 'Give "32-true", "bf16-mixed", "bf16-true", "16-mixed" or "16-true".',
             ),
             f"{named}, and itself computes in {given}": (compute not in ("fp32", given), "Give one of them."),
@@ -164,15 +166,6 @@ class InfinityStrategy(SingleDeviceStrategy):
             if found:
                 raise ConfigError(f"InfinityStrategy was used with {what}.", cure)
         return str(given)
-
-    def _use(self, plugin: Plugin) -> None:
-        """Have inputs converted as the Trainer's precision plugin does, without autocast, and gradients in
-        pages clipped.
-        """
-        ours = Plugin() if isinstance(plugin, MixedPrecision) else copy.copy(plugin)
-        ours.precision = plugin.precision
-        ours.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-        self.precision_plugin = ours
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -185,18 +178,6 @@ class InfinityStrategy(SingleDeviceStrategy):
         if any(each.grad is not None for each in self.precision_plugin.main_params(optimizer)):
             optimizer.step(**kwargs)
         return result
-
-    def _clip_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time.
-
-        Gradients that fp16 has overflowed are left, so that `step` skips them.
-        """
-        assert self.runtime is not None
-        skips = self.runtime.plan.precision.compute == "fp16"
-        for parameter in self.precision_plugin.main_params(optimizer):
-            gradient = self.runtime.grad(parameter)
-            if gradient is not None and (not skips or gradient.isfinite().all()):
-                parameter.grad = gradient.clamp_(-clip_val, clip_val)
 
     def on_train_start(self) -> None:
         """Set random number generators, if the Trainer resumes a run; see [Note: generators]."""
@@ -306,7 +287,7 @@ class InfinityStrategy(SingleDeviceStrategy):
         else:
             with torch.no_grad():
                 weights = open_weights(tensors.path / _WEIGHTS)
-                load(module, weights, lambda each, values: each.copy_(values), self.root_device)
+                load(module, weights, _copy, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of a file that another strategy has saved. `load_model_state_dict` reads others."""
@@ -330,3 +311,36 @@ class _Elsewhere(Mapping[str, Any]):
         )
 
     __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+
+def _copy(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    parameter.copy_(values)
+
+
+class _PagedClipping(Plugin):
+    """The precision plugin for gradients in pages, without autocast."""
+
+    def __init__(self, strategy: InfinityStrategy, *args: Any) -> None:
+        super().__init__(*args)
+        self._strategy = strategy
+
+    def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time.
+
+        Gradients that fp16 has overflowed are left, so that `step` skips them.
+        """
+        runtime = self._strategy.runtime
+        assert runtime is not None
+        skips = runtime.plan.precision.compute == "fp16"
+        for parameter in self.main_params(optimizer):
+            gradient = runtime.grad(parameter)
+            if gradient is not None and (not skips or gradient.isfinite().all()):
+                parameter.grad = gradient.clamp_(-clip_val, clip_val)
+
+
+class _PagedHalf(_PagedClipping, HalfPrecision):
+    """The plugin for "bf16-true" and "16-true": converts inputs, and makes new tensors in that dtype."""
+
+
+_PLUGINS = (Plugin, MixedPrecision, HalfPrecision, _PagedClipping, _PagedHalf)
+"""The precision plugins that a Trainer may have, before and after its first run."""
