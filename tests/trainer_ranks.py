@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -32,4 +33,8 @@ def train() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rank_processes.serve(globals())
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started it
+        told = Path(os.environ["DIRECTORY"]) / f"rank-{os.environ['RANK']}.json"
+        told.write_text(json.dumps(train()))
+    else:
+        rank_processes.serve(globals())

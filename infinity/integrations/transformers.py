@@ -105,6 +105,7 @@ def attach(
     )
     model._is_accelerate_prepared = True  # accelerate then wraps it in nothing
     trainer.accelerator.native_amp, trainer.accelerator.scaler = False, None
+    trainer.accelerator.state._mixed_precision = "no"
     _Checkpoints(trainer, runtime, commits=checkpoint is not None or resume is not None, resumed=resume)
     return runtime
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -339,12 +342,36 @@ def test_two_ranks_have_the_losses_of_one(name: str, compute: str, tmp_path: Pat
     environment = {"DIRECTORY": str(tmp_path), "COMPUTE": compute, "MODEL": name}
     two = rank_processes.run("trainer_ranks.py", "train", size=2, timeout=180.0, environment=environment)
     assert [(each.code, each.error) for each in two] == [(0, "")] * 2, two
-    options: dict[str, Any] = {"dataloader_drop_last": True, "bf16": compute == "bf16"}
-    one, _ = trained(name, tmp_path / "one", "unified", per_device_train_batch_size=4, **options)
     assert two[0].result is not None
+    _check_as_one(two[0].result, name, compute, tmp_path)
+
+
+def _check_as_one(two: dict[str, Any], name: str, compute: str, directory: Path) -> None:
+    """Compare what rank 0 of two has logged with what one rank logs, and its resumed run with the first."""
+    options: dict[str, Any] = {"dataloader_drop_last": True, "bf16": compute == "bf16"}
+    one, _ = trained(name, directory / "one", "unified", per_device_train_batch_size=4, **options)
     within = 1e-5 if compute == "fp32" else 2e-2  # ranks round their parts of a gradient to bf16
-    assert distance(_losses(two[0].result["logged"]), _losses(one)) < within
-    assert two[0].result["resumed"] == two[0].result["logged"][-len(two[0].result["resumed"]) :]
+    assert distance(_losses(two["logged"]), _losses(one)) < within
+    assert two["resumed"] == two["logged"][-len(two["resumed"]) :]
+
+
+def test_fp16_is_near_fp32(tmp_path: Path) -> None:
+    half, _ = trained("llama", tmp_path / "half", "unified", fp16=True, max_grad_norm=0.5)
+    full, _ = trained("llama", tmp_path / "full", "unified", max_grad_norm=0.5)
+    assert 0 < distance(_losses(half), _losses(full)) < 5e-3
+
+
+@pytest.mark.slow
+def test_two_ranks_that_torchrun_starts_have_the_losses_of_one(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "DIRECTORY": str(tmp_path), "COMPUTE": "fp32"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command.append(str(tests / "trainer_ranks.py"))
+    environment |= {"MODEL": "llama"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    _check_as_one(json.loads((tmp_path / "rank-0.json").read_text()), "llama", "fp32", tmp_path)
 
 
 def _losses(logged: list[dict[str, float]]) -> list[dict[str, float]]:

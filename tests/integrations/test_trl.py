@@ -76,6 +76,11 @@ def trainer_of(kind: str, directory: Path, lora: bool) -> Any:
         data = Dataset.from_list([{**row, "rejected": text(50 - each, 8)} for each, row in enumerate(rows)])
         given["ref_model"] = None if lora else model(directory / "base")
         return trl.DPOTrainer(args=trl.DPOConfig(**arguments), train_dataset=data, **given)
+    if kind == "kto":
+        rows = [{"prompt": text(each, 3), "completion": text(99 + each, 8)} for each in range(FEW)]
+        data = Dataset.from_list([{**row, "label": each % 3 > 0} for each, row in enumerate(rows)])
+        given["ref_model"] = None if lora else model(directory / "base")
+        return trl.KTOTrainer(args=trl.KTOConfig(**arguments), train_dataset=data, **given)
     data = Dataset.from_list([{"prompt": text(each, 3)} for each in range(FEW)])
     config = trl.GRPOConfig(num_generations=2, max_completion_length=6, beta=0.1, **arguments)
     return trl.GRPOTrainer(reward_funcs=distinct, args=config, train_dataset=data, **given)
@@ -102,6 +107,8 @@ def numbers(trainer: Any) -> list[dict[str, float]]:
         pytest.param("packed", False, marks=pytest.mark.slow),
         pytest.param("grpo", False, marks=pytest.mark.slow),
         pytest.param("grpo", True, marks=pytest.mark.slow),
+        pytest.param("kto", False, marks=pytest.mark.slow),
+        pytest.param("kto", True, marks=pytest.mark.slow),
     ],
 )
 def test_numbers_of_a_plain_trainer(kind: str, lora: bool, tmp_path: Path) -> None:
