@@ -172,8 +172,9 @@ def train_back_and_forth(case: Case, place: Place, directory: Path) -> dict[str,
         run.runtime.save(state=run.schedules()).wait()
     assert not any(path.exists() for path in kept)
     for path, content in kept.items():
-        path.write_bytes(content)
-        (there / path.relative_to(node)).write_bytes(content)
+        for each in (path, there / path.relative_to(node)):
+            each.parent.mkdir(parents=True, exist_ok=True)
+            each.write_bytes(content)
     node = _node(directory, place.rank)
     with running(case, place, node, resume=commits) as run:
         assert run.runtime._components.checkpoint.moved.away

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import commit_files
+from infinity.pages.ledger import Pending
 
 COMMITS = 300
 LOOKED_AT = (50, 150, COMMITS)
@@ -21,7 +23,12 @@ LOOKED_AT = (50, 150, COMMITS)
 
 
 def objects() -> Counter[str]:
-    """The number of living objects that the garbage collector tracks, by type."""
+    """The number of living objects that the garbage collector tracks, by type, once the commit's thread has
+    left its function: it tells of the commit's end before.
+    """
+    until = time.monotonic() + 10
+    while time.monotonic() < until and any(type(each) is Pending for each in gc.get_objects()):
+        time.sleep(0.001)
     gc.collect()
     return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
