@@ -5,9 +5,9 @@ gradients through `p.grad` (infinity/model/paged_gradient.py) and steps `Runtime
 
 [Note: files of a checkpoint] Without commits, `checkpoint-N` is a run copy (infinity/checkpoint/run_copy.py):
 the model as from_pretrained reads it, with the optimizer's states beside it. With commits it has the model
-alone; the states are in the commit that was made with it, whose state says N. A model of PEFT's has its
-adapters there, and without commits their states in optimizer.pt, for both are small. Trainer's own files lie
-beside these.
+alone; the states are in the commit that was made with it, whose state says N. A model of PEFT's has the files
+of its adapters there, and without commits their states in optimizer.pt, which are small. Trainer's own files
+lie beside these.
 
 [Note: backwards of a step] The last step of an epoch may have fewer backwards than accumulation= declares.
 Its updates are then neither eager nor read ahead, and have the same bits.
@@ -37,6 +37,7 @@ from infinity.checkpoint.run_copy import DATA, RECORD
 from infinity.checkpoint.run_state import generators, set_generators
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError, storage_errors
+from infinity.layout.adapters import tuned_layers
 from infinity.layout.names import is_a
 from infinity.runtime import Runtime
 
@@ -102,6 +103,7 @@ def attach(
         optimizer=runtime.optimizer,
         create_optimizer=lambda model=None: runtime.optimizer,
         hyperparameter_search=_no_search,
+        _load_scaler=lambda checkpoint: None,  # of a plain Trainer: pages have a loss scale of their own
     )
     model._is_accelerate_prepared = True  # accelerate then wraps it in nothing
     trainer.accelerator.native_amp, trainer.accelerator.scaler = False, None
@@ -147,11 +149,18 @@ class _Checkpoints(transformers.TrainerCallback):
         """Do what `Trainer._save` does."""
         trainer = self._trainer
         directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
-        if self._adapters:
-            self._plain["_save"](str(directory), self._adapter_state())
+        if self._adapters and not tuned_layers(trainer.model):
+            # PEFT computes the prompts that it saves from these.
+            trained = {
+                name: each.detach().clone()
+                for name, each in trainer.model.named_parameters()
+                if each.requires_grad
+            }
+            self._plain["_save"](str(directory), trained)
             return
         of_run = directory.name.startswith(PREFIX_CHECKPOINT_DIR) and not trainer.args.save_only_model
-        self._write(directory, self._runtime.save if of_run and not self._commits else self._runtime.export)
+        copies = of_run and not self._commits and not self._adapters
+        self._write(directory, self._runtime.save if copies else self._runtime.export)
         if not trainer.args.should_save:
             return
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
@@ -224,23 +233,6 @@ class _Checkpoints(transformers.TrainerCallback):
                 f"Resume from checkpoint-{step}, or leave checkpoint= out to have a copy in each checkpoint.",
             )
 
-    def _adapter_state(self) -> dict[str, torch.Tensor]:
-        """Copies, by name, of the parameters and buffers that PEFT saves, and of no others."""
-        from peft import get_peft_model_state_dict
-
-        model = self._trainer.model
-        states = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        saved = {
-            id(each)
-            for adapter in model.peft_config
-            for each in get_peft_model_state_dict(model, states, adapter_name=adapter).values()
-        }
-        return {
-            name: each.detach().clone()
-            for name, each in states.items()
-            if id(each) in saved or each.requires_grad
-        }
-
     def _write(self, directory: Path, write: Callable[[Path], object]) -> None:
         """Call `write` with a new directory, and have its files take the place of those in `directory`."""
         with storage_errors("write to", str(directory)):
@@ -254,6 +246,8 @@ class _Checkpoints(transformers.TrainerCallback):
                         for old in directory.glob(pattern):
                             old.unlink()
                     for new in beside.iterdir():
+                        if new.is_dir():  # of an adapter
+                            shutil.rmtree(directory / new.name, ignore_errors=True)
                         new.replace(directory / new.name)
         finally:
             shutil.rmtree(beside, ignore_errors=True)

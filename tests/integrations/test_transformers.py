@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -170,24 +172,65 @@ def test_from_pretrained_reads_a_checkpoint(tmp_path: Path) -> None:
     assert not (path / "run.json").exists() and not list(path.glob(".*"))
 
 
-def test_adapters_are_saved_with_embeddings_that_grew(tmp_path: Path) -> None:
+def _lora(**options: Any) -> peft.PeftConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj"], **options)
+
+
+ADAPTERS: dict[str, list[peft.PeftConfig]] = {
+    "embeddings that grew": [_lora()],
+    "two": [_lora(), _lora(modules_to_save=["lm_head"])],
+    "tokens": [_lora(trainable_token_indices=[1, 2])],
+    "shared buffers": [peft.VeraConfig(r=4, target_modules=["q_proj"])],
+    "buffers": [peft.BOFTConfig(target_modules=["q_proj"], boft_block_size=4)],
+    "prompts": [peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        each if each in ("embeddings that grew", "two") else pytest.param(each, marks=pytest.mark.slow)
+        for each in ADAPTERS
+    ],
+)
+def test_adapters_are_saved_as_by_a_plain_trainer(kind: str, tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path / "base")
+
+    def base() -> Any:
+        transformers.set_seed(0)
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        if kind == "embeddings that grew":
+            model.resize_token_embeddings(60)
+        return model
+
     files = []
     for paged in (False, True):
-        base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
-        transformers.set_seed(0)
-        base.resize_token_embeddings(60)
-        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
-        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-        trainer = trainer_of(model, "llama", tmp_path / str(paged), **options)
+        first, *others = ADAPTERS[kind]
+        model = peft.get_peft_model(base(), copy.deepcopy(first))
+        for other in others:
+            model.add_adapter("other", copy.deepcopy(other))
+        output = tmp_path / str(paged)
+        trainer = trainer_of(model, "llama", output, save_strategy="steps", save_steps=2, max_steps=2)
         if paged:
             attach(trainer)
         trainer.train()
-        files.append(load_file(tmp_path / str(paged) / "checkpoint-2" / "adapter_model.safetensors"))
+        trainer.save_model()
+        trainer.save_model()  # takes the place of what the first has written
+        saved = {
+            str(file.relative_to(output)): load_file(file)
+            for file in output.rglob("adapter_model.safetensors")
+        }
+        assert len(saved) == 2 * len(ADAPTERS[kind])  # in checkpoint-2 and beside it
+        files.append(saved)
+        peft.PeftModel.from_pretrained(base(), output)
     plain, saved = files
-    assert any("embed_tokens" in each for each in plain) and saved.keys() == plain.keys()
-    for name, value in plain.items():
-        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+    assert saved.keys() == plain.keys()
+    for file, tensors in plain.items():
+        assert saved[file].keys() == tensors.keys()
+        for name, value in tensors.items():
+            torch.testing.assert_close(saved[file][name], value, rtol=1e-5, atol=1e-6)
+    if kind == "embeddings that grew":
+        assert any("embed_tokens" in name for name in plain["adapter_model.safetensors"])
 
 
 def test_a_plain_trainer_s_checkpoint_is_resumed_from(tmp_path: Path) -> None:
@@ -282,6 +325,7 @@ def test_evaluation_and_prediction(tmp_path: Path) -> None:
         ({"bf16_full_eval": True}, "another dtype"),
         ({**CASES["load best"], "save_only_model": True}, "load_best_model_at_end"),
         ({"optim": "adafactor"}, "Adafactor"),
+        ({"optim": "rmsprop"}, "RMSprop"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -353,6 +397,118 @@ def _check_as_one(two: dict[str, Any], name: str, compute: str, directory: Path)
     within = 1e-5 if compute == "fp32" else 2e-2  # ranks round their parts of a gradient to bf16
     assert distance(_losses(two["logged"]), _losses(one)) < within
     assert two["resumed"] == two["logged"][-len(two["resumed"]) :]
+
+
+def _enlarged(at: int) -> type[transformers.Trainer]:
+    """A Trainer whose loss is beyond fp16 in one step."""
+
+    class Enlarged(transformers.Trainer):
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            loss = super().compute_loss(*args, **options)
+            return loss * 1e30 if self.state.global_step == at else loss
+
+    return Enlarged
+
+
+def test_an_overflow_in_fp16_skips_the_update_and_the_scheduler(tmp_path: Path) -> None:
+    trainer = trainer_of(make("llama"), "llama", tmp_path, fp16=True, max_steps=4)
+    trainer.__class__ = _enlarged(1)
+    weights: list[torch.Tensor] = []
+
+    class Read(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            weights.append(trainer.model.lm_head.weight.detach().clone())
+
+    trainer.add_callback(Read())
+    with attach(trainer) as runtime:
+        trainer.train()
+        assert runtime.stats.skipped_steps == 1
+    assert [not torch.equal(*pair) for pair in itertools.pairwise(weights)] == [False, True, True]
+    rates = [each["learning_rate"] for each in trainer.logged.numbers if "loss" in each]
+    # The rate is logged as it was in the update, and falls in each step that is not skipped.
+    assert rates == pytest.approx([3e-3, 2.25e-3, 2.25e-3, 1.5e-3])
+
+
+def test_the_scale_of_a_plain_trainer_is_left(tmp_path: Path) -> None:
+    trained("llama", tmp_path, save_strategy="steps", save_steps=4, max_steps=4)
+    checkpoint = tmp_path / "out" / "checkpoint-4"
+    torch.save({"scale": 2.0**16}, checkpoint / "scaler.pt")
+    logged, _ = trained("llama", tmp_path, "unified", resume=str(checkpoint), max_steps=5)
+    assert len([each for each in logged if "loss" in each]) == 1
+
+
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "smoothed labels": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 4},
+    "by length": {"train_sampling_strategy": "group_by_length"},
+    "empty cache": {"torch_empty_cache_steps": 1},
+    "plateau": {
+        **STEPS,
+        "eval_steps": 1,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "metric_for_best_model": "eval_loss",
+        "lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+    },
+    "restarts": {"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": 2}},
+    "sgd": {"optim": "sgd"},
+    "adagrad": {"optim": "adagrad"},
+    "batch size": {"auto_find_batch_size": True, "gradient_accumulation_steps": 2},
+}
+
+
+class _Watching(transformers.TrainerCallback):
+    """Reads the norm of each gradient, and generates, as users' callbacks do."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.words: list[list[int]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        gradients = [each.grad for each in model.parameters()]
+        self.norms += [float(each.norm()) for each in gradients if each is not None]
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.eval()
+        words = torch.tensor([[1, 2, 3]])
+        self.words += model.generate(words, max_new_tokens=4, do_sample=False).tolist()
+
+    on_step_end = on_substep_end
+
+
+def _crowded() -> type[transformers.Trainer]:
+    """A Trainer whose device has no room in the backward of its third step, once."""
+    failed: list[bool] = []
+
+    class Crowded(transformers.Trainer):
+        def training_step(self, *args: Any, **options: Any) -> Any:
+            loss = super().training_step(*args, **options)
+            if self.state.global_step == 2 and not failed:
+                failed.append(True)
+                raise RuntimeError("CUDA out of memory.")
+            return loss
+
+    return Crowded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_of_a_plain_trainer(case: str, tmp_path: Path) -> None:
+    """Each trains twice, for a second train() begins anew with what the first has learnt."""
+    found = []
+    for paged in (False, True):
+        trainer = trainer_of(make("llama"), "llama", tmp_path / str(paged), **ARGUMENTS[case])
+        if case == "batch size":
+            trainer.__class__ = _crowded()
+        if paged:
+            attach(trainer)
+        watching = _Watching()
+        trainer.add_callback(watching)
+        trainer.train()
+        trainer.train()
+        found.append((trainer.logged.numbers, watching.norms, watching.words))
+    plain, logged = found
+    assert distance(logged[0], plain[0]) < 1e-5
+    assert logged[1] == pytest.approx(plain[1], rel=1e-4) and plain[1]
+    assert logged[2] == plain[2] and plain[2]
 
 
 def test_fp16_is_near_fp32(tmp_path: Path) -> None:
