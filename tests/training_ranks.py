@@ -35,7 +35,9 @@ from infinity.planning.placement import Kind
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
 """Environment variables: the cases as JSON, and a directory for pages."""
 _PATIENCE = 120
-"""Seconds, and a second more for each step, after which a rank that hangs in a case ends and says where."""
+"""Seconds after which a rank that hangs in a case ends and says where. There is a second more for each step,
+and for each 4 MiB of room that the case has in a tier.
+"""
 
 
 def launch(
@@ -93,7 +95,7 @@ def _each_case(run: Any) -> list[Any]:
     for options in json.loads(os.environ[CASES]):
         case = Case(**options)
         print(case.name, flush=True)  # is told if the rank ends without a result
-        faulthandler.dump_traceback_later(_PATIENCE + case.steps, exit=True)
+        faulthandler.dump_traceback_later(_PATIENCE + case.steps + (case.roomy >> 22), exit=True)
         try:
             found.append(run(case, place, Path(os.environ[DIRECTORY])))
         except Exception:

@@ -387,7 +387,7 @@ def test_thirty_million_parameters_have_the_bits_of_one_rank(ranks: int, tmp_pat
         Case("bottlenecks", stage, home=home, compute=compute, optimizer="muon", rate=5e-4, roomy=LARGE)
         for stage, home, compute in ((1, "unified", "fp32"), (2, "host", "bf16"), (3, "device", "bf16"))
     ]
-    check_bits(tuple(replace(each, steps=2) for each in cases), ranks, tmp_path, timeout=900.0)
+    check_bits(tuple(replace(each, steps=4 // ranks) for each in cases), ranks, tmp_path, timeout=900.0)
 
 
 @slow
