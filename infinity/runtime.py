@@ -377,8 +377,8 @@ class Runtime(Closing):
                 self._check_between("load")
                 return self._copies().load(path, self._groups())
             self._refuse()
-            saved = None if parts.checkpoint is None else parts.checkpoint.saved
-            if saved is None:
+            checkpoint = parts.checkpoint
+            if checkpoint is None or checkpoint.saved is None:
                 raise ConfigError(
                     "load() was called on a run that was not resumed.",
                     "Give infinity.offload resume=DIRECTORY.",
@@ -390,10 +390,10 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
-            moved = parts.checkpoint.moved if parts.checkpoint is not None else None
-            if moved is None or not moved.repeats:
-                run_state(saved).set_generators()
-            return run_state(saved).user_state
+            run = run_state(checkpoint.saved)
+            if checkpoint.moved is None or not checkpoint.moved.repeats:
+                run.set_generators()
+            return run.user_state
 
     def resumed(self) -> None:
         """Set the options of param groups to those of the commit that the run continues, if there is one."""

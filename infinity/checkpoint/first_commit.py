@@ -12,7 +12,7 @@ continues a commit has no name.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,16 +50,17 @@ def commits_to_continue(communicator: Communicator, given: str | os.PathLike[str
     [Note: a run without a commit]. Raises IncompatibleCheckpoint if some parts of all commits are missing,
     and it is not certain that no commit has counted, and StorageError (EBUSY) for parts that are in use.
     """
-    there = commit_directories(given) if os.path.isdir(given) else {}
-    heard = communicator.agree(
-        "offload()",
-        node=communicator.place.node,
-        holds=sorted(there),
-        found=[_look(name, directory, files) for name, directory in sorted(there.items())],
-    )
+    there, node = commit_directories(given), communicator.place.node
+    holding = communicator.agree("offload()", node=node, holds=sorted(there))
+    mine = {
+        name: directory
+        for name, directory in sorted(there.items())
+        if reader_of(name, node, holding) == communicator.share.rank
+    }
+    told = [_look(name, directory, files) for name, directory in mine.items()]
     found = {
         _Found(name, committed, run, frozenset((CommitName(*commit), size) for commit, size in parts))
-        for said in heard.values()
+        for said in communicator.agree("offload()", found=told).values()
         for name, committed, run, parts in said["found"]
     }
     commits = {each for one in found for each in one.parts}
@@ -77,7 +78,7 @@ def commits_to_continue(communicator: Communicator, given: str | os.PathLike[str
             f"{', '.join(sorted(lacking))}.",
             "Start ranks on all nodes where commits are, or give back the disks that had them.",
         )
-    _remove_parts(there, heard, communicator, files)
+    _remove_parts(mine.values(), files)
     communicator.agree("offload()")  # no rank begins anew before all parts are gone
     return False
 
@@ -104,15 +105,9 @@ def _never_counted(found: Collection[_Found], lacking: Collection[str]) -> bool:
     return len(runs) == 1 and None not in runs and runs <= without
 
 
-def _remove_parts(
-    here: Mapping[str, Path],
-    heard: Mapping[int, Mapping[str, object]],
-    communicator: Communicator,
-    files: DiskFiles,
-) -> None:
-    """Remove the parts in directories of this node, of which each is looked after by one rank."""
-    for name, directory in here.items():
-        if reader_of(name, communicator.place.node, heard) == communicator.share.rank:
-            with PathLock(directory, rank=rank_of(directory), files=files):
-                for generation in commit_files.generations(directory):
-                    commit_files.remove(directory, generation, files)
+def _remove_parts(directories: Iterable[Path], files: DiskFiles) -> None:
+    """Remove the parts of commits in directories."""
+    for directory in directories:
+        with PathLock(directory, rank=rank_of(directory), files=files):
+            for generation in commit_files.generations(directory):
+                commit_files.remove(directory, generation, files)

@@ -107,25 +107,22 @@ class MovedParts:
         self,
         communicator: Communicator | None,
         holders: Sequence[int],
-        own: tuple[Path, SavedCommit] | None,
         lent: Mapping[int, LentPart],
         read: Mapping[int, tuple[Path, SavedCommit]],
     ) -> None:
-        """holders: for each part, the rank that reads it. own: the part in this rank's directory, which has
-        this rank's number, if that is of the commit. lent: the other parts that this rank reads. read: all
-        parts that it reads, with their directories.
+        """holders: for each part, the rank that reads it. lent: the parts that this rank reads outside of its
+        own directory. read: all parts that it reads, with their directories.
         """
         self.lent = lent
         self.recut = False
         """Whether ranks read each other's parts, because a rank's own part lacks what the rank keeps now."""
-        self.away = own is None
+        self.away = not read.keys() - lent.keys()
         """Whether this rank's own part is on another node, or there is none."""
         self._communicator = communicator
         self._agree: Agree = agreement_of(communicator)
         self._share = ALONE if communicator is None else communicator.share
         self._rank = self._share.rank
         self._holders = holders
-        self._own = own
         self._read = read
         self._rows: Mapping[int, int] = {}
         """Number of a part -> number of ranges in it, once `divide` was called."""
@@ -140,11 +137,9 @@ class MovedParts:
 
         Of a part that another rank reads, the files are sent. path: that of the manifest, for errors.
         """
-        follows = self._rank % len(self._holders)
-        lacking = -1 if follows in self._read else follows
-        wanted = {rank: said["lacks"] for rank, said in self._agree("offload()", lacks=lacking).items()}
-        given = set(wanted.values()) & self._read.keys()
-        content = {part: _files_of(*self._read[part], files) for part in given}
+        follows = [rank % len(self._holders) for rank in range(self._share.ranks)]
+        clients = {rank for rank, part in enumerate(follows) if self._holders[part] == self._rank != rank}
+        content = {part: _files_of(*self._read[part], files) for part in {follows[each] for each in clients}}
         sizes = {str(part): [each.nbytes for each in both] for part, both in content.items()}
         heard = self._agree("offload()", sizes=sizes)
 
@@ -152,15 +147,15 @@ class MovedParts:
             number, which = self._split(number)
             return content[which][number][first : first + count]
 
-        holder = self._holders[follows]
-        clients = {rank for rank, lacks in wanted.items() if lacks in content and rank != self._rank}
+        mine = follows[self._rank]
+        holder = self._holders[mine]
         exchange = self._exchange("a commit's files", part, {holder} - {self._rank}, clients)
-        if lacking < 0:
-            saved = self._read[follows][1]
+        if mine in self._read:
+            saved = self._read[mine][1]
         else:
-            lengths = heard[holder]["sizes"][str(follows)]
+            lengths = heard[holder]["sizes"][str(mine)]
             manifest, data = (
-                _file(exchange, holder, self._number(number, follows), lengths[number]) for number in range(2)
+                _file(exchange, holder, self._number(number, mine), lengths[number]) for number in range(2)
             )
             saved = commit_files.from_bytes(manifest, data, path)
         exchange.end()
@@ -307,15 +302,15 @@ def commit_of_all(
     share, node = (ALONE, 0) if communicator is None else (communicator.share, communicator.place.node)
     agree = agreement_of(communicator)
     parts = find_parts(commit_directories(given), given, files, share, agree, node=node)
-    size, mine = len(parts.holders), name_of(share.rank, share.ranks)
-    own = parts.read.get(share.rank) if name_of(share.rank, size) == mine else None
+    mine = name_of(share.rank, share.ranks)
+    size = len(parts.holders)
     with ExitStack() as cleanup:
         lent = {
             part: cleanup.enter_context(LentPart(part, directory, saved, files))
             for part, (directory, saved) in parts.read.items()
-            if own is None or part != share.rank
+            if name_of(part, size) != mine
         }
-        moved = MovedParts(communicator, parts.holders, own, lent, parts.read)
+        moved = MovedParts(communicator, parts.holders, lent, parts.read)
         saved = moved.saved(files, commit_files.manifest_path(given, parts.name.generation))
         cleanup.pop_all()
     return saved, moved

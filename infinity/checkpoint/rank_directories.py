@@ -42,8 +42,10 @@ def rank_directories(directory: str | os.PathLike[str]) -> dict[int, Path]:
 
 def commit_directories(directory: str | os.PathLike[str]) -> dict[str, Path]:
     """The directories of commits in a directory, by the name of each there: those of ranks, and "." for the
-    directory itself if one rank has committed to it. Raises StorageError.
+    directory itself if one rank has committed to it. None if it does not exist. Raises StorageError.
     """
+    if not os.path.isdir(directory):
+        return {}
     found = {path.name: path for path in rank_directories(directory).values()}
     return found | ({".": Path(directory)} if commit_files.generations(directory) else {})
 

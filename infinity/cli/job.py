@@ -329,8 +329,8 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
     directory = options.checkpoint
     if directory is None:
         return None
-    used = commit_directories(directory) if os.path.isdir(directory) else {}
-    found = {path: generations for path in used.values() if (generations := commit_files.generations(path))}
+    used = commit_directories(directory).values()
+    found = {path: generations for path in used if (generations := commit_files.generations(path))}
     if found and not options.resume:
         first, generations = min(found.items())
         raise ConfigError(
@@ -350,7 +350,7 @@ def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommi
     if options.checkpoint is None or not options.resume:
         return None
     mine = Path(os.path.realpath(directory_of(options.checkpoint, share)))
-    others = commit_directories(options.checkpoint).values() if os.path.isdir(options.checkpoint) else ()
+    others = commit_directories(options.checkpoint).values()
     used = next((each for each in (mine, *others) if each.is_dir() and commit_files.generations(each)), None)
     return None if used is None else read_newest(used, injected_files())
 
