@@ -308,7 +308,8 @@ class Runtime(Closing):
         """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
 
         The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
-        options of param groups, buffers, random number generators and `state`, which `load` returns. The
+        options of param groups, buffers, random number generators and `state`, which `load` returns. Pages at
+        home in device memory are written to disk now, a piece at a time, unless their update is pending. The
         commit becomes durable when the updates of the step have been written, at the latest in
         `Commit.wait`, in `close`, or in the next call of `save`.
 

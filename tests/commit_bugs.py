@@ -28,7 +28,6 @@ from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Ledger
-from infinity.pages.store import Store
 from infinity.pages.twins import Part
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -230,9 +229,16 @@ def flush_not_awaited(patch: Patch, faults: Faults) -> None:
     faults.delay("write", 1, 0.03, times=None)
 
 
-def departure_not_awaited(patch: Patch, faults: Faults) -> None:
-    patch.setattr(Store, "let_depart", lambda self, home, start, end: None)
+def device_pages_not_awaited(patch: Patch, faults: Faults) -> None:
+    """The commit does not wait for the writes by which `save` copies pages from the device."""
+    copy = DurableIO.copy_out_piece
     faults.delay("write", 1, 0.03, times=None)
+
+    def careless(self: DurableIO, *arguments: Any) -> Any:
+        copy(self, *arguments)
+        return ARRIVED
+
+    patch.setattr(DurableIO, "copy_out_piece", careless)
 
 
 def rest_of_a_part_not_copied(patch: Patch, faults: Faults) -> None:
@@ -300,7 +306,7 @@ BUGS: dict[str, tuple[Bug, Record]] = {
     "generators read late": (read_late("rng"), NVME),
     "buffers read late": (read_late("buffers"), NVME),
     "flush not awaited": (flush_not_awaited, RAM),
-    "departure not awaited": (departure_not_awaited, whole(Job(home="device", update="eager"))),
+    "device pages not awaited": (device_pages_not_awaited, whole(Job(home="device", update="eager"))),
     "rest of a part not copied": (rest_of_a_part_not_copied, NVME),
     "wait does not wait": (wait_does_not_wait, NVME),
     "name of a resumed commit not synced": (resumed_name_not_synced, killed(Job())),

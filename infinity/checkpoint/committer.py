@@ -2,8 +2,9 @@
 
 [Note: the order of a commit]
 1. `save` copies what is not in pages, and says which place of each part the commit holds (the ledger).
-2. The updates of the step run, as they would anyway, and write to these places. Parts at home in memory are
-   written by the commit's thread, those in device memory by the thread that trains (the departures).
+   Parts in device memory have been written there before `save` returns.
+2. The updates of the step run, as they would anyway, and write to these places. Parts at home in memory that
+   the CPU can use are written by the commit's thread.
 3. When these writes have ended: fdatasync of every slab.
 4. The manifest is written to a temporary file and synced, renamed to commit-<generation>, and the directory
    is synced. From here on a crash resumes from this commit.
@@ -30,7 +31,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
@@ -81,7 +82,7 @@ class Committer:
         commit of this runtime, to remove what it replaces; errors of storage are ignored. others: the other
         ranks; None with one. released: makes a context without the lock, for waits for other ranks.
         """
-        assert store.durable is not None and store.departures is not None
+        assert store.durable is not None
         self.directory = directory
         self.generation = generation
         """Number of the newest commit in the directory that is durable or may be."""
@@ -92,7 +93,6 @@ class Committer:
         self._pages = pages
         self._store = store
         self._durable = store.durable
-        self._departures = store.departures
         self._scheduler = scheduler
         self._edits = edits
         self._health = health
@@ -171,13 +171,12 @@ class Committer:
         in UTC and ISO 8601.
         """
         self._edits.sync_edits()
-        self._departures.complete()  # none is left of a commit that has failed
         self._store.poll()
         outstanding = set(self._scheduler.outstanding())
         for chunk, parts in self._trained.items():
             if chunk not in outstanding:
-                self._learn(parts)
-        self._learn(self._frozen)
+                self._prepare(parts)
+        self._prepare(part for part in self._frozen if part.durable is None)
         draft = self._recorder.draft(number, created, state, rng, identity)
         ledger = self._durable.ledger
         commit = Commit(number, self._drive)
@@ -287,17 +286,22 @@ class Committer:
         try:
             if self._health.failure is None:
                 self._scheduler.complete_awaited()
-                self._departures.complete()
         except InfinityError:
             if self._health.failure is None:
                 raise  # a read failed, and the next call repeats it
         if self._health.failure is not None:
             self._durable.ledger.abandon(self._health.failure)  # nobody completes the updates now
 
-    def _learn(self, parts: Sequence[Part]) -> None:
+    def _prepare(self, parts: Iterable[Part]) -> None:
+        """Copy parts at home in device memory to disk, and learn the checksums of parts at home on NVMe.
+
+        The commit's thread writes the parts at home in other memory.
+        """
         for part in parts:
             if part.home.nvme_lease is not None:
                 self._durable.learn(part)
+            elif not part.home.in_place:
+                self._store.copy_to_disk(part)
 
     # --- the commit's thread ----------------------------------------------------------------------------
 

@@ -105,7 +105,6 @@ class DeviceUnits:
 
     def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
         """Queue the update of some parameters of a unit on the device, and return without waiting for it.
-        Waits until the pending commit, if there is one, has what it holds of the unit.
 
         Work that the device's stream gets later sees the new parameters. updates: index of a parameter in the
         unit -> its update. scale: factor by which stored gradients are multiplied to get the gradients that
@@ -113,8 +112,6 @@ class DeviceUnits:
         """
         if not updates:
             return
-        for home in (self._pages[unit].home, self._states.pages[unit].home):
-            self._store.let_depart(home, 0, home.nbytes)
         for parameter in updates:
             self._prepare(unit, parameter)
             if parameter not in self._gradients[unit].content:

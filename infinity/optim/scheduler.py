@@ -731,7 +731,7 @@ class UpdateScheduler(Updates):
         if not nbytes:
             return NOTHING
         if self._pool.largest_free < nbytes:
-            self._store.poll(depart=False)  # what leaves for a commit is not to take the room
+            self._store.poll()
             if self._pool.largest_free < nbytes:
                 return None
         with self._pool.lease(nbytes) as lease:

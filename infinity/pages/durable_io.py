@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from infinity.checksum import crc32c_blocks
+from infinity.checksum import crc32c, crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import ConfigError, CorruptState
 from infinity.pages.home import Home, twins_of
 from infinity.pages.ledger import Ledger
-from infinity.pages.twins import UNKNOWN, Part, block_count
+from infinity.pages.twins import UNKNOWN, Part, Segments, block_count
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
@@ -133,6 +134,24 @@ class DurableIO:
         part.side, part.checksums, part.verified = side, checksums, True
         return transfer
 
+    def copy_out_piece(
+        self, part: Part, offset: int, memory: torch.Tensor, checksums: npt.NDArray[np.int64]
+    ) -> Transfer:
+        """Begin to write a piece of a part, from byte `offset` of the part on, to the place that no commit
+        holds.
+
+        The pieces of a part come in order, and `copied_out` follows when all are written. memory: uint8; it
+        must not change until the transfer has ended. checksums: of the part's blocks, 0 before the first
+        piece; they are extended by these bytes.
+        """
+        extend(checksums, part.segments, offset, memory)
+        side = self._target(part)
+        return self._write(part.places[side] + offset, memory)
+
+    def copied_out(self, part: Part, checksums: npt.NDArray[np.int64]) -> None:
+        """Note that all pieces of a part were written by `copy_out_piece`: they are its newest bytes."""
+        part.side, part.checksums, part.verified = self._target(part), checksums, True
+
     def bring(self, part: Part, into: torch.Tensor) -> Transfer:
         """Begin to read a whole part from its place, and return the transfer. into: uint8 (part.nbytes,).
 
@@ -218,17 +237,12 @@ class DurableIO:
 
     def _checksums_on_disk(self, part: Part) -> np.ndarray:
         part.home.settle(part.start, part.end, writing=False)
-        found: list[np.ndarray] = []
-        for start, nbytes, block in part.filled.tolist():
-            step = max(1, (_SCRATCH - 2 * PAGE_ALIGNMENT) // block) * block
-            for done in range(0, nbytes, step):
-                first, count = start + done, min(step, nbytes - done)
-                low = first // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-                piece = aligned_ram(min(part.nbytes, round_up(first + count, PAGE_ALIGNMENT)) - low)
-                self._read(part.home, part.start + low, part.place + low, piece).wait()
-                row = np.array([(first - low, count, block)], dtype=np.int64)
-                found.append(crc32c_blocks(piece, row).astype(np.int64))
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        found = np.zeros(block_count(part.filled), dtype=np.int64)
+        for offset in range(0, _last(part) - part.start, _SCRATCH):
+            piece = aligned_ram(min(_SCRATCH, part.nbytes - offset))
+            self._read(part.home, part.start + offset, part.place + offset, piece).wait()
+            extend(found, part.filled, offset, piece)
+        return found
 
     def _read(
         self, home: Home, offset: int, place: int, into: torch.Tensor, deadline: float | None = None
@@ -250,6 +264,24 @@ def _last(part: Part) -> int:
     """The end, in the page, of the bytes of a part that have values."""
     filled = part.filled
     return part.start + (int((filled[:, 0] + filled[:, 1]).max()) if len(filled) else 0)
+
+
+def extend(checksums: npt.NDArray[np.int64], segments: Segments, offset: int, memory: torch.Tensor) -> None:
+    """Extend the checksums of the blocks in `segments` by the bytes of a part from byte `offset` on, whose
+    bytes before `offset` they have.
+    """
+    first = 0
+    for start, nbytes, block in segments.tolist():
+        low, high = max(start, offset), min(start + nbytes, offset + memory.nbytes)
+        if low < high:
+            index, inside = first + (low - start) // block, (low - start) % block
+            if inside:
+                end = min(high, low - inside + block)
+                checksums[index] = crc32c(memory[low - offset : end - offset], int(checksums[index]))
+                low, index = end, index + 1
+            found = crc32c_blocks(memory, np.array([(low - offset, high - low, block)], dtype=np.int64))
+            checksums[index : index + len(found)] = found
+        first += -(-nbytes // block)
 
 
 def _forget(part: Part, start: int, end: int) -> None:

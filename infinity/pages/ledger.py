@@ -8,11 +8,11 @@ bytes to the place that the commit holds:
 - Its page is at home on NVMe: the update writes them there anyway.
 - Its page is at home in memory that the CPU can use: a thread writes them from there, and the next change of
   that memory waits for it (`settle`). This is a flush.
-- Its page is at home in device memory: the thread that trains copies them down and writes them, step by step
-  (infinity/pages/departures.py), and the next change of that memory waits for the copy.
+- Its page is at home in device memory: `save` has copied them to disk (`Store.copy_to_disk`), and the results
+  of an update are written to disk beside (`DurableIO.write_besides`).
 
 [Note: two threads]
-The thread that trains calls `begin`, `written`, `departing`, `updated` and `settle`, under the runtime's
+The thread that trains calls `begin`, `written`, `updated` and `settle`, under the runtime's
 lock. The thread of the commit calls `next_flush`, `flushed` and `end`, and never takes the runtime's lock.
 Both take the ledger's own lock, for moments only.
 """
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,10 +58,6 @@ class Pending:
     """Parts in memory that the CPU can use and that nobody has begun to flush."""
     unflushed: set[Part] = field(default_factory=set)
     """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
-    departing: dict[Part, None] = field(default_factory=dict)
-    """Parts in device memory whose write to disk has not begun, in the order in which they are to go. An
-    ordered set: the dictionary's values are None.
-    """
     writes: list[Transfer] = field(default_factory=list)
     """Writes under way of bytes that the commit holds."""
     failure: InfinityError | None = None
@@ -84,8 +80,6 @@ class Ledger:
         """The error of a commit that failed after its manifest had its name. Its places stay held for good,
         and so do those of the commit before.
         """
-        self.before_landing: Callable[[], None] = lambda: None
-        """Called by `land` before it waits: does what only the thread that trains can do for the commit."""
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -110,12 +104,10 @@ class Ledger:
         ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
         for part in (*ready, *frozen):
             pending.begun[part] = part.begun
-            if part.home.nvme_lease is not None or (not part.trained and part.durable is not None):
-                _capture(pending, part)
-            elif part.home.in_place:
+            if part.home.in_place and (part.trained or part.durable is None):
                 pending.to_flush.append(part)
             else:
-                pending.departing[part] = None
+                _capture(pending, part)
         pending.unflushed.update(pending.to_flush)
         return pending
 
@@ -135,16 +127,7 @@ class Ledger:
             pending.writes.append(watcher_of(transfer))
             _capture(pending, part)
             pending.late.discard(part)
-            pending.departing.pop(part, None)
             self._changed.notify_all()
-
-    def departing(self) -> list[Part]:
-        """The parts in device memory whose write to disk has not begun, unless the commit was given up."""
-        pending = self.pending
-        if pending is None or not pending.departing:
-            return []
-        with self._changed:
-            return [] if pending.ended else list(pending.departing)
 
     def updated(self, chunk: Chunk) -> None:
         """Note that an awaited update of a chunk has been computed, and that its writes have begun."""
@@ -201,7 +184,6 @@ class Ledger:
 
         No update may be outstanding for which it waits; `UpdateScheduler.complete_awaited` sees to that.
         """
-        self.before_landing()
         self.want()
         with self._changed:
             assert self.pending is None or self.pending.ended or not self.pending.awaited
@@ -231,7 +213,7 @@ class Ledger:
         assert pending is not None
         with self._changed:
             while not pending.to_flush:
-                if not block or pending.ended or not (pending.awaited or pending.departing):
+                if not block or pending.ended or not pending.awaited:
                     return None
                 self._changed.wait()
             return None if pending.ended else pending.to_flush.popleft()
@@ -265,7 +247,6 @@ class Ledger:
             pending.awaited.clear()
             pending.late.clear()
             pending.unflushed.clear()
-            pending.departing.clear()
             self.pending = None
             self._changed.notify_all()
 

@@ -14,18 +14,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from infinity.config import round_up
 from infinity.errors import InfinityError
-from infinity.pages.departures import Departures
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest, twins_of
 from infinity.pages.open_tiers import OpenTiers
+from infinity.pages.twins import Part
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, Lane, Transfer, User, watcher_of
+from infinity.tiers.link import ARRIVED, Joined, Lane, Transfer, User, watcher_of
 
 
 class Store(OpenTiers):
@@ -41,11 +42,6 @@ class Store(OpenTiers):
         self._bounced: Transfer = ARRIVED
         """The last transfer from or to the bounce buffer; over, unless Ctrl-C ended the wait for it."""
         super().__init__(*arguments, **options)
-        self.departures: Departures | None = None
-        """Brings parts at home in device memory to disk for commits; None if commits are off."""
-        if self.durable is not None:
-            self.departures = Departures(self.durable, self.staging, self.link, self.copy_down)
-            self.durable.ledger.before_landing = self.departures.complete
 
     def mirror(self, home: Home) -> torch.Tensor:
         """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,).
@@ -156,7 +152,6 @@ class Store(OpenTiers):
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
             return ARRIVED
-        self.let_depart(home, offset, offset + source.nbytes)
         if durable:
             self._besides.extend(durable.write_besides(home, offset, source))
         if home.computed:
@@ -264,21 +259,36 @@ class Store(OpenTiers):
             self._bounced.wait()
         return self.bounce[:nbytes]
 
-    def let_depart(self, home: Home, start: int, end: int) -> None:
-        """Wait until bytes [start, end) of a home in device memory may change: until the pending commit, if
-        there is one, has copies of what it holds of them.
+    def copy_to_disk(self, part: Part) -> None:
+        """Copy a part at home in device memory to the place on disk that no commit holds, and wait until it
+        is there. Raises StorageError.
+
+        The bytes go through the bounce buffer: one half is written while the other is filled.
         """
-        if self.departures is not None and home.twins is not None:
-            self.departures.settle(home.twins.over(start, end))
+        assert self.durable is not None
+        half = self.transit_buffer_bytes // 2 // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        buffer = self._free_bounce(2 * half)
+        transfers: list[Transfer] = [ARRIVED, ARRIVED]
+        self._bounced = Joined(transfers)  # sees what replaces the two
+        checksums = np.zeros_like(part.checksums)
+        for number, offset in enumerate(range(0, part.nbytes, half)):
+            turn = number % 2
+            transfers[turn].wait()
+            piece = buffer[turn * half :][: min(half, part.nbytes - offset)]
+            transfers[turn] = self.copy_down(piece, part.home.view(part.start + offset, piece.nbytes))
+            transfers[turn].wait()
+            self.link.uses(User.HOST, piece, writes=False, label="committed")
+            transfers[turn] = self.durable.copy_out_piece(part, offset, piece, checksums)
+        self._bounced.wait()
+        self.durable.copied_out(part, checksums)
 
     def settle_for_user(self, home: Home) -> None:
         """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
-        in memory now: until no flush, no copy and no write reads them.
+        in memory now: until no flush and no write reads them.
         """
         ledger = self.ledger
         if ledger is not None and ledger.pending is not None and home.twins is not None:
             ledger.settle(home.twins.parts)
-            self.let_depart(home, 0, home.nbytes)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)
 
@@ -292,23 +302,17 @@ class Store(OpenTiers):
         Returns True, or False if no write is in flight.
         """
         if not self._writes:
-            if self._end_besides(block=True):
-                return True
-            return self.departures is not None and self.departures.finish_oldest()
+            return self._end_besides(block=True)
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
             self._finish_write(self._writes[0])
         return True
 
-    def poll(self, *, depart: bool = True) -> None:
-        """Remove finished writes from the list of writes in flight, oldest first, without waiting. Also move
-        the parts on that a commit brings from device memory to disk.
+    def poll(self) -> None:
+        """Remove finished writes from the list of writes in flight, oldest first, without waiting.
 
-        depart: whether further parts may begin to leave, for which they take staging. Raises the error of the
-        first write that failed.
+        Raises the error of the first write that failed.
         """
         self._end_besides(block=False)
-        if self.departures is not None:
-            self.departures.advance(begin=depart)
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
@@ -331,8 +335,6 @@ class Store(OpenTiers):
             while self.finish_oldest_write():
                 pass
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
-            if self.departures is not None:
-                self.departures.forget()
             self._bounced = ARRIVED
             self.release()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from infinity.errors import ConfigError
@@ -89,43 +87,10 @@ def test_a_flush_says_whether_the_part_had_begun_at_save() -> None:
     assert pending.captured[part][2] is False
 
 
-def test_a_commit_waits_until_the_write_of_a_part_on_a_device_has_begun() -> None:
+def test_a_part_on_a_device_is_held_as_save_has_copied_it() -> None:
     part = part_on_a_device()
     ledger = ledger_of(part)
     pending = ledger.begin([], [], [])
-    assert ledger.departing() == [part]
-    found: list[Part | None] = []
-    thread = threading.Thread(target=lambda: found.append(ledger.next_flush(block=True)))
-    thread.start()
-    assert ledger.next_flush(block=False) is None
-    assert found == []
-    ledger.written(part, ARRIVED)
-    thread.join()
-    assert found == [None]
-    assert ledger.departing() == []
+    assert ledger.next_flush(block=True) is None
     assert part.pending == 0
     assert list(pending.captured) == [part]
-
-
-def test_no_part_departs_for_a_commit_that_was_given_up() -> None:
-    ledger = ledger_of(part_on_a_device())
-    pending = ledger.begin([], [], [])
-    ledger.abandon(FAILURE)
-    assert ledger.departing() == []
-    assert ledger.next_flush(block=True) is None
-    ledger.end(pending, FAILURE)
-    assert ledger.departing() == []
-
-
-def test_landing_first_does_what_only_the_thread_that_trains_can_do() -> None:
-    part = part_on_a_device()
-    ledger = ledger_of(part)
-    pending = ledger.begin([], [], [])
-
-    def before_landing() -> None:
-        ledger.written(part, ARRIVED)
-        ledger.end(pending, None)
-
-    ledger.before_landing = before_landing
-    ledger.land()
-    assert part.durable == 0

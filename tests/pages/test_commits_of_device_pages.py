@@ -1,4 +1,4 @@
-"""Tests of departures: commits of pages at home in device memory, while training goes on."""
+"""Tests of commits of pages at home in device memory, which `save` copies to disk."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import committed_runs
+import numpy as np
 import pytest
 import torch
 from commit_states import continued
@@ -23,8 +24,9 @@ from emulated_device import EmulatedDevice
 from faulty import watchdog
 
 from infinity.aio import Faults
+from infinity.checksum import crc32c_blocks
 from infinity.errors import StorageFull
-from infinity.pages.departures import Departures
+from infinity.pages.durable_io import DurableIO, extend
 from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
 from infinity.planning import twin_flow
@@ -58,20 +60,8 @@ class Run:
         store: Store = self.runtime._components.store
         return store
 
-    def departing(self) -> set[Any]:
-        assert self.store.ledger is not None
-        return set(self.store.ledger.departing())
-
     def save(self) -> Any:
-        """Begin a commit, and assert that all parts are still to depart and none is being copied."""
-        before = self.device.count("cuMemcpyAsync"), self.faults.calls["write"]
-        commit = self.runtime.save(state=user_state(LAST))
-        assert (self.device.count("cuMemcpyAsync"), self.faults.calls["write"]) == before
-        pages, states = self.runtime._components.pages, self.runtime._components.states.pages
-        homes = [each.home for page in pages for each in (page, states[page.index])]
-        assert self.departing() == {part for home in homes for part in home.twins.parts if part.trained}
-        assert not commit.done
-        return commit
+        return self.runtime.save(state=user_state(LAST))
 
     def stream(self) -> Any:
         """The stream of copies down to the host."""
@@ -100,29 +90,50 @@ def running(root: Path, job: Job | None = None, *, seed: int = 0, threads: bool 
         assert staging.leased == 0
 
 
-def test_save_returns_before_anything_is_copied_or_written(tmp_path: Path) -> None:
+def test_nothing_is_copied_or_written_after_save(tmp_path: Path) -> None:
+    """The commit lands while copies to the host are held back, and no further bytes go to the slabs."""
     with running(tmp_path) as run:
+        commit = run.save()
         run.device.hold(run.stream())
-        commit = run.save()
-        for _ in range(20):
-            run.store.poll()
-        assert not commit.done
-        assert len(run.departing()) > 5
-        run.device.let_go(run.stream())
-        commit.wait()
-        assert run.departing() == set()
-        assert run.store.staging.leased == 0
-    run.check()
-
-
-def test_parts_depart_while_the_model_computes(tmp_path: Path) -> None:
-    """Nobody waits for the commit, and it lands."""
-    with running(tmp_path) as run, torch.no_grad():
-        commit = run.save()
-        while not commit.done:
-            run.model(torch.ones(4, 32), True)
+        before = run.device.count("cuMemcpyAsync"), run.faults.calls["write"]
+        commit.join()
         assert commit.failure is None
+        assert (run.device.count("cuMemcpyAsync"), run.faults.calls["write"]) == before
+        run.device.let_go(run.stream())
     run.check()
+
+
+def test_the_copies_take_the_bounce_buffer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging may be taken as a whole, and no piece is larger than half of the buffer."""
+    pieces: list[torch.Tensor] = []
+    copy = DurableIO.copy_out_piece
+
+    def noted(self: Any, part: Any, offset: int, memory: torch.Tensor, checksums: Any) -> Any:
+        pieces.append(memory)
+        return copy(self, part, offset, memory, checksums)
+
+    monkeypatch.setattr(DurableIO, "copy_out_piece", noted)
+    with running(tmp_path) as run, run.store.staging.lease(run.store.staging.largest_free):
+        run.save().wait()
+        bounce = run.store.bounce
+        assert bounce is not None
+        assert len(pieces) > 10
+        assert max(each.nbytes for each in pieces) == bounce.nbytes // 2
+        ends = {each.data_ptr() - bounce.data_ptr() + each.nbytes for each in pieces}
+        assert min(ends) > 0
+        assert max(ends) == bounce.nbytes
+        pieces.clear()
+    run.check()
+
+
+@pytest.mark.parametrize("window", [4096, 20480, 1 << 20])
+def test_checksums_of_pieces_are_those_of_the_whole(window: int) -> None:
+    memory = torch.arange(300_000).mul(2654435761).to(torch.uint8)
+    rows = np.array([(0, 0, 8192), (256, 100_001, 8192), (110_080, 4, 16384), (120_064, 150_000, 16384)])
+    found = np.zeros(13 + 1 + 10, dtype=np.int64)
+    for offset in range(0, memory.nbytes, window):
+        extend(found, rows, offset, memory[offset : offset + window])
+    assert found.tolist() == crc32c_blocks(memory, rows).tolist()
 
 
 def update(run: Run) -> None:
@@ -150,44 +161,30 @@ def replace_states(run: Run) -> None:
     run.runtime.optimizer.state[weight] = state
 
 
-@pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have parts depart only when somebody waits for them."""
-    monkeypatch.setattr(Departures, "advance", lambda self, begin: None)
-
-
 CHANGES = [update, edit, edit_beside, replace_values, replace_states]
 
 
-@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_a_change_waits_for_the_departure_of_what_it_changes(
+def test_a_change_after_save_is_not_in_the_commit(
     change: Callable[[Run], None], compute: str, tmp_path: Path
 ) -> None:
     with running(tmp_path, Job(home="device", compute=compute)) as run:
         commit = run.save()
-        before = run.departing()
         change(run)
-        assert run.departing() < before
-        if change is not update:
-            assert len(run.departing()) >= len(before) - 4, "more was waited for than the change is of"
         commit.wait()
     run.check()
 
 
-@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("update_", ["lazy", "eager"])
-def test_an_update_on_the_device_waits_too(
+def test_an_update_on_the_device_is_not_in_the_commit(
     update_: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     with running(tmp_path, Job(home="device", update=update_)) as run:
         assert run.runtime.plan.updated_on_device
         commit = run.save()
-        before = run.departing()
         update(run)
-        assert run.departing() < before
         commit.wait()
     run.check()
 
@@ -207,73 +204,32 @@ def test_training_goes_on_while_streams_are_late(
         run.check()
 
 
-@pytest.mark.usefixtures("unhurried")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
-def test_a_change_that_does_not_wait_is_seen(
-    change: Callable[[Run], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Store, "let_depart", lambda *_: None)
+def test_a_part_that_is_not_copied_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as run:
-        commit = run.save()
-        change(run)
-        commit.wait()
+        monkeypatch.setattr(Store, "copy_to_disk", lambda *_: None)
+        run.save().wait()
     assert continued(run.job, run.directories, LAST) is not None
 
 
-def test_an_edit_through_a_view_from_before_waits(tmp_path: Path) -> None:
-    """The page departs in `save`, because nobody asks the runtime before such an edit."""
+def test_an_edit_through_a_view_from_before_is_not_in_the_commit(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         view = run.model.first.weight.detach()
-        commit = run.runtime.save(state=user_state(LAST))
-        view.mul_(3.0)
-        assert run.departing()
-        commit.wait()
-    run.check()
-
-
-def test_a_load_drives_the_commit_to_its_end(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        run.runtime.save(tmp_path / "copy")
         commit = run.save()
-        run.runtime.load(tmp_path / "copy")
-        assert commit.done
+        view.mul_(3.0)
+        commit.wait()
     run.check()
 
 
 @pytest.mark.parametrize("nth", [1, 4])
-def test_after_a_failed_write_the_next_save_works(nth: int, tmp_path: Path) -> None:
+def test_save_raises_the_error_of_a_write_and_the_next_one_works(nth: int, tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        commit = run.save()
+        last = run.runtime._components.committer.last
         run.faults.fail("write", nth, errno.ENOSPC)
         with pytest.raises(StorageFull):
-            commit.wait()
+            run.save()
         assert run.faults.fired == 1
-        assert run.store.staging.leased == 0
+        assert run.runtime._components.committer.last is last
         run.save().wait()
-    run.check()
-
-
-def test_an_error_in_between_leaves_nothing_of_the_commit(tmp_path: Path) -> None:
-    """A commit that is given up while parts are on their way does not disturb the one after it."""
-    with running(tmp_path) as run:
-        commit = run.save()
-        run.device.hold(run.stream())
-        run.store.poll()
-        assert run.store.staging.leased > 0
-        run.runtime._abandon()
-        commit.join()
-        assert run.departing() == set()
-        run.device.let_go(run.stream())
-        run.save().wait()
-        assert run.store.staging.leased == 0
-    run.check()
-
-
-def test_close_lands_the_commit(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        commit = run.save()
-    assert commit.done
-    assert commit.failure is None
     run.check()
 
 
@@ -287,64 +243,18 @@ def interrupted() -> Iterator[None]:
     timer.join()
 
 
-@pytest.mark.parametrize("again", ["wait", "close"])
+@pytest.mark.parametrize("then", ["save", "close"])
 @pytest.mark.parametrize("held", ["copies", "writes"])
-def test_ctrl_c_ends_the_wait_for_departures(held: str, again: str, tmp_path: Path) -> None:
+def test_ctrl_c_ends_save(held: str, then: str, tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        commit = run.save()
         if held == "copies":
             run.device.hold(run.stream())
         else:
             run.faults.hold("write", 1, times=None)
         with interrupted():
-            commit.wait()
-        assert run.departing()
+            run.save()
         run.device.let_go(run.stream())
         run.faults.release()
-        if again == "wait":
-            commit.wait()
-            assert run.store.staging.leased == 0
-        else:
-            run.runtime.close()
-        assert commit.failure is None
-    run.check()
-
-
-def test_an_interrupted_close_leaves_nothing(tmp_path: Path) -> None:
-    with running(tmp_path) as run:
-        commit = run.save()
-        run.faults.delay("write", 1, 0.5, times=None)
-        with interrupted():
-            run.runtime.close()
-        assert commit.done
-    assert continued(run.job, run.directories, LAST - 1) is None
-
-
-def test_parts_for_which_staging_has_no_room_depart_through_ram_of_their_own(tmp_path: Path) -> None:
-    with running(tmp_path) as run, run.store.staging.lease(run.store.staging.largest_free) as lease:
-        assert lease.nbytes > 0
-        commit = run.save()
-        for _ in range(20):
-            run.store.poll()
-        assert not commit.done
-        commit.wait()
-    run.check()
-
-
-def test_at_most_two_parts_or_a_share_of_staging_are_on_their_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, int]] = []
-    begin = Departures._begin
-
-    def counted(self: Departures, *arguments: Any) -> Any:
-        begun = begin(self, *arguments)
-        seen.append((len(self._under_way), sum(each.memory.nbytes for each in self._under_way)))
-        return begun
-
-    monkeypatch.setattr(Departures, "_begin", counted)
-    with running(tmp_path) as run:
-        commit = run.save()
-        commit.wait()
-        assert len(seen) > 5
-        assert all(count <= 2 or held <= run.store.staging.nbytes // 4 for count, held in seen)
+        if then == "save":
+            run.save().wait()
+    assert continued(run.job, run.directories, LAST if then == "save" else LAST - 1) is None
