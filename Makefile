@@ -11,7 +11,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find infinity csrc -name '*.py'
 .PHONY: train test lint
 
 train: $(VENV)/installed
-	infinity train --budget-host 160MiB --budget-nvme .:1GiB
+	infinity train --budget-host 256MiB --budget-nvme .:1GiB
 
 test: $(VENV)/with-test
 	pytest

@@ -1,7 +1,7 @@
 """Picture of a terminal: runs a command, and draws the text that it prints as an SVG.
 
     python benchmarks/terminal_picture.py --out docs/first-run.svg -- \
-        infinity train --budget-host 160MiB --budget-nvme .:1GiB
+        infinity train --budget-host 256MiB --budget-nvme .:1GiB
 
 The command runs in a new directory, which is removed afterwards. Since its output is a pipe, `infinity
 train` prints a line of progress every five seconds. Of these lines only the first, the middle and the last

@@ -125,7 +125,7 @@ def _error(
         cure += f", or one of {format_size(less)} ({less} bytes) and an nvme budget, to which pages can go"
     else:
         less = None
-    without = replace(reserve, nbytes=reserve.nbytes - reserve.activations)
+    without = replace(reserve, nbytes=reserve.least)
     smaller_batch = reserve.activations > 0 and without.budget_for(pages) <= budget
     if smaller_batch:
         cure += ", or lower the batch size or the length of sequences"

@@ -95,8 +95,8 @@ class Plan:
     the same size in host RAM receives the gradients. 0 where the CPU can use the device's memory.
     """
     headroom: int = 0
-    """Bytes, counted in `reserved`, that torch's allocator and cuBLAS take on a CUDA device in addition to
-    live tensors; see infinity/planning/headroom.py.
+    """Bytes, counted in `reserved`, that torch's allocators and cuBLAS take in addition to live tensors; see
+    infinity/planning/headroom.py.
     """
     prediction: Prediction | None = None
     """The predicted seconds of a step of one micro-batch; None if unknown. In the plan of a runtime that has

@@ -1,4 +1,4 @@
-"""Plan text: the text by which a plan is printed, or shown in a notebook, and tables as text. Pure."""
+"""Plan text: the text by which a plan is printed, or shown in a notebook, and tables as text."""
 
 from __future__ import annotations
 
@@ -124,6 +124,8 @@ def _headroom(plan: Plan) -> list[str]:
     if not plan.headroom:
         return []
     own = format_size(plan.headroom)
+    if plan.device.type == "cpu":
+        return [f"working: {own} are for holes in the heap, beside activations"]
     return [f"working on the device: {own} are torch's, for cuBLAS and segments that are not full"]
 
 

@@ -24,7 +24,7 @@ from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import Survey, survey
 from infinity.planning import twin_flow
 from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
-from infinity.planning.headroom import NO_HEADROOM, Headroom, Reserve
+from infinity.planning.headroom import HEAP, NO_HEADROOM, Headroom, Reserve
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room, line_of
@@ -52,8 +52,8 @@ class Available:
     device: int
     host: int
     headroom: Headroom = NO_HEADROOM
-    """Memory that torch takes on the device in addition to live tensors. A device budget has to have room
-    for this memory too.
+    """Memory that torch takes in addition to live tensors where the model computes. That tier's budget has to
+    have room for this memory too.
     """
     device_updates: bool | None = None
     """Whether the device can run optimizer updates; None: as `twin_flow.has_kernels` says of this machine."""
@@ -72,7 +72,7 @@ class Available:
         """The bytes of an idle machine, each less a safety margin. on_node: as in `now`."""
         host = ram_budget(machine.host_memory) // on_node
         if machine.device_memory is None or machine.compute_capability is None:
-            return Available(0, host, device_updates=False)
+            return Available(0, host, HEAP, device_updates=False)
         headroom = Headroom.for_cuda(machine.compute_capability, {})
         return Available(left_of(machine.device_memory, 0), host, headroom, machine.device_updates)
 
