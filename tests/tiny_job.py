@@ -75,12 +75,13 @@ PLAN_KEYS = {
 
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add the preset "tiny", use fixed rates instead of measuring the machine, and let the sample that
-    `infinity train` prints at its end have 3 tokens.
+    """Add the preset "tiny", use fixed rates instead of measuring the machine, compute in bf16 on any CPU,
+    and let the sample that `infinity train` prints at its end have 3 tokens.
     """
     monkeypatch.setitem(PRESETS, "tiny", Preset(DecoderConfig(width=16, layers=2, heads=2, hidden=32), 1e-2))
     calls = importlib.import_module("infinity.api")  # the name in the package is the function
     monkeypatch.setattr(calls, "measure_rates", lambda *_: SPEEDS)
+    monkeypatch.setattr(cli.job, "multiplies", lambda *_: True)
     monkeypatch.setattr(cli.training_run, "sample_tokens", lambda parameters: 3)
 
 

@@ -35,6 +35,7 @@ from infinity.lm.loop import Recipe, make_optimizer
 from infinity.lm.model import LanguageModel, language_model
 from infinity.pages.open_tiers import injected_files
 from infinity.planning.budgets import format_count
+from infinity.planning.machine_rates import multiplies
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
 from infinity.system import launcher, machine
@@ -79,7 +80,13 @@ _OPTIONS: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any], str]]] = {
     "memory": [
         ("--device", None, {}, "where to compute: cpu, cuda, cuda:1 (default: cuda if there is one)"),
         ("--states", "fp32", {}, "format of optimizer states: fp32, bf16 or int8"),
-        ("--compute", "bf16", {}, "dtype of forward and backward: bf16, fp16 or fp32"),
+        (
+            "--compute",
+            None,
+            {},
+            "dtype of forward and backward: bf16, fp16 or fp32 (default: bf16; fp32 on a CPU that has no "
+            "instructions for bf16)",
+        ),
         ("--budget-device", None, _SIZE, f"device memory {_FREE}"),
         ("--budget-host", None, _SIZE, f"RAM {_FREE}"),
         (
@@ -232,12 +239,15 @@ def make_job(
     check_options(options)
     torch.manual_seed(options.seed)
     model = language_model(options.model)
-    precision = replace(options.precision, compute=options.compute, states=options.states)
     nvme = directories(options.budget_nvme)
     budget = Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
     device = options.device  # checked by the machine file, if there is one
     if options.machine is None:
         device = usable_device(_device(options.device, several=communicator is not None))
+    if options.compute is None:
+        here = options.machine is None
+        options.compute = "bf16" if not here or multiplies(device, torch.bfloat16) else "fp32"
+    precision = replace(options.precision, compute=options.compute, states=options.states)
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)
     recipe = Recipe(

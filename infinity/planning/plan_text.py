@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.config import format_size
+from infinity.planning.machine_rates import multiplies
 from infinity.planning.placement import Kind
 from infinity.telemetry.html_table import html_of
 from infinity.tiers import Tier
@@ -43,6 +44,7 @@ def _notes(plan: Plan) -> list[str]:
         *_share(plan),
         *_averages(plan),
         *_headroom(plan),
+        *_slow_products(plan),
         *_commits(plan),
         f"smallest budgets that would do: {smallest}",
     ]
@@ -127,6 +129,17 @@ def _headroom(plan: Plan) -> list[str]:
     if plan.device.type == "cpu":
         return [f"working: {own} are for holes in the heap, beside activations"]
     return [f"working on the device: {own} are torch's, for cuBLAS and segments that are not full"]
+
+
+def _slow_products(plan: Plan) -> list[str]:
+    """The line on products that this CPU has no instructions for. No line on a machine that is not here."""
+    dtype = plan.precision.compute_dtype
+    if plan.machine is not None or multiplies(plan.device, dtype):
+        return []
+    return [
+        f"this CPU has no instructions for products in {plan.precision.compute}, which can take 100 times as "
+        'long as in fp32: Precision(compute="fp32") takes twice the bytes for activations and parameters'
+    ]
 
 
 def _commits(plan: Plan) -> list[str]:

@@ -26,7 +26,7 @@ OPTIONS = {
     "--seed": 0,
     "--device": None,
     "--states": "fp32",
-    "--compute": "bf16",
+    "--compute": None,
     "--budget-device": None,
     "--budget-host": None,
     "--budget-nvme": None,
@@ -319,3 +319,14 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
     given = make_job(parser.parse_args([*arguments, "--lr", "0.5", "--accumulate", "1"]))
     assert given.recipe.learning_rate == given.optimizer.param_groups[0]["lr"] == 0.5
     assert given.plan.accumulation == 1
+
+
+def test_compute_is_what_the_cpu_has_instructions_for(job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+
+    def compute(supported: bool, *more: str) -> str:
+        monkeypatch.setattr(cli.job, "multiplies", lambda *_: supported)
+        return make_job(parser.parse_args(job.arguments("", *more)[1:])).plan.precision.compute
+
+    assert (compute(True), compute(False), compute(False, "--compute", "bf16")) == ("bf16", "fp32", "bf16")

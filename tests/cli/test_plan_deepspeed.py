@@ -91,7 +91,7 @@ def test_what_is_open_keeps_the_commands_defaults(
     auto = dict.fromkeys(("gradient_clipping", "gradient_accumulation_steps"), "auto")
     file = write(job, bf16={"enabled": "auto"}, train_micro_batch_size_per_gpu="auto", **auto)
     found = options_of(job, capsys, monkeypatch, "--deepspeed", file)
-    assert (found["compute"], found["clip"], found["accumulate"], found["batch"]) == ("bf16", 1.0, 1, 2)
+    assert (found["compute"], found["clip"], found["accumulate"], found["batch"]) == (None, 1.0, 1, 2)
     write(job, gradient_clipping=0)
     assert options_of(job, capsys, monkeypatch, "--deepspeed", file)["clip"] == 0.0
 

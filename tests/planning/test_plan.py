@@ -1,5 +1,6 @@
 import re
 from html import unescape
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,7 +249,18 @@ def test_a_meta_model_prints_a_table() -> None:
     assert [line.split()[0] for line in lines[2:5]] == ["device", "host", "nvme"]
     assert "unknown" in lines[2]
     assert "predicted unknown s/step" in lines[5]
-    assert "smallest budgets" in lines[6]
+    assert "smallest budgets" in lines[-1]
+
+
+def test_a_plan_tells_of_products_without_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def text(supported: bool, compute: str) -> str:
+        op = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: supported)
+        monkeypatch.setattr(torch.ops, "mkldnn", op)
+        precision = Precision(compute=compute)
+        return str(plan(stack([64]), None, budget=Budget(host="1MiB"), precision=precision, device="cpu"))
+
+    assert "no instructions for products in bf16" in text(False, "bf16")
+    assert "instructions" not in text(True, "bf16") + text(False, "fp32")
 
 
 def test_a_notebook_shows_a_plan_as_a_table() -> None:
