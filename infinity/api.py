@@ -177,7 +177,7 @@ def _offload_with_others(
     """
     from infinity.distributed.communicator import Communicator
 
-    launcher.place()  # refuses an environment that is none before others are waited for
+    launcher.location()  # refuses an environment that is none before others are waited for
     usual = f"cuda:{launcher.local_rank()}" if torch.cuda.is_available() else "cpu"
     target = usable_device(device or usual)
     with ExitStack() as cleanup:

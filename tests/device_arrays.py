@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update
 from infinity.device_update.kernels import Kernels
-from infinity.device_update.table import Chunk
+from infinity.device_update.table import DeviceChunk
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.device_update.workspace import WorkspaceSize
 from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
@@ -66,10 +66,10 @@ def kernels(device: str) -> Counted:
     return Counted(torch.device(device))
 
 
-def workspace_bytes(chunks: Sequence[Chunk]) -> int:
+def workspace_bytes(chunks: Sequence[DeviceChunk]) -> int:
     """Return the bytes of workspace that updates of these chunks need in addition to the chunks' arrays.
 
-    chunks: infinity.device_update.table.Chunk.
+    chunks: infinity.device_update.table.DeviceChunk.
     """
     segments = [each for chunk in chunks for each in chunk.work.segments]
     return WorkspaceSize(
@@ -78,7 +78,7 @@ def workspace_bytes(chunks: Sequence[Chunk]) -> int:
     ).nbytes
 
 
-def opened(chunks: Sequence[Chunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
+def opened(chunks: Sequence[DeviceChunk], device: str) -> tuple[DeviceUpdates, torch.Tensor]:
     """Make the DeviceUpdates of these chunks, and return (updates, their workspace).
 
     Each byte of the workspace is 0xFF at first, so that a result that depends on its content is noticed.
@@ -105,7 +105,7 @@ def on_device(
     """
     there = {name: each.to(device, copy=True) for name, each in arrays.items()}
     whose = parameters or range(len(segments))
-    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), whose)], device)
+    updates, _memory = opened([DeviceChunk(Update(**there, segments=segments, hypers=[]), whose)], device)
     changes = {
         each: ParameterUpdate(hypers[segment.hyper], segment.seed)
         for each, segment in zip(whose, segments, strict=True)

@@ -17,8 +17,8 @@ An element with a non-finite gradient or state becomes non-finite and remains no
 as 0x7FC00000. Results have the same bits on every instruction set, with any number of threads, and for any
 chunk size, offset and alignment. The jobs of one pool behave as if they ran in the order of submission.
 
-Arrays are contiguous CPU tensors, or `Span` objects (an address, a dtype and a count) for memory that no
-tensor describes. The pool keeps the arrays alive. The caller must not use the arrays until the ticket is
+Arrays are contiguous CPU tensors, or `MemorySpan` objects (an address, a dtype and a count) for memory that
+no tensor describes. The pool keeps the arrays alive. The caller must not use the arrays until the ticket is
 done.
 """
 
@@ -34,8 +34,8 @@ from infinity.cpu_adam.work import (
     AverageStep,
     Gradient,
     GradientResult,
+    MemorySpan,
     Segment,
-    Span,
     Stream,
     Update,
     UpdateResult,
@@ -56,9 +56,9 @@ __all__ = [
     "GradientResult",
     "Hyper",
     "Lion",
+    "MemorySpan",
     "NativeHyper",
     "Segment",
-    "Span",
     "Stream",
     "ThreadPool",
     "Ticket",

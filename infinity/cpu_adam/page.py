@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity import _cpu_adam
-from infinity.cpu_adam.work import Array, Segment, Span, Update
+from infinity.cpu_adam.work import Array, MemorySpan, Segment, Update
 from infinity.errors import ConfigError
 
 GRAD_DTYPES = {
@@ -85,7 +85,7 @@ class Page:
         if isinstance(array, torch.Tensor):
             _check_tensor(name, array)
             address, count = array.data_ptr(), array.numel()
-        elif isinstance(array, Span):
+        elif isinstance(array, MemorySpan):
             address, count = array.address, array.count
             if array.address < 0 or array.count < 0:
                 raise ConfigError(
@@ -94,7 +94,8 @@ class Page:
                 )
         else:
             raise ConfigError(
-                f"'{name}' is a {type(array).__name__}.", "Give a torch.Tensor or an infinity.cpu_adam.Span."
+                f"'{name}' is a {type(array).__name__}.",
+                "Give a torch.Tensor or an infinity.cpu_adam.MemorySpan.",
             )
         if array.dtype not in dtypes:
             raise ConfigError(
@@ -110,7 +111,7 @@ class Page:
                 if per == 1
                 else f"Give one entry for every {per} elements of the others.",
             )
-        self.owners.append(array.owner if isinstance(array, Span) else array)
+        self.owners.append(array.owner if isinstance(array, MemorySpan) else array)
         return address
 
 

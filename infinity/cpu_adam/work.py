@@ -37,7 +37,7 @@ AverageStep: TypeAlias = _cpu_adam.AverageStep
 
 
 @dataclass(frozen=True)
-class Span:
+class MemorySpan:
     """An array in memory that no tensor describes: `count` elements of `dtype` at `address`.
 
     The address is in bytes. A pool keeps the object `owner` alive until the job that uses the span is done.
@@ -49,7 +49,7 @@ class Span:
     owner: object = None
 
 
-Array: TypeAlias = torch.Tensor | Span
+Array: TypeAlias = torch.Tensor | MemorySpan
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Stream:
 
 
 def element_count(array: Array) -> int:
-    return array.count if isinstance(array, Span) else array.numel()
+    return array.count if isinstance(array, MemorySpan) else array.numel()
 
 
 def _bytes(array: Array) -> int:

@@ -65,7 +65,7 @@ SQUARES_LAUNCH = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class DeviceChunk:
     """The arrays of one chunk (a range of a unit's page) on the device, and the parameters that lie in it."""
 
     work: Update
@@ -84,7 +84,7 @@ class DeviceTable:
     Its methods make the arguments of the kernels that use the table.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor) -> None:
+    def __init__(self, chunks: Sequence[DeviceChunk], memory: torch.Tensor) -> None:
         """Write the table of `chunks` into `memory`. Returns after the table has been written.
 
         memory: a uint8 tensor on the device, with at least `WorkspaceSize.nbytes` elements for these chunks.
@@ -143,7 +143,7 @@ class DeviceTable:
     def place(self, whose: Hashable) -> slice:
         """Where the result of `squares` has the sums of a parameter's blocks, in the parameter's order.
 
-        whose: the parameter's key, one of `Chunk.parameters`.
+        whose: the parameter's key, one of `DeviceChunk.parameters`.
         """
         row = self.rows[whose]
         return slice(int(self._blocks_before[row]), int(self._blocks_before[row + 1]))
@@ -173,7 +173,7 @@ class DeviceTable:
         launch["count"], launch["sums"] = self.pieces[-1], self._addresses[0]
         return launch
 
-    def _describe(self, chunk: Chunk, pieces: _Struct) -> None:
+    def _describe(self, chunk: DeviceChunk, pieces: _Struct) -> None:
         """Write addresses, ranges and formats of the pieces of `chunk` into `pieces`, their table entries."""
         work = chunk.work
         arrays = (

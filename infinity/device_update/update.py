@@ -16,7 +16,7 @@ import torch
 from infinity import _cpu_adam
 from infinity.cpu_adam import Hyper
 from infinity.device_update.kernels import Kernels, UpdateKind
-from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, Chunk, DeviceTable
+from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, DeviceChunk, DeviceTable
 
 
 class ParameterUpdate(NamedTuple):
@@ -30,7 +30,7 @@ class ParameterUpdate(NamedTuple):
 class DeviceUpdates:
     """Updates, on the device, of chunks whose arrays stay at the same addresses for a whole run."""
 
-    def __init__(self, chunks: Sequence[Chunk], memory: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, chunks: Sequence[DeviceChunk], memory: torch.Tensor, kernels: Kernels) -> None:
         """Write a DeviceTable, which tells kernels where the arrays of `chunks` lie, into `memory`.
 
         memory: a uint8 tensor on the device with at least `WorkspaceSize.nbytes` elements for `chunks`.
@@ -43,7 +43,7 @@ class DeviceUpdates:
     def update(self, updates: Mapping[Hashable, ParameterUpdate], scale: float) -> None:
         """Queue an optimizer step on the device for some of the parameters; other parameters do not change.
 
-        updates: a parameter's key, as in `Chunk.parameters` -> its update. scale: the factor of the
+        updates: a parameter's key, as in `DeviceChunk.parameters` -> its update. scale: the factor of the
         gradients, as in cpu_adam.Update. Gradients that are not finite are used like all others, as on the
         CPU, and are not reported. The call allocates no memory on the device and does not wait for the
         device. One launch is enough if the parameters' indices (`DeviceTable.rows`) span at most

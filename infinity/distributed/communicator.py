@@ -28,7 +28,7 @@ from infinity.layout.shards import Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.system import launcher, machine
 from infinity.system.closing import Closing
-from infinity.system.launcher import Place
+from infinity.system.launcher import RankLocation
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Pool
 
@@ -45,7 +45,7 @@ class Communicator(Closing):
         CUDA devices. Raises ConfigError, RankDivergence and RankFailure.
         """
         self.ranks = Ranks.of(mesh, cuda=cuda)
-        self.place = Place(0, 0, 1)
+        self.place = RankLocation(0, 0, 1)
         """Where this rank runs, once `find_place` was called."""
         self.met = 0
         """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
@@ -131,7 +131,7 @@ class Communicator(Closing):
         """Set `place`, and the number of ranks of a node in `share`, from the environment, or else from what
         all ranks tell of their machines; and set `met`. All ranks call this.
         """
-        given = launcher.place()
+        given = launcher.location()
         node = None if given is None else given.node
         heard = self.agree("offload()", machine=machine.identity(), node=node, clock=time.time_ns())
         self.met = heard[0]["clock"]
@@ -139,7 +139,7 @@ class Communicator(Closing):
         key = "machine" if any(each["node"] is None for each in told) else "node"
         nodes = [each[key] for each in told]
         mine = nodes[self.ranks.rank]
-        found = Place(
+        found = RankLocation(
             list(dict.fromkeys(nodes)).index(mine), nodes[: self.ranks.rank].count(mine), nodes.count(mine)
         )
         self.place = given or found

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.cpu_adam import Segment, Update
-from infinity.device_update.table import Chunk
+from infinity.device_update.table import DeviceChunk
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
@@ -154,7 +154,7 @@ class DeviceUnits:
                 elif "master" in arrays:
                     arrays["master"][place] = self._parameters(unit, chunk_index)[place]
 
-    def _chunk(self, unit: int, chunk_index: int) -> Chunk:
+    def _chunk(self, unit: int, chunk_index: int) -> DeviceChunk:
         """Describe a chunk for DeviceUpdates: views of its gradients, parameters and optimizer states, and
         the keys (unit, index of the parameter) of the parameters that lie in the chunk.
         """
@@ -173,7 +173,7 @@ class DeviceUnits:
             remainder=arrays.get("remainder"),
             **moments,
         )
-        return Chunk(work, [(unit, each.parameter) for each in pieces])
+        return DeviceChunk(work, [(unit, each.parameter) for each in pieces])
 
     def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
         """A view of a chunk's optimizer states in the unit's optimizer page, as uint8."""

@@ -64,7 +64,7 @@ class PagedTensor(Tensor):
         return f"PagedTensor({list(self.shape)}, {self.dtype})"
 
 
-class _Group(dict[str, Any]):
+class _ParamGroup(dict[str, Any]):
     """The options of a param group with the names of its parameters. Options that are set are set in the
     optimizer's group, too.
     """
@@ -108,7 +108,7 @@ def get_state_dict(
         return tensors, {}
     rule, states, groups = optimizer._rule, {}, []
     for group in optimizer.param_groups:
-        groups.append(_Group(group, [names[id(each)] for each in group["params"]]))
+        groups.append(_ParamGroup(group, [names[id(each)] for each in group["params"]]))
         for each in group["params"]:
             if each.requires_grad:
                 entries = ["step"] * rule.counts_steps + [*rule.moments]

@@ -31,7 +31,7 @@ OPEN = "auto: comes from your trainer"
 
 
 @dataclass(frozen=True)
-class Decision:
+class FieldDecision:
     """What becomes of one field."""
 
     field: str
@@ -56,7 +56,7 @@ class ConvertedConfig:
     """The name of a class of torch.optim (Lion is lion-pytorch's) and its options; None if the configuration
     has no optimizer.
     """
-    decisions: tuple[Decision, ...]
+    decisions: tuple[FieldDecision, ...]
     """One for each field, in the order of the configuration."""
 
     @property
@@ -114,7 +114,7 @@ def read_rules(file: str) -> dict[str, tuple[str, str]]:
 
 def decide(
     values: Mapping[str, Any], rules: Mapping[str, tuple[str, str]], source: str
-) -> Iterator[Decision]:
+) -> Iterator[FieldDecision]:
     """The decision on each field of a configuration, in its order.
 
     values: nested mappings. rules: as of `read_rules`; a rule for a block holds for all fields in it if none
@@ -149,7 +149,7 @@ def decide(
             decision, why = MISSING, "it is off"
         elif decision == TAKEN and value == "auto":
             why = OPEN
-        yield Decision(path, value, decision, why)
+        yield FieldDecision(path, value, decision, why)
 
 
 def is_on(value: Any) -> bool:

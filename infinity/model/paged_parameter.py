@@ -28,7 +28,7 @@ from infinity.model.paged_gradient import PagedGradient, StoredGradients
 from infinity.pages.parameter_page import ParameterPage
 
 
-class Pager(Protocol):
+class PageAccess(Protocol):
     """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
 
     scale: LossScale
@@ -75,7 +75,7 @@ class Pager(Protocol):
 class Place:
     """Where a parameter's values are: the page that holds them, and the pager that fetches this page."""
 
-    pager: Pager
+    pager: PageAccess
     page: ParameterPage
     index: int
     """Index of the parameter in the `UnitLayout.parameters` of the page's unit."""

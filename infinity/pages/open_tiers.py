@@ -26,7 +26,7 @@ from infinity.planning.plan import Plan
 from infinity.system.disk_files import DiskFiles, Observer
 from infinity.telemetry.meter import Meter
 from infinity.tiers import HostArena, NvmeTier, Pool, Tier, open_device
-from infinity.tiers.cap import Share, capped
+from infinity.tiers.cap import MemoryShare, capped
 from infinity.tiers.copy_streams import open_link
 from infinity.tiers.link import CpuLink, DeviceLink
 from infinity.tiers.path_lock import PathLock
@@ -88,7 +88,7 @@ class OpenTiers:
             self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
-                share = Share(plan.budgets[Tier.DEVICE], plan.device_bytes)
+                share = MemoryShare(plan.budgets[Tier.DEVICE], plan.device_bytes)
                 cleanup.enter_context(capped(plan.device, share, others=others))
             self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)

@@ -27,7 +27,7 @@ def rank() -> int:
     return _number("RANK", 0)
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank runs."""
 
     node: int
@@ -43,9 +43,9 @@ def local_rank() -> int:
     return _number("LOCAL_RANK", 0)
 
 
-def place() -> Place | None:
+def location() -> RankLocation | None:
     """Where this process runs; None if the launcher does not say how many ranks its node has."""
-    found = Place(_number("GROUP_RANK", 0), local_rank(), _number("LOCAL_WORLD_SIZE", 1, least=1))
+    found = RankLocation(_number("GROUP_RANK", 0), local_rank(), _number("LOCAL_WORLD_SIZE", 1, least=1))
     return found if os.environ.get("LOCAL_WORLD_SIZE") else None
 
 

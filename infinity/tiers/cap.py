@@ -25,7 +25,7 @@ from infinity.config import format_size
 
 
 @dataclass(frozen=True)
-class Share:
+class MemoryShare:
     """One runtime's share of a device's memory."""
 
     budget: int
@@ -46,7 +46,7 @@ def fraction_of(total: int, others: int, budgets: int) -> float:
     return min(1.0, math.nextafter((others + budgets) / total, 2.0))
 
 
-def advice(asked: int, share: Share) -> str:
+def advice(asked: int, share: MemoryShare) -> str:
     """Make the text of the warning that precedes torch's OutOfMemoryError. A pure function.
 
     asked: bytes of the allocation that failed. share: the share of the runtime whose budget is used up.
@@ -71,7 +71,7 @@ class _Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.others = 0
-        self.shares: list[Share] = []
+        self.shares: list[MemoryShare] = []
 
     def set(self) -> None:
         fraction = 1.0
@@ -86,7 +86,7 @@ _devices: dict[int, _Device] = {}
 
 
 @contextlib.contextmanager
-def capped(device: torch.device, share: Share, *, others: int) -> Iterator[None]:
+def capped(device: torch.device, share: MemoryShare, *, others: int) -> Iterator[None]:
     """A context in which torch's allocator may take `share.budget` bytes on `device` for one runtime.
 
     The limit is the sum of all runtimes' budgets and of `others`. Beyond the limit torch raises

@@ -32,8 +32,8 @@ from infinity.cpu_adam import (
     SGD,
     AdamW,
     Gradient,
+    MemorySpan,
     Segment,
-    Span,
     Stream,
     ThreadPool,
     Update,
@@ -147,7 +147,9 @@ def test_owners_live_until_the_job_is_done() -> None:
         owner = Owner()
         alive = weakref.ref(owner)
         blockers = many_updates(pool, jobs=5)
-        ticket = pool.submit(Stream(read_write=[Span(keep.data_ptr(), keep.dtype, keep.numel(), owner)]))
+        ticket = pool.submit(
+            Stream(read_write=[MemorySpan(keep.data_ptr(), keep.dtype, keep.numel(), owner)])
+        )
         del owner
         gc.collect()
         assert alive() is not None or ticket.done()
@@ -288,9 +290,9 @@ BAD: dict[str, dict[str, Any]] = {
     "lr nan": {"hypers": [AdamW(lr=float("nan"), step=1)]},
     "step": {"hypers": [AdamW(step=0)]},
     "nesterov": {"hypers": [SGD(nesterov=True, first_step=True)]},
-    "span negative": {"grad": Span(-8, torch.float32, 64)},
-    "span null": {"grad": Span(0, torch.float32, 64)},
-    "span misaligned": {"grad": Span(SHARED.data_ptr() + 1, torch.float32, 64)},
+    "span negative": {"grad": MemorySpan(-8, torch.float32, 64)},
+    "span null": {"grad": MemorySpan(0, torch.float32, 64)},
+    "span misaligned": {"grad": MemorySpan(SHARED.data_ptr() + 1, torch.float32, 64)},
 }
 
 

@@ -15,7 +15,7 @@ from device_arrays import GRADIENTS, kernels, opened, squares
 from homes import each_device
 
 from infinity.cpu_adam import BLOCK, Segment, Update
-from infinity.device_update.table import Chunk
+from infinity.device_update.table import DeviceChunk
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, list[float]]:
@@ -35,7 +35,7 @@ def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[
                 segments=[Segment(0, each.numel(), index=index)],
                 hypers=[],
             )
-            chunks.append(Chunk(work, [name]))
+            chunks.append(DeviceChunk(work, [name]))
             index += each.numel()
     updates, memory = opened(chunks, device)
     updates.measure()

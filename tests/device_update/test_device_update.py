@@ -53,7 +53,7 @@ from infinity.device_update.kernels import (
     UpdateKind,
     host_library,
 )
-from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, TILE, Chunk
+from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, TILE, DeviceChunk
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.tiers.driver import Driver, Stream
 
@@ -171,7 +171,7 @@ def test_parameters_without_a_turn_stay_as_they_are() -> None:
     given = stored({"grad": torch.ones(n), **states(n, finite=True)}, "int8", "split")
     there = clones(given)
     segments = [Segment(CODE_BLOCK * each, CODE_BLOCK) for each in range(4)]
-    updates, _memory = opened([Chunk(Update(**there, segments=segments, hypers=[]), "abcd")], "cpu")
+    updates, _memory = opened([DeviceChunk(Update(**there, segments=segments, hypers=[]), "abcd")], "cpu")
     updates.update({"a": ParameterUpdate(CASES["adamw"], 1), "c": ParameterUpdate(CASES["adamw"], 2)}, 1.0)
     updated = [replace(segments[0], seed=1), replace(segments[2], seed=2)]
     check(there, on_cpu(given, segments=updated, hypers=[CASES["adamw"]]))
@@ -251,7 +251,7 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     stream = device.driver.stream()
     given, work = many(3 * MOST_PARAMETERS, 2)
     expected = on_cpu(given, **work)
-    chunk = Chunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
+    chunk = DeviceChunk(Update(**given, segments=work["segments"], hypers=[]), range(3 * MOST_PARAMETERS))
     memory = torch.zeros(workspace_bytes([chunk]), dtype=torch.uint8)
     updates = DeviceUpdates([chunk], memory, Queued(device.driver, stream))
     device.hold(stream)
@@ -294,7 +294,9 @@ def test_the_structs_are_those_of_the_native_code() -> None:
 def test_an_update_and_a_measurement_allocate_nothing(form: str) -> None:
     n = BLOCK + 100
     given = stored({"grad": floats(9, n), **states(n)}, form, "split")
-    updates, _memory = opened([Chunk(Update(**given, segments=[Segment(0, n)], hypers=[]), ["p"])], "cpu")
+    updates, _memory = opened(
+        [DeviceChunk(Update(**given, segments=[Segment(0, n)], hypers=[]), ["p"])], "cpu"
+    )
     with Allocations() as made:
         updates.update({"p": ParameterUpdate(CASES["adamw"], 1)}, 0.5)
         updates.measure()

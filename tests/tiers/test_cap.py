@@ -21,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.build import _kept_by_others
 from infinity.tiers import cap
-from infinity.tiers.cap import Share, advice, capped, fraction_of
+from infinity.tiers.cap import MemoryShare, advice, capped, fraction_of
 from infinity.tiers.device import left_of
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -63,7 +63,7 @@ def test_the_limit_is_not_a_byte_less_than_the_budgets(total: int) -> None:
 
 
 def test_runtimes_of_one_device_add_up(allocator: FakeAllocator) -> None:
-    first, second = Share(2 * GIB, GIB), Share(3 * GIB, GIB)
+    first, second = MemoryShare(2 * GIB, GIB), MemoryShare(3 * GIB, GIB)
     # Most of what the second runtime finds allocated belongs to the first.
     with capped(DEVICE, first, others=MIB), capped(DEVICE, second, others=GIB):
         pass
@@ -71,14 +71,14 @@ def test_runtimes_of_one_device_add_up(allocator: FakeAllocator) -> None:
 
 
 def test_the_limit_goes_with_its_runtime_whatever_happens(allocator: FakeAllocator) -> None:
-    with pytest.raises(KeyError), capped(DEVICE, Share(GIB, 0), others=0):
+    with pytest.raises(KeyError), capped(DEVICE, MemoryShare(GIB, 0), others=0):
         raise KeyError
     assert allocator.limits[-1] == FakeAllocator.TOTAL
 
 
 def test_out_of_memory_is_told_with_its_cure(allocator: FakeAllocator) -> None:
     for _ in range(2):
-        with capped(DEVICE, Share(2 * GIB, GIB), others=0):
+        with capped(DEVICE, MemoryShare(2 * GIB, GIB), others=0):
             (tell,) = allocator.observers  # attached once, since there is no way to detach it
             with pytest.warns(UserWarning, match="example_inputs") as caught:
                 tell(DEVICE.index, 300 * MIB, 2 * GIB, 14 * GIB)
@@ -95,7 +95,7 @@ def test_out_of_memory_is_told_with_its_cure(allocator: FakeAllocator) -> None:
 
 
 def test_advice_names_what_is_left() -> None:
-    assert "which leaves 512 MiB" in advice(MIB, Share(2 * GIB, GIB + 512 * MIB))
+    assert "which leaves 512 MiB" in advice(MIB, MemoryShare(2 * GIB, GIB + 512 * MIB))
 
 
 def test_a_device_without_a_budget_gives_all_but_a_margin() -> None:
