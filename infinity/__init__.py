@@ -22,7 +22,6 @@ if importlib.util.find_spec("infinity._tiers") is None:
     )
 
 from infinity.api import offload, plan
-from infinity.checkpoint.commit import Commit
 from infinity.config import Budget, Precision
 from infinity.errors import (
     BudgetError,
@@ -38,6 +37,7 @@ from infinity.errors import (
     StorageFull,
     UnsupportedOptimizer,
 )
+from infinity.pages.ledger import Commit
 from infinity.planning.plan import Plan
 from infinity.runtime import Runtime
 from infinity.system.version import VERSION

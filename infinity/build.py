@@ -199,7 +199,7 @@ class _Wiring:
                 scheduler=scheduler,
                 store=store,
                 health=health,
-                drive=(lambda _: None) if committer is None else committer.driven,
+                drive=(lambda _: None) if committer is None else committer.wanted,
                 early=self.initial.early,
             )
         parts = Components(

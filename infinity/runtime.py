@@ -18,7 +18,6 @@ from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
 from infinity.casts.inputs import InputCast
-from infinity.checkpoint.commit import Commit, landed
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
 from infinity.checkpoint.resume import run_state
@@ -32,6 +31,7 @@ from infinity.model.plain_parameters import PlainParameters
 from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health
+from infinity.pages.ledger import Commit, copied
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
 from infinity.system import machine
@@ -332,7 +332,7 @@ class Runtime(Closing):
         with self._components.pager.lock:
             self._check_between("save")
             self._copies().save(path, self._groups(), state, shard)
-            return landed()
+            return copied()
 
     def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
         """Do what `save` does. rng, identity: as in `Committer.save`."""
@@ -349,7 +349,7 @@ class Runtime(Closing):
     def _abandon(self) -> None:
         """Give up the pending commit, so that `close` does not wait for its updates."""
         if self._components.committer is not None:
-            self._components.committer.abandon()
+            self._components.committer.give_up()
 
     def load(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return the state that was given to `save` at the commit from which this run was resumed.
@@ -659,5 +659,5 @@ def _end(
                 ends.callback(end)
             ends.callback(parts.pager.forwards.prune)
             if parts.committer is not None:
-                ends.callback(parts.committer.end)  # even if the line below is interrupted
+                ends.callback(parts.committer.stop)  # even if the line below is interrupted
                 ends.callback(parts.committer.close)

@@ -21,13 +21,12 @@ from recorded_commits import Record, killed, streamed, whole
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, directory, run_state
 from infinity.checkpoint.codec import encode
-from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.ledger import Ledger
+from infinity.pages.ledger import Commit, Held, Ledger
 from infinity.pages.twins import Part
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
@@ -152,16 +151,16 @@ def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
         waiting.clear()
 
     def early(self: Recorder, draft: Any, pending: Any) -> Any:
-        for part, (side, _, _) in pending.captured.items():
+        for part, (side, _, _) in pending.held.items():
             part.durable, part.pending = side, None
         freed.append(pending)
         enough = len(written) + 6
-        while len(written) < enough and not waiting.is_set() and not pending.ended:
+        while len(written) < enough and not waiting.is_set() and not pending.done:
             time.sleep(0.001)
         return finish(self, draft, pending)
 
     patch.setattr(DurableIO, "write", count)
-    patch.setattr(Ledger, "land", released)
+    patch.setattr(Ledger, "wait", released)
     patch.setattr(Commit, "join", joining)
     patch.setattr(Recorder, "finish", early)
 
@@ -181,9 +180,9 @@ def checksums_of_an_older_write(patch: Patch, faults: Faults) -> None:
     finish, known = Recorder.finish, {}
 
     def stale(self: Recorder, draft: Any, pending: Any) -> Any:
-        now = dict(pending.captured)
+        now = dict(pending.held)
         for part, (side, checksums, begun) in now.items():
-            pending.captured[part] = side, known.get(part, checksums), begun
+            pending.held[part] = Held(side, known.get(part, checksums), begun)
         known.update({part: checksums.copy() for part, (_, checksums, _) in now.items()})
         return finish(self, draft, pending)
 
@@ -250,7 +249,7 @@ def rest_of_a_part_not_copied(patch: Patch, faults: Faults) -> None:
 
 
 def wait_does_not_wait(patch: Patch, faults: Faults) -> None:
-    patch.setattr(Commit, "wait", lambda self: self._drive(self))
+    patch.setattr(Commit, "wait", lambda self: self._complete(self))
 
 
 def resumed_name_not_synced(patch: Patch, faults: Faults) -> None:

@@ -27,12 +27,12 @@ from safetensors.torch import load_file
 
 from infinity.aio import Faults
 from infinity.checkpoint import initial_pages
-from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.peers import Peers
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
+from infinity.pages.ledger import Commit
 from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
 from infinity.tiers import NvmeTier

@@ -15,7 +15,7 @@ from infinity.checksum import crc32c
 from infinity.errors import ConfigError, InfinityError
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import InFlightRequest
-from infinity.pages.ledger import Pending
+from infinity.pages.ledger import Commit, Ledger
 from infinity.pages.twins import Part, block_count
 from infinity.telemetry.meter import Meter
 from infinity.tiers import NvmeTier, Tier, aligned_ram
@@ -46,7 +46,7 @@ class Rig:
         made = durable_pages(model, chunk=8192, unit_bytes=36600)
         assert [len(unit.chunks) for unit in made.layout.units] == [3, 1]
         self.tier = NvmeTier({os.fspath(directory): 8 << 20}, made.images.nbytes, durable=True)
-        self.io = DurableIO(self.tier, made.images.nbytes, Meter())
+        self.io = DurableIO(self.tier, made.images.nbytes, Meter(), Ledger())
         self.pages = made.all
         self.on_disk = [made.parameters[0], made.states[0]]
         self.in_ram = [made.parameters[1], made.states[1]]
@@ -68,7 +68,7 @@ class Rig:
         self.frozen = [part for _, part in self.parts if not part.trained]
         assert len(self.frozen) == 1
         self.writes: list[tuple[DurablePage, InFlightRequest]] = []
-        self.pending: Pending | None = None
+        self.pending: Commit | None = None
         self.taken: dict[Part, Holding] = {}
         """What the pending commit has to hold, as far as updates have brought it; no places yet."""
         self.durable: dict[Part, Holding] = {}
@@ -124,9 +124,9 @@ class Rig:
         for part in (*ready, *self.frozen):
             if part.home.nvme_lease is not None:
                 self.io.learn(part)
-        self.pending = self.io.ledger.begin(
-            outstanding, self.frozen, [request.transfer for _, request in self.writes]
-        )
+        self.pending = Commit(1, lambda _: None)
+        writes = [request.transfer for _, request in self.writes]
+        self.io.ledger.begin(self.pending, outstanding, self.frozen, writes)
         self.taken = {}
         for part in (*ready, *self.frozen):
             self.take(part)
@@ -150,13 +150,13 @@ class Rig:
             self.flush()
         if pending.awaited:
             failure = FAILURE
-        assert self.io.ledger.take(pending)
+        assert self.io.ledger.start(pending)
         for write in pending.writes:
             write.wait()
         if failure is None:
-            assert set(pending.captured) == set(self.taken) == {part for _, part in self.parts}
+            assert set(pending.held) == set(self.taken) == {part for _, part in self.parts}
             self.durable = {}
-            for part, (side, checksums, begun) in pending.captured.items():
+            for part, (side, checksums, begun) in pending.held.items():
                 taken = self.taken[part]
                 assert begun == taken.begun
                 assert np.array_equal(checksums[: len(taken.checksums)], taken.checksums)

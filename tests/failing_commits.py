@@ -21,10 +21,10 @@ from recorded_run import Recording
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.ballots import Ballots
 from infinity.errors import InfinityError, StorageError
+from infinity.pages.ledger import Commit
 from infinity.pages.open_tiers import injected
 
 FILES = (
@@ -226,7 +226,7 @@ def slow_disk() -> dict[str, Any]:
             if waits:
                 commit.wait()
             else:
-                run.runtime._components.committer.land()  # as the next save() does first
+                run.runtime._components.committer.complete()  # as the next save() does first
             bell.timeout = patience
             assert commit.done and commit.failure is None
         return run.told()
@@ -312,7 +312,7 @@ SAVING_FILES = (
 """The files whose lines are interrupted. Not that of the lock: where it counts, no signal is looked for."""
 
 INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
-    (Committer, "land", False),
+    (Committer, "complete", False),
     (Ballots, "agree", False),
     (Ballots, "agree", True),
     (Committer, "_save", False),
@@ -341,7 +341,7 @@ def interrupted_and_caught() -> dict[str, Any]:
                 with contextlib.suppress(KeyboardInterrupt):
                     run.save()
                     raise AssertionError
-            if not run.failing or (name, after) in (("land", False), ("agree", False)):
+            if not run.failing or (name, after) in (("complete", False), ("agree", False)):
                 run.fails(run.save().wait)  # nobody has heard of a call that ended so early
             run.step()
             run.save().wait()

@@ -126,7 +126,7 @@ class Landing(Saving):
     below = (
         "optim/scheduler.py:_free_place",
         "optim/scheduler.py:complete_awaited",
-        "pages/ledger.py:land",
+        "pages/ledger.py:wait",
         "pages/ledger.py:settle",
     )
 

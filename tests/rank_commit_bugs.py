@@ -50,9 +50,9 @@ def _vote_early(votes: CommitVotes) -> None:
 def voted_before_the_part_was_written(patch: Patch) -> None:
     make = Committer._make_durable
 
-    def early(self: Committer, pending: Any, draft: Any) -> None:
+    def early(self: Committer, commit: Any, draft: Any) -> None:
         _vote_early(self._others)  # type: ignore[arg-type]
-        make(self, pending, draft)
+        make(self, commit, draft)
 
     patch.set(Committer, "_make_durable", early)
 

@@ -16,8 +16,8 @@ import torch
 import infinity
 from infinity.activations.heap import malloc_trim
 from infinity.build import carry_out
-from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.directory import Checkpoint
+from infinity.pages.ledger import Commit
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.placement import Kind
 from infinity.system import machine

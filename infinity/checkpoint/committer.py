@@ -35,10 +35,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.commit import SLICE, Commit, CommittingRanks
 from infinity.checkpoint.record import Draft, Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
@@ -46,12 +45,18 @@ from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.home import twins_of
-from infinity.pages.ledger import Pending
+from infinity.pages.ledger import Commit, CommitState
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.pages.twins import Part
 from infinity.tiers.link import Transfer
+
+if TYPE_CHECKING:
+    from infinity.distributed.commit_votes import CommitVotes
+
+_SLICE = 0.05
+"""Seconds after which a waiting thread looks again, so that signals are handled meanwhile."""
 
 _FLUSHES = 8
 """Number of parts in memory that are written at a time."""
@@ -74,7 +79,7 @@ class Committer:
         lock: AbstractContextManager[Any],
         generation: int,
         superseded: Callable[[], None] | None,
-        others: CommittingRanks | None = None,
+        others: CommitVotes | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number
@@ -93,6 +98,7 @@ class Committer:
         self._pages = pages
         self._store = store
         self._durable = store.durable
+        self._ledger = store.ledger
         self._scheduler = scheduler
         self._edits = edits
         self._health = health
@@ -103,7 +109,7 @@ class Committer:
         self._released = released
         self._number = generation
         """The largest number that a commit has had, whether it was made or not."""
-        self._driven = 0
+        self._wanted = 0
         """Number of the last commit for which another rank waits."""
         self._frozen = [
             part
@@ -117,13 +123,13 @@ class Committer:
                 if part.trained and part.chunk_index is not None:
                     parts.setdefault((page.index, part.chunk_index), []).append(part)
         self._trained = parts
-        self._durable.ledger.set_parts(parts)
-        _land_at_exit(self)
+        self._ledger.set_parts(parts)
+        _close_at_exit(self)
 
     def save(self, state: object, *, rng: Mapping[str, Any] | None = None, identity: object = None) -> Commit:
         """Begin a commit of the state after the last step, and return it.
 
-        The commit before is driven to its end first; its error is raised here if nobody has seen it. state:
+        The commit before is completed first; its error is raised here if nobody has seen it. state:
         the user's. rng: states of the random number generators, by default their present states. identity:
         says which job this is. Raises ConfigError for a state that cannot be kept, and StorageError.
         """
@@ -134,7 +140,7 @@ class Committer:
         except BaseException as error:
             refused = self._others is not None and self._others.refuse(error)
             if refused and self.last is not None and self.last is not before:
-                self.last.told = True  # by this error
+                self.last.reported = True  # by this error
             raise
         lent = [page for page in self._pages if self._edits.lent(page.index)]
         if lent:  # user code may change these pages at any time from now on
@@ -144,13 +150,12 @@ class Committer:
         return commit
 
     def _begin(self) -> tuple[int, str]:
-        """Drive the commit before to its end, and agree with all ranks on number and time of the next one."""
+        """Complete the commit before, and agree with all ranks on number and time of the next one."""
         failure: InfinityError | None = None
         try:
-            self.land()
-            if self.last is not None and self.last.failure is not None and not self.last.told:
-                self.last.told = True
-                raise self.last.failure.again()
+            self.complete()
+            if self.last is not None:
+                self.last.report()
             self._health.check()
         except InfinityError as error:
             if self._others is None:
@@ -178,108 +183,90 @@ class Committer:
                 self._prepare(parts)
         self._prepare(part for part in self._frozen if part.durable is None)
         draft = self._recorder.draft(number, created, state, rng, identity)
-        ledger = self._durable.ledger
-        commit = Commit(number, self._drive)
+        commit = Commit(number, self._complete_for)
         try:
-            pending = ledger.begin(outstanding, self._frozen, self._store.writes_under_way())
-            self.last, self._thread = commit, _thread(self._land, commit, pending, draft)
+            self._ledger.begin(commit, outstanding, self._frozen, self._store.writes_under_way())
+            self.last, self._thread = commit, _thread(self._run, commit, draft)
             self._thread.start()
         except BaseException:
-            self._give_up(commit)
+            self._ledger.withdraw(commit)
             raise
-        if self._driven == number:
-            self.driven(number)
+        if self._wanted == number:
+            self.wanted(number)
         return commit
 
     def set_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the param groups of the user's optimizer. The list is not a copy, so later changes count."""
         self._recorder.param_groups = param_groups
 
-    def land(self) -> None:
-        """Drive the pending commit to its end, whether it becomes durable or fails.
+    def complete(self) -> None:
+        """Complete what the pending commit waits for, and wait until it is durable or has failed.
 
         Raises StorageError if a read of an update failed, which the next call repeats. The commit is pending
         still.
         """
         commit = self.last
         if commit is not None and not commit.done:
-            self._drive(commit)
+            self._complete_for(commit)
             with self._released():
                 commit.join()
 
-    def driven(self, generation: int) -> None:
+    def wanted(self, generation: int) -> None:
         """Complete what a commit still waits for, because another rank waits for it.
 
         This rank may not have begun the commit yet, and does it then when it has. If an update cannot be
         read, the commit fails: nobody might repeat the read, and the other rank would wait for good.
         """
-        self._driven = generation
+        self._wanted = generation
         if self.last is not None and self.last.generation == generation:
             try:
-                self._complete(self.last)
+                self._complete_updates(self.last)
             except InfinityError as error:
-                self._durable.ledger.abandon(error.again())
+                self._ledger.give_up(error.again())
 
-    def abandon(self) -> None:
+    def give_up(self) -> None:
         """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
 
         The commit before stays. Called where the process has to end at once.
         """
         if self.last is not None and not self.last.done:
-            self.last.told = True
-            self._durable.ledger.abandon()
+            self.last.reported = True
+            self._ledger.give_up()
 
     def close(self) -> None:
-        """Drive the pending commit to its end, and raise its error if nobody has seen it.
+        """Do what `complete` does, and raise the commit's error if nobody has seen it.
 
         If an update that it waits for cannot be read, the commit fails by this error, which is raised.
         """
         try:
-            self.land()
+            self.complete()
         except InfinityError as error:
             assert self.last is not None
-            self.last.told = True
-            self._durable.ledger.abandon(error.again())
+            self.last.reported = True
+            self._ledger.give_up(error.again())
             raise
-        if self.last is not None and self.last.failure is not None and not self.last.told:
-            self.last.told = True
-            raise self.last.failure.again()
+        if self.last is not None:
+            self.last.report()
 
-    def leave(self) -> None:
-        """Do what `close` does because the process ends, with a warning in place of an error."""
-        if not self._health.forked:
-            try:
-                self.close()
-            except InfinityError as error:
-                warnings.warn(f"The last commit was not made: {error}", stacklevel=1)
-
-    def end(self) -> None:
+    def stop(self) -> None:
         """Give up the commit if it is pending, and wait until its thread uses no memory any more."""
-        self._durable.ledger.abandon()
+        self._ledger.give_up()
         if self._thread is not None and self._thread.ident is not None:
             while self._thread.is_alive():
-                self._thread.join(SLICE)
+                self._thread.join(_SLICE)
 
     # --- inside -----------------------------------------------------------------------------------------
 
-    def _give_up(self, commit: Commit) -> None:
-        """End a commit that `save` could not begin, unless its thread has begun and ends it."""
-        pending = self._durable.ledger.pending
-        if pending is not None and self._durable.ledger.take(pending):
-            failure = ConfigError("A commit was given up before it began.", "Call save() again.")
-            self._durable.ledger.end(pending, failure)
-            commit.told = True
-            commit.end(failure)
-
-    def _drive(self, commit: Commit) -> None:
+    def _complete_for(self, commit: Commit) -> None:
+        """Complete what a commit waits for, because this process waits for the commit."""
         if self._health.forked:
             self._health.check()  # else it would wait for a thread that this process does not have
         with self._lock:
             if commit is self.last and not commit.done:
-                self._durable.ledger.want()
-                self._complete(commit)
+                commit.wanted = True
+                self._complete_updates(commit)
 
-    def _complete(self, commit: Commit) -> None:
+    def _complete_updates(self, commit: Commit) -> None:
         """Do what only the holder of the lock can do for a commit that is pending."""
         if commit.done:
             return
@@ -290,7 +277,7 @@ class Committer:
             if self._health.failure is None:
                 raise  # a read failed, and the next call repeats it
         if self._health.failure is not None:
-            self._durable.ledger.abandon(self._health.failure)  # nobody completes the updates now
+            self._ledger.give_up(self._health.failure)  # nobody completes the updates now
 
     def _prepare(self, parts: Iterable[Part]) -> None:
         """Copy parts at home in device memory to disk, and learn the checksums of parts at home on NVMe.
@@ -305,33 +292,30 @@ class Committer:
 
     # --- the commit's thread ----------------------------------------------------------------------------
 
-    def _land(self, commit: Commit, pending: Pending, draft: Draft) -> None:
-        if not self._durable.ledger.take(pending):
-            return  # `save` was interrupted, and has given the commit up
+    def _run(self, commit: Commit, draft: Draft) -> None:
+        if not self._ledger.start(commit):
+            return  # `save` was interrupted, and has withdrawn the commit
         failure: InfinityError | None = None
         try:
-            failure = self._outcome(commit, pending, draft)
+            failure = self._outcome(commit, draft)
+            if failure is None:
+                self.generation = commit.generation
+                self._remove_old(commit.generation)
         except BaseException as error:  # a bug must not leave others waiting
             failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
             if self._others is not None:
                 self._others.refuse(failure)
             raise
         finally:
-            try:
-                self._durable.ledger.end(pending, failure)
-                if failure is None:
-                    self.generation = commit.generation
-                    self._remove_old(commit.generation)
-            finally:
-                commit.end(failure)
+            self._ledger.end(commit, failure)
 
-    def _outcome(self, commit: Commit, pending: Pending, draft: Draft) -> InfinityError | None:
+    def _outcome(self, commit: Commit, draft: Draft) -> InfinityError | None:
         """Make this rank's part of a commit durable, and find out whether the commit counts; see [Note:
         commits of ranks]. Returns the error by which it fails, if it does.
         """
         others, first = self._others, not self._durable.nvme.keep
         try:
-            self._make_durable(pending, draft)
+            self._make_durable(commit, draft)
         except InfinityError as error:
             if others is not None:
                 others.refuse(error)
@@ -339,33 +323,25 @@ class Committer:
         if others is None:
             return None
         try:
-            failure = others.decide(commit.generation, lambda: pending.wanted)
-        except BaseException as error:
-            pending.named = True  # the others may have it, so a restart may continue it
-            if not isinstance(error, InfinityError):
-                raise
-            return error.again()
+            failure = others.decide(commit.generation, lambda: commit.wanted)
+        except InfinityError as error:
+            return error.again()  # the others may have the commit, so a restart may continue it
         if failure is not None:
             try:
                 commit_files.remove(self.directory, commit.generation, self._store.files)
             except InfinityError as error:
-                pending.named = True
                 self._health.lose(error)
             else:
+                commit.state = CommitState.WRITING  # its name is taken back
                 if first:
                     self._durable.nvme.forget()  # as in `_make_durable`
         return failure
 
-    def _make_durable(self, pending: Pending, draft: Draft) -> None:
+    def _make_durable(self, commit: Commit, draft: Draft) -> None:
         self._flush()
-        for write in pending.writes:
+        for write in commit.writes:
             write.wait()
-        if pending.failure is not None:
-            raise pending.failure.again()
-        if pending.ended:
-            raise ConfigError(
-                "A commit was given up, because its runtime ended.", "Resume from the last one."
-            )
+        self._ledger.complete(commit)
         nvme = self._durable.nvme
         nvme.check_names()
         with self._poisoning():
@@ -377,12 +353,13 @@ class Committer:
             if nvme.sync_failed:
                 self._health.lose(error)
             raise  # a header that was not written is written by the next commit
-        manifest, checksums = self._recorder.finish(draft, pending)
+        manifest, checksums = self._recorder.finish(draft, commit)
         try:
             commit_files.write(manifest, checksums, draft.tensors, self.directory, self._store.files)
+            commit.state = CommitState.NAMED
         except InfinityError as error:
-            pending.named = self._may_be_named(manifest.generation)
-            if pending.named:
+            if self._may_be_named(manifest.generation):
+                commit.state = CommitState.NAMED
                 self._health.lose(error)  # nobody knows whether the name is durable
             elif first:
                 nvme.forget()  # else slabs of no commit would stay when the runtime is closed
@@ -397,10 +374,9 @@ class Committer:
 
     def _flush(self) -> None:
         """Write all parts that are in memory to their places, a few at a time."""
-        ledger = self._durable.ledger
         under_way: deque[tuple[Part, Transfer]] = deque()
         while True:
-            part = ledger.next_flush(block=not under_way)
+            part = self._ledger.next_flush(block=not under_way)
             if part is not None:
                 under_way.append(
                     (part, self._durable.copy_out(part, part.home.view(part.start, part.nbytes)))
@@ -408,7 +384,7 @@ class Committer:
             if under_way and (part is None or len(under_way) >= _FLUSHES):
                 written, transfer = under_way.popleft()
                 transfer.wait()
-                ledger.flushed(written)
+                self._ledger.flushed(written)
             elif part is None:
                 return
 
@@ -441,16 +417,20 @@ def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
 _committers: weakref.WeakSet[Committer] = weakref.WeakSet()
 
 
-def _land_at_exit(committer: Committer) -> None:
-    """Have the pending commit land if the process ends before the runtime is closed.
+def _close_at_exit(committer: Committer) -> None:
+    """Have the pending commit completed if the process ends before the runtime is closed.
 
     Called when the slabs are open. Handlers run in reverse order, so this one runs before slabs are removed.
     """
     _committers.add(committer)
-    atexit.unregister(_land_all)
-    atexit.register(_land_all)
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)
 
 
-def _land_all() -> None:
+def _close_all() -> None:
     for committer in list(_committers):
-        committer.leave()
+        if not committer._health.forked:
+            try:
+                committer.close()
+            except InfinityError as error:
+                warnings.warn(f"The last commit was not made: {error}", stacklevel=1)

@@ -128,7 +128,7 @@ class Copies:
             self.complete()
             held = check_held(copy, layout, homes, source.states, store)
             if self._committer is not None:
-                self._committer.land()
+                self._committer.complete()
             same["run.json"] = copy.digest
         with self._poisoning():
             with self._phase("the reading of a copy"):
@@ -153,7 +153,7 @@ class Copies:
         assert states is not None
         self.complete()
         if self._committer is not None:
-            self._committer.land()
+            self._committer.complete()
         with self._poisoning():
             exchange_averages(self._pages, states, store)
             self._prefetch_engine.homes_replaced()

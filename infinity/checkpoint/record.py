@@ -29,7 +29,7 @@ from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.shards import PageShard
 from infinity.pages.home import twins_of
-from infinity.pages.ledger import Pending
+from infinity.pages.ledger import Commit
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.twins import Part, Twins
@@ -148,8 +148,8 @@ class Recorder:
             run.tensors,
         )
 
-    def finish(self, draft: Draft, pending: Pending) -> tuple[Manifest, npt.NDArray[np.uint32]]:
-        """Add the places and checksums of all parts, which `pending` has captured, to a draft.
+    def finish(self, draft: Draft, commit: Commit) -> tuple[Manifest, npt.NDArray[np.uint32]]:
+        """Add the places and checksums of all parts, which `commit` holds, to a draft.
 
         Returns the manifest and its table of checksums.
         """
@@ -157,7 +157,7 @@ class Recorder:
         tables: list[npt.NDArray[np.int64]] = []
         end = 0
         for part in self._parts():
-            _, checksums, _ = pending.captured[part]
+            checksums = commit.held[part].checksums
             base[part] = end
             tables.append(checksums)
             end += len(checksums)
@@ -167,9 +167,9 @@ class Recorder:
         for ranges in self._ranges:
             for of_parameter in ranges:
                 entry = next(entries)
-                found = tuple(_range(each, entry.moments, averaged, pending, base) for each in of_parameter)
+                found = tuple(_range(each, entry.moments, averaged, commit, base) for each in of_parameter)
                 parameters.append(replace(entry, ranges=found))
-        units = tuple(self._unit(page, pending) for page in self._pages)
+        units = tuple(self._unit(page, commit) for page in self._pages)
         table = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
         table[table < 0] = 0  # blocks that have no values yet
         manifest = replace(draft.manifest, units=units, parameters=tuple(parameters))
@@ -201,16 +201,16 @@ class Recorder:
                     ranges=(),
                 )
 
-    def _unit(self, page: ParameterPage, pending: Pending) -> form.UnitEntry:
+    def _unit(self, page: ParameterPage, commit: Commit) -> form.UnitEntry:
         layout, states = page.layout, self._states.pages[page.index]
         places, state_places = self._places.parameters[page.index], self._places.states[page.index]
         parameter_parts = {part.chunk_index: part for part in twins_of(page.home).parts}
         state_parts = {part.chunk_index: part for part in twins_of(states.home).parts}
         chunks = []
         for chunk_index in states.kept:
-            side, _, _ = pending.captured[parameter_parts[chunk_index]]
+            side = commit.held[parameter_parts[chunk_index]].side
             state = state_parts.get(chunk_index)
-            state_side, _, begun = (0, None, False) if state is None else pending.captured[state]
+            state_side, _, begun = (0, None, False) if state is None else commit.held[state]
             chunks.append(form.ChunkEntry(side, state_side, begun))
         state_bytes = self._plan.page_bytes(page.index, Kind.OPTIMIZER)
         return form.UnitEntry(
@@ -234,14 +234,14 @@ def _versions() -> dict[str, str]:
 
 
 def _range(
-    each: StoredRange, moments: bool, averaged: int | None, pending: Pending, base: Mapping[Part, int]
+    each: StoredRange, moments: bool, averaged: int | None, commit: Commit, base: Mapping[Part, int]
 ) -> form.Range:
     """Say where a range lies. moments: whether the parameter has moments, which are left out otherwise.
     averaged: as in `OptimizerRule`; without averaged steps there are no averages.
     """
     places = {}
     for array in each.arrays:
-        side, _, begun = pending.captured[array.part]
+        side, _, begun = commit.held[array.part]
         held = bool(averaged) if array.name == AVERAGE else moments and begun
         if array.name not in ("values", "remainder", "master") and not held:
             continue

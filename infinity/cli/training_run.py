@@ -22,7 +22,6 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn
 
 from infinity.build import carry_out
-from infinity.checkpoint.commit import Commit
 from infinity.checkpoint.export import check_export
 from infinity.cli.command import Output, StopFlag, Stopped, ending_together, leads
 from infinity.cli.job import Job
@@ -38,6 +37,7 @@ from infinity.lm.loop import (
     generate,
     sample_tokens,
 )
+from infinity.pages.ledger import Commit
 from infinity.planning.budgets import format_count
 from infinity.runtime import Runtime
 from infinity.system import machine

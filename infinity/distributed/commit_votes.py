@@ -42,7 +42,10 @@ _SLICE = 0.1
 
 
 class CommitVotes:
-    """Implements infinity.checkpoint.commit.CommittingRanks."""
+    """The ranks with which a commit is made.
+
+    See [Note: commits of ranks] in infinity/checkpoint/committer.py.
+    """
 
     def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
         self._ranks = ranks

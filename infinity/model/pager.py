@@ -124,8 +124,8 @@ class Pager:
                     self.edits.follow()
                 if lends:
                     return self._lend(result, places)
-                ledger = self.prefetch_engine.store.ledger
-                if ledger is not None and ledger.pending is not None and any(_views(result, places)):
+                pending = self.prefetch_engine.store.ledger.pending
+                if pending is not None and any(_views(result, places)):
                     self._settle(places)
         return result
 

@@ -366,7 +366,7 @@ class ChunkUpdate:
         if self.in_ram:
             self._take_at_home()
         ledger = self._store.ledger
-        if ledger is not None and ledger.pending is not None:
+        if ledger.pending is not None:
             ledger.settle_chunk((self.unit, self.chunk_index))
             # A write of the values before may still read the memory that the update changes.
             self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
@@ -400,12 +400,11 @@ class ChunkUpdate:
             self._lose(error)
             raise
         except BaseException as error:
-            if store.ledger is not None and store.ledger.pending is not None:
+            if store.ledger.pending is not None:
                 self.interrupted(error)  # the commit may hold the places to which a repetition would write
             raise
         try:
-            if store.ledger is not None:
-                store.ledger.updated((self.unit, self.chunk_index))
+            store.ledger.updated((self.unit, self.chunk_index))
             self.ticket = self.decision = None
             self._kept = NOTHING
             self._let_go()

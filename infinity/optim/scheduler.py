@@ -325,10 +325,8 @@ class UpdateScheduler(Updates):
 
         Does nothing if the commit was given up.
         """
-        ledger = self._store.ledger
-        if ledger is not None and ledger.pending is not None:
-            for unit in ledger.awaited_units():
-                self.complete(unit)
+        for unit in self._store.ledger.awaited_units():
+            self.complete(unit)
 
     def release(self, unit: int) -> None:
         """Wait until no update, and no copy of updated parameters to the device, uses the memory that the
@@ -432,19 +430,16 @@ class UpdateScheduler(Updates):
 
     def _held_up(self, update: ChunkUpdate) -> bool:
         """Whether the results of an update would need a third place on disk."""
-        ledger = self._store.ledger
-        return ledger is not None and ledger.blocks((update.unit, update.chunk_index))
+        return self._store.ledger.blocks((update.unit, update.chunk_index))
 
     def _free_place(self, update: ChunkUpdate) -> ChunkUpdate:
         """Make sure that there is a place on disk for the results of an update, which is returned.
 
-        If commits hold both places, the pending commit is driven to its end, before the update gets staging.
+        If commits hold both places, the pending commit is completed before the update gets staging.
         """
         if self._held_up(update):
-            ledger = self._store.ledger
-            assert ledger is not None
             self._cancel_all()  # no staging is held meanwhile
-            ledger.land()
+            self._store.ledger.wait()
         return update
 
     # --- what is begun ----------------------------------------------------------------------------------
@@ -503,8 +498,7 @@ class UpdateScheduler(Updates):
         """
         if self._units[unit].unread:
             return False
-        ledger = self._store.ledger
-        if ledger is not None and ledger.pending is not None:
+        if self._store.ledger.pending is not None:
             return True  # the commit should not wait until the model uses the unit
         page = self._pages[unit]
         if not self._store.device.shares_host or page.home.in_place:

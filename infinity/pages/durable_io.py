@@ -33,14 +33,14 @@ class DurableIO:
     `copy_out`, which the thread of a commit calls, too.
     """
 
-    def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter) -> None:
+    def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter, ledger: Ledger) -> None:
         """nvme: the tier with the slabs, from which nothing was leased yet. nbytes: size of the durable
-        range, which begins at byte 0 of the volume.
+        range, which begins at byte 0 of the volume. ledger: knows what the pending commit holds.
         """
         self.nvme = nvme
         self.lease = nvme.lease(nbytes)
         assert self.lease.offset == 0
-        self.ledger = Ledger()
+        self.ledger = ledger
         self._meter = meter
 
     def read(self, home: Home, offset: int, into: torch.Tensor, deadline: float | None) -> Transfer:
@@ -190,10 +190,10 @@ class DurableIO:
     def _target(self, part: Part) -> int:
         side = part.target()
         if side is None and part.trained:
-            self.ledger.land()
+            self.ledger.wait()
             side = part.target()
-        if side is None and self.ledger.lost is not None:
-            raise self.ledger.lost.again()
+        if side is None and self.ledger.unknown is not None:
+            raise self.ledger.unknown.again()
         if side is None:
             raise ConfigError(
                 "A frozen parameter was edited after a commit, which holds its only place on disk.",

@@ -1,6 +1,6 @@
 """Ledger: which bytes a pending commit holds, and what it still waits for.
 
-A commit is pending from `save` on until its manifest is durable. It holds each part (see
+A commit is pending from `save` on until it has ended. It holds each part (see
 infinity/pages/twins.py) as the part is after the last step. Some parts have these bytes already. The others
 get them later, because updates may run long after the step that decided them. Three things bring a part's
 bytes to the place that the commit holds:
@@ -12,22 +12,28 @@ bytes to the place that the commit holds:
   of an update are written to disk beside (`DurableIO.write_besides`).
 
 [Note: two threads]
-The thread that trains calls `begin`, `written`, `updated` and `settle`, under the runtime's
-lock. The thread of the commit calls `next_flush`, `flushed` and `end`, and never takes the runtime's lock.
-Both take the ledger's own lock, for moments only.
+The thread that trains calls `begin`, `written`, `updated`, `settle`, `wait` and `give_up`, under the
+runtime's lock. The thread of the commit calls `start`, `next_flush`, `flushed`, `complete` and `end`, and
+never takes the runtime's lock. Both take the ledger's own lock, for moments only.
+
+[Note: the states of a commit]
+    BEGUN -> PENDING -> WRITING -> NAMED -> DURABLE or UNKNOWN
+    BEGUN or PENDING -> GIVEN_UP -> FAILED
+    any but NAMED -> FAILED
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
 from infinity.pages.twins import Part
 from infinity.tiers.link import Transfer, watcher_of
 
@@ -38,48 +44,141 @@ Chunk = tuple[int, int]
 """(index of a unit, index of a chunk in the unit)."""
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """What one pending commit holds and still waits for."""
+class CommitState(enum.Enum):
+    """Where a commit stands. The last three states are its ends."""
 
-    captured: dict[Part, tuple[int, npt.NDArray[np.int64], bool]] = field(default_factory=dict)
-    """Part -> (index of the place that the commit holds, checksums of the bytes there, whether all bytes
-    there have values).
+    BEGUN = enum.auto()
+    """`save` has begun it, and its thread does not run yet."""
+    PENDING = enum.auto()
+    """Its thread runs, and waits for the bytes that it holds."""
+    GIVEN_UP = enum.auto()
+    """It waits for no bytes any more, and fails."""
+    WRITING = enum.auto()
+    """The bytes of its pages are written, and its manifest is to follow. Nobody gives it up any more."""
+    NAMED = enum.auto()
+    """Its manifest has its name, as far as one can see."""
+    DURABLE = enum.auto()
+    FAILED = enum.auto()
+    """The commit before is the newest one, and the places that this one held are free."""
+    UNKNOWN = enum.auto()
+    """It failed after it was NAMED. A restart resumes it or the one before, so the places of both stay
+    held.
     """
-    begun: dict[Part, bool] = field(default_factory=dict)
-    """`Part.begun`, at the time of `save`, of the parts whose bytes are those of that time. A later step may
-    decide the first update of a chunk before the commit has the chunk's bytes.
-    """
-    awaited: dict[Chunk, Sequence[Part]] = field(default_factory=dict)
-    """Chunks whose update was decided and has not been computed -> their parts."""
-    late: set[Part] = field(default_factory=set)
-    """The parts of `awaited` whose bytes have not come yet."""
-    to_flush: deque[Part] = field(default_factory=deque)
-    """Parts in memory that the CPU can use and that nobody has begun to flush."""
-    unflushed: set[Part] = field(default_factory=set)
-    """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
-    writes: list[Transfer] = field(default_factory=list)
-    """Writes under way of bytes that the commit holds."""
-    failure: InfinityError | None = None
-    """The error by which the commit cannot land any more."""
-    taken: bool = False
-    """Whether somebody will call `Ledger.end` for this commit."""
-    wanted: bool = False
-    """Whether somebody waits for the commit's end."""
-    ended: bool = False
-    named: bool = False
-    """Whether the manifest has its name, so that a crash may resume this commit even if it fails now."""
+
+
+class Held(NamedTuple):
+    """What a commit holds of a part."""
+
+    side: int
+    """Index of the place with the bytes."""
+    checksums: npt.NDArray[np.int64]
+    """Those of the bytes there."""
+    begun: bool
+    """Whether all bytes there have values."""
+
+
+class Commit:
+    """A commit that `Runtime.save` has begun."""
+
+    def __init__(self, generation: int, complete: Callable[[Commit], None]) -> None:
+        """complete: function of the commit that completes the updates that it awaits."""
+        self.generation = generation
+        """The number of the commit in its directory; later commits have larger numbers."""
+        self.state = CommitState.BEGUN
+        self.failure: InfinityError | None = None
+        """The error by which the commit failed or was given up; None if it is durable or has not ended."""
+        self.reported = False
+        """Whether the failure was raised to the user."""
+        self.wanted = False
+        """Whether this process waits for the commit's end."""
+        self._complete = complete
+        self._over = threading.Event()
+        self.held: dict[Part, Held] = {}
+        """What it holds already. This and what follows is empty again when it has ended."""
+        self.begun: dict[Part, bool] = {}
+        """`Part.begun`, at the time of `save`, of the parts whose bytes are those of that time. A later step
+        may decide the first update of a chunk before the commit has the chunk's bytes.
+        """
+        self.awaited: dict[Chunk, Sequence[Part]] = {}
+        """Chunks whose update was decided and has not been computed -> their parts."""
+        self.late: set[Part] = set()
+        """The parts of `awaited` whose bytes have not come yet."""
+        self.to_flush: deque[Part] = deque()
+        """Parts in memory that the CPU can use and that nobody has begun to flush."""
+        self.unflushed: set[Part] = set()
+        """Parts whose flush has not ended: those in `to_flush`, and those whose write is under way."""
+        self.writes: list[Transfer] = []
+        """Writes under way of bytes that the commit holds."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the commit has ended: it is durable, or it has failed and `wait` raises the error."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Complete the updates that the commit needs, and wait until the commit is durable.
+
+        Raises the error by which the commit failed: StorageFull or StorageError. Also raises StorageError if
+        a read of an update failed; the commit is pending still then, and a second call repeats the read. In
+        a process that was forked from the runtime's process it raises ConfigError.
+        """
+        self._complete(self)
+        self.join()
+        if self.failure is not None:
+            self.reported = True
+            raise self.failure.again()
+
+    def report(self) -> None:
+        """Raise the error by which the commit failed, if it has ended and nobody has seen the error."""
+        if self.done and self.failure is not None and not self.reported:
+            self.reported = True
+            raise self.failure.again()
+
+    def join(self) -> None:
+        """Wait until the commit has ended, without completing updates for it."""
+        while not self._over.wait(_SLICE):
+            pass
+
+    @property
+    def open(self) -> bool:
+        """Whether the commit still waits for bytes."""
+        return self.state in (CommitState.BEGUN, CommitState.PENDING)
+
+    def capture(self, part: Part) -> None:
+        """Hold the newest bytes of a part that are on disk or being written there."""
+        self.held[part] = Held(part.side, part.checksums, self.begun.get(part, part.begun))
+        part.pending = part.side  # last: `Ledger.end` frees the places of what is held
+
+    def end(self, state: CommitState, failure: InfinityError | None = None) -> None:
+        """End the commit, so that it holds nothing any more. failure: why it is not durable."""
+        self.state, self.failure = state, failure
+        for each in (
+            self.held,
+            self.begun,
+            self.awaited,
+            self.late,
+            self.to_flush,
+            self.unflushed,
+            self.writes,
+        ):
+            each.clear()
+        self._over.set()
+
+
+def copied() -> Commit:
+    """A Commit that is done, with the generation 0: what `Runtime.save` returns for a copy of the run."""
+    commit = Commit(0, lambda _: None)
+    commit.end(CommitState.DURABLE)
+    return commit
 
 
 class Ledger:
     """The parts of all pages, and the pending commit, if there is one."""
 
     def __init__(self) -> None:
-        self.pending: Pending | None = None
-        self.lost: InfinityError | None = None
-        """The error of a commit that failed after its manifest had its name. Its places stay held for good,
-        and so do those of the commit before.
-        """
+        self.pending: Commit | None = None
+        self.unknown: InfinityError | None = None
+        """The error of a commit that ended as UNKNOWN. The places of later commits stay held, too."""
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -90,26 +189,54 @@ class Ledger:
     # --- the thread that trains -------------------------------------------------------------------------
 
     def begin(
-        self, outstanding: Iterable[Chunk], frozen: Iterable[Part], writes: Iterable[Transfer]
-    ) -> Pending:
-        """Make the pending commit, with the parts as they will be after the updates that are outstanding.
+        self,
+        commit: Commit,
+        outstanding: Iterable[Chunk],
+        frozen: Iterable[Part],
+        writes: Iterable[Transfer],
+    ) -> None:
+        """Let a new commit hold the parts as they will be after the updates that are outstanding.
 
         outstanding: the chunks whose update was decided and has not been computed. frozen: the parts of
-        frozen parameters. writes: the writes of pages that are under way. Returns the pending commit.
+        frozen parameters. writes: the writes of pages that are under way.
         """
-        pending = self.pending = Pending(writes=list(writes))
-        late = set(outstanding)
-        pending.awaited = {chunk: self._parts[chunk] for chunk in late}
-        pending.late = {part for parts in pending.awaited.values() for part in parts}
-        ready = [part for chunk, parts in self._parts.items() if chunk not in late for part in parts]
+        commit.writes += writes
+        commit.awaited.update((chunk, self._parts[chunk]) for chunk in outstanding)
+        commit.late.update(part for parts in commit.awaited.values() for part in parts)
+        self.pending = commit  # before any place is held: `withdraw` frees them
+        ready = (
+            part for chunk, parts in self._parts.items() if chunk not in commit.awaited for part in parts
+        )
         for part in (*ready, *frozen):
-            pending.begun[part] = part.begun
+            commit.begun[part] = part.begun
             if part.home.in_place and (part.trained or part.durable is None):
-                pending.to_flush.append(part)
+                commit.to_flush.append(part)
             else:
-                _capture(pending, part)
-        pending.unflushed.update(pending.to_flush)
-        return pending
+                commit.capture(part)
+        commit.unflushed.update(commit.to_flush)
+
+    def withdraw(self, commit: Commit) -> None:
+        """End a commit that `save` could not begin, unless its thread has begun and ends it."""
+        with self._changed:
+            if self.pending is commit and commit.state is CommitState.BEGUN:
+                commit.reported = True
+                cause, cure = "A commit was given up before it began.", "Call save() again."
+                self.end(commit, ConfigError(cause, cure))
+
+    def give_up(self, failure: InfinityError | None = None) -> None:
+        """Have the pending commit fail without waiting for its bytes, if it waits for some.
+
+        failure: the error that is the reason; None: its runtime ends.
+        """
+        commit = self.pending
+        if commit is not None:
+            with self._changed:
+                if commit.open:
+                    commit.state = CommitState.GIVEN_UP
+                    commit.failure = failure or ConfigError(
+                        "A commit was given up, because its runtime ended.", "Resume from the last one."
+                    )
+                    self._changed.notify_all()
 
     def wants(self, part: Part) -> bool:
         """Whether the pending commit waits for the update that brings the part's next bytes."""
@@ -125,7 +252,7 @@ class Ledger:
             if pending is None:
                 return  # the commit has failed meanwhile
             pending.writes.append(watcher_of(transfer))
-            _capture(pending, part)
+            pending.capture(part)
             pending.late.discard(part)
             self._changed.notify_all()
 
@@ -155,7 +282,7 @@ class Ledger:
                 if part in pending.to_flush:
                     pending.to_flush.remove(part)
                     pending.to_flush.appendleft(part)
-            while not pending.ended and any(part in pending.unflushed for part in wanted):
+            while pending.open and any(part in pending.unflushed for part in wanted):
                 self._changed.wait(_SLICE)
 
     def settle_chunk(self, chunk: Chunk) -> None:
@@ -166,7 +293,7 @@ class Ledger:
 
     def blocks(self, chunk: Chunk) -> bool:
         """Whether an update of the chunk would need a third place for its results, so that the pending commit
-        has to be driven to its end first.
+        has to end first.
         """
         if self.pending is None:
             return False
@@ -174,35 +301,32 @@ class Ledger:
 
     def awaited_units(self) -> list[int]:
         """The units with an update for which the pending commit waits, unless the commit was given up."""
+        if self.pending is None:
+            return []
         with self._changed:
             pending = self.pending
-            awaited = () if pending is None or pending.ended else pending.awaited
+            awaited = pending.awaited if pending is not None and pending.open else ()
             return list(dict.fromkeys(unit for unit, _ in awaited))
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Wait until the pending commit has ended, whether it is durable or has failed.
 
         No update may be outstanding for which it waits; `UpdateScheduler.complete_awaited` sees to that.
         """
-        self.want()
-        with self._changed:
-            assert self.pending is None or self.pending.ended or not self.pending.awaited
-            while self.pending is not None:
-                self._changed.wait(_SLICE)
-
-    def want(self) -> None:
-        """Note that somebody waits for the end of the pending commit."""
-        pending = self.pending
-        if pending is not None:
-            pending.wanted = True
+        commit = self.pending
+        if commit is not None:
+            assert not commit.open or not commit.awaited
+            commit.wanted = True
+            commit.join()
 
     # --- the thread of the commit -----------------------------------------------------------------------
 
-    def take(self, pending: Pending) -> bool:
-        """Become the one who ends a commit. Returns False if somebody else is that already."""
+    def start(self, commit: Commit) -> bool:
+        """Begin to wait for a commit's bytes, and become the one who ends it. Returns False if `save` has."""
         with self._changed:
-            taken, pending.taken = pending.taken, True
-        return not taken
+            if commit.state is CommitState.BEGUN:
+                commit.state = CommitState.PENDING
+            return not commit.done
 
     def next_flush(self, *, block: bool) -> Part | None:
         """Take the next part to flush; None if there is none now.
@@ -213,53 +337,40 @@ class Ledger:
         assert pending is not None
         with self._changed:
             while not pending.to_flush:
-                if not block or pending.ended or not pending.awaited:
+                if not block or not pending.open or not pending.awaited:
                     return None
                 self._changed.wait()
-            return None if pending.ended else pending.to_flush.popleft()
+            return pending.to_flush.popleft() if pending.open else None
 
     def flushed(self, part: Part) -> None:
         """Note that a part's bytes have been written from memory to its place `side`."""
         pending = self.pending
         assert pending is not None
         with self._changed:
-            _capture(pending, part)
+            pending.capture(part)
             pending.unflushed.discard(part)
             self._changed.notify_all()
 
-    def end(self, pending: Pending, failure: InfinityError | None) -> None:
-        """Note that a commit has ended. Its places are durable if `failure` is None, else free.
-
-        They stay held if it failed when its manifest had its name: that commit, the one before, or both are
-        on the disk, and nobody knows.
-        """
+    def complete(self, commit: Commit) -> None:
+        """Note that a commit's bytes are written. Raises its error if it was given up meanwhile."""
         with self._changed:
-            if failure is not None and pending.named:
-                self.lost = failure
-            for part, (side, _, _) in pending.captured.items():
-                if self.lost is not None:
-                    continue
+            if commit.state is CommitState.GIVEN_UP:
+                assert commit.failure is not None
+                raise commit.failure.again()
+            commit.state = CommitState.WRITING
+
+    def end(self, commit: Commit, failure: InfinityError | None) -> None:
+        """End a commit, and free the places that no commit holds then. failure: None if it is durable."""
+        with self._changed:
+            state = CommitState.DURABLE
+            if failure is not None:
+                named = commit.state is CommitState.NAMED
+                state = CommitState.UNKNOWN if named else CommitState.FAILED
+                self.unknown = failure if named else self.unknown
+            for part, held in commit.held.items() if self.unknown is None else ():
                 part.pending = None
-                if failure is None:
-                    part.durable = side
-            pending.failure = failure
-            pending.ended = True
-            pending.awaited.clear()
-            pending.late.clear()
-            pending.unflushed.clear()
+                if state is CommitState.DURABLE:
+                    part.durable = held.side
             self.pending = None
+            commit.end(state, failure)
             self._changed.notify_all()
-
-    def abandon(self, failure: InfinityError | None = None) -> None:
-        """Let the pending commit end without waiting for updates. failure: the error that is the reason."""
-        pending = self.pending
-        if pending is not None:
-            with self._changed:
-                pending.failure = pending.failure or failure
-                pending.ended = True
-                self._changed.notify_all()
-
-
-def _capture(pending: Pending, part: Part) -> None:
-    pending.captured[part] = part.side, part.checksums, pending.begun.get(part, part.begun)
-    part.pending = part.side  # last: `end` frees the places of what was captured

@@ -120,6 +120,8 @@ class OpenTiers:
             (plan.ring_bytes,). Both are None if the plan has no ring.
             """
             self.nvme: NvmeTier | None = None
+            self.ledger = Ledger()
+            """The pending commit, if there is one. It has no parts if commits are off."""
             self.durable: DurableIO | None = None
             """Reads and writes the places of durable pages; None if commits are off."""
             self.files = injected_files()
@@ -128,7 +130,7 @@ class OpenTiers:
                 self.nvme.register(self.host)
             if plan.commits:
                 assert self.nvme is not None
-                self.durable = DurableIO(self.nvme, plan.durable_bytes, meter)
+                self.durable = DurableIO(self.nvme, plan.durable_bytes, meter, self.ledger)
             self._cleanup = cleanup.pop_all()
 
     def release(self) -> None:
@@ -138,11 +140,6 @@ class OpenTiers:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
         self.workspace = self.kernels = self.ring = self.landing = None
         self._cleanup.close()
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """What the pending commit holds and waits for; None if commits are off."""
-        return None if self.durable is None else self.durable.ledger
 
     def _open_nvme(
         self,

@@ -147,7 +147,7 @@ class Store(OpenTiers):
             return transfer
         if home.in_place:
             if durable:
-                durable.ledger.settle(twins_of(home).over(offset, offset + source.nbytes))
+                self.ledger.settle(twins_of(home).over(offset, offset + source.nbytes))
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
@@ -286,9 +286,8 @@ class Store(OpenTiers):
         """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
         in memory now: until no flush and no write reads them.
         """
-        ledger = self.ledger
-        if ledger is not None and ledger.pending is not None and home.twins is not None:
-            ledger.settle(home.twins.parts)
+        if home.twins is not None:
+            self.ledger.settle(home.twins.parts)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)
 

@@ -198,9 +198,7 @@ class PrefetchEngine:
         The updates of the commit's step are finished too, so that a changed page can be written home.
         Writes that read the memory of these pages have ended afterwards, with the bytes of their checksums.
         """
-        ledger = self.store.ledger
-        if ledger is not None and ledger.pending is not None:
-            self.updates.complete_awaited()
+        self.updates.complete_awaited()
         for unit in units:
             self.store.settle_for_user(self.pages[unit].home)
 

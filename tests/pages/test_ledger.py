@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 
 from infinity.errors import ConfigError
 from infinity.pages.home import Home
-from infinity.pages.ledger import Ledger
+from infinity.pages.ledger import Commit, CommitState, Ledger
 from infinity.pages.twins import Label, Part, Twins
 from infinity.tiers import Tier
 from infinity.tiers.link import ARRIVED
@@ -34,6 +37,18 @@ def ledger_of(part: Part) -> Ledger:
     return ledger
 
 
+def pending_of(ledger: Ledger, outstanding: Sequence[tuple[int, int]] = ()) -> Commit:
+    commit = Commit(1, lambda _: None)
+    ledger.begin(commit, outstanding, [], [])
+    return commit
+
+
+def started(ledger: Ledger) -> Commit:
+    commit = pending_of(ledger)
+    assert ledger.start(commit)
+    return commit
+
+
 def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
     part = part_in_ram()
     assert part.target() == 0
@@ -43,32 +58,95 @@ def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
     assert part.target() is None
 
 
-def test_only_one_ends_a_commit() -> None:
+def test_a_commit_whose_thread_runs_is_not_withdrawn() -> None:
     ledger = ledger_of(part_in_ram())
-    pending = ledger.begin([], [], [])
-    assert ledger.take(pending)
-    assert not ledger.take(pending)
+    commit = started(ledger)
+    ledger.withdraw(commit)
+    assert commit.state is CommitState.PENDING
+    assert ledger.pending is commit
+
+
+def test_the_thread_of_a_commit_that_was_withdrawn_does_not_end_it_again() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    commit = pending_of(ledger)
+    assert part.pending == 0
+    ledger.withdraw(commit)
+    assert not ledger.start(commit)
+    assert (commit.state, commit.done, part.pending, ledger.pending) == (CommitState.FAILED, True, None, None)
+    commit.report()  # `save` raises what has interrupted it
+
+
+def test_a_commit_that_is_given_up_fails_by_the_reason_and_waits_for_no_flush() -> None:
+    ledger = ledger_of(part_in_ram())
+    for reason, said in ((FAILURE, "A cause"), (None, "its runtime ended")):
+        commit = started(ledger)
+        ledger.give_up(reason)
+        ledger.give_up(ConfigError("Another.", "Cure."))
+        assert not commit.done
+        assert ledger.next_flush(block=True) is None
+        with pytest.raises(ConfigError, match=said) as raised:
+            ledger.complete(commit)
+        ledger.end(commit, raised.value)
+        assert commit.state is CommitState.FAILED
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=said):
+                commit.wait()
+        commit.report()
+
+
+def test_a_commit_whose_manifest_is_being_written_is_not_given_up() -> None:
+    ledger = ledger_of(part_on_a_device())
+    commit = started(ledger)
+    ledger.complete(commit)
+    ledger.give_up(FAILURE)
+    assert commit.state is CommitState.WRITING
+    ledger.end(commit, None)
+    assert (commit.state, commit.failure) == (CommitState.DURABLE, None)
+    commit.wait()
+
+
+def test_the_places_of_a_commit_that_fails_with_its_name_stay_held() -> None:
+    part = part_on_a_device()
+    ledger = ledger_of(part)
+    for state in (CommitState.UNKNOWN, CommitState.FAILED):
+        commit = started(ledger)
+        ledger.complete(commit)
+        if state is CommitState.UNKNOWN:
+            commit.state = CommitState.NAMED
+        ledger.end(commit, FAILURE)
+        assert (commit.state, part.pending, ledger.unknown) == (state, 0, FAILURE)
+
+
+def test_an_error_is_reported_once() -> None:
+    ledger = ledger_of(part_in_ram())
+    commit = started(ledger)
+    commit.report()
+    ledger.end(commit, FAILURE)
+    with pytest.raises(ConfigError):
+        commit.report()
+    commit.report()
 
 
 def test_places_of_a_failed_commit_are_free_and_those_of_another_are_durable() -> None:
     part = part_in_ram()
     ledger = ledger_of(part)
     for failure, durable in ((FAILURE, None), (None, 0)):
-        pending = ledger.begin([], [], [])
+        commit = pending_of(ledger)
         assert ledger.next_flush(block=True) is part
         ledger.flushed(part)
         assert part.pending == 0
-        ledger.end(pending, failure)
+        ledger.end(commit, failure)
         assert (part.pending, part.durable, ledger.pending) == (None, durable, None)
 
 
 def test_a_write_or_an_update_that_comes_after_the_commit_has_failed_is_not_of_the_commit() -> None:
     part = part_in_ram()
     ledger = ledger_of(part)
-    pending = ledger.begin([(0, 0)], [], [])
+    commit = pending_of(ledger, [(0, 0)])
     assert ledger.wants(part)
     assert ledger.awaited_units() == [0]
-    ledger.end(pending, FAILURE)
+    ledger.end(commit, FAILURE)
     ledger.written(part, ARRIVED)
     ledger.updated((0, 0))
     assert part.pending is None
@@ -80,17 +158,17 @@ def test_a_flush_says_whether_the_part_had_begun_at_save() -> None:
     begun = [False]
     part = part_in_ram(begun)
     ledger = ledger_of(part)
-    pending = ledger.begin([], [], [])
+    commit = pending_of(ledger)
     begun[0] = True  # the next step is decided before the flush
     ledger.next_flush(block=True)
     ledger.flushed(part)
-    assert pending.captured[part][2] is False
+    assert commit.held[part].begun is False
 
 
 def test_a_part_on_a_device_is_held_as_save_has_copied_it() -> None:
     part = part_on_a_device()
     ledger = ledger_of(part)
-    pending = ledger.begin([], [], [])
+    commit = pending_of(ledger)
     assert ledger.next_flush(block=True) is None
     assert part.pending == 0
-    assert list(pending.captured) == [part]
+    assert list(commit.held) == [part]
