@@ -27,7 +27,7 @@ from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Commit, Held, Ledger
-from infinity.pages.twins import Part
+from infinity.pages.parts import Part
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
 from infinity.tiers.link import ARRIVED
@@ -119,19 +119,19 @@ def slabs_marked_after_the_rename(patch: Patch, faults: Faults) -> None:
     patch.setattr(commit_files, "write", late)
 
 
-def place_free(*held: str) -> Bug:
-    """A part's places count as free unless one of the attributes `held` of the part names them."""
+def slot_free(*held: str) -> Bug:
+    """A part's slots count as free unless one of the attributes `held` of the part names them."""
 
-    def target(self: Part) -> int | None:
+    def free_slot(self: Part) -> int | None:
         taken = [getattr(self, each) for each in held]
-        sides = (self.side, 1 - self.side)
-        return next((side for side in sides if side not in taken and side < len(self.places)), None)
+        slots = (self.newest, 1 - self.newest)
+        return next((slot for slot in slots if slot not in taken and slot < len(self.slots)), None)
 
-    return lambda patch, faults: patch.setattr(Part, "target", target)
+    return lambda patch, faults: patch.setattr(Part, "free_slot", free_slot)
 
 
-def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
-    """Writes that wait for the commit's end go on when its places are free. The manifest waits for them."""
+def slots_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
+    """Writes that wait for the commit's end go on when its slots are free. The manifest waits for them."""
     finish, write, join = Recorder.finish, DurableIO.write, Commit.join
     freed: list[Any] = []
     written: list[bool] = []
@@ -151,8 +151,8 @@ def places_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
         waiting.clear()
 
     def early(self: Recorder, draft: Any, pending: Any) -> Any:
-        for part, (side, _, _) in pending.held.items():
-            part.durable, part.pending = side, None
+        for part, (slot, _, _) in pending.held.items():
+            part.durable, part.pending = slot, None
         freed.append(pending)
         enough = len(written) + 6
         while len(written) < enough and not waiting.is_set() and not pending.done:
@@ -181,8 +181,8 @@ def checksums_of_an_older_write(patch: Patch, faults: Faults) -> None:
 
     def stale(self: Recorder, draft: Any, pending: Any) -> Any:
         now = dict(pending.held)
-        for part, (side, checksums, begun) in now.items():
-            pending.held[part] = Held(side, known.get(part, checksums), begun)
+        for part, (slot, checksums, begun) in now.items():
+            pending.held[part] = Held(slot, known.get(part, checksums), begun)
         known.update({part: checksums.copy() for part, (_, checksums, _) in now.items()})
         return finish(self, draft, pending)
 
@@ -242,7 +242,7 @@ def device_pages_not_awaited(patch: Patch, faults: Faults) -> None:
 
 def rest_of_a_part_not_copied(patch: Patch, faults: Faults) -> None:
     def careless(self: DurableIO, part: Part) -> None:
-        part.side = self._target(part)
+        part.newest = self._free_slot(part)
         part.checksums = part.checksums.copy()
 
     patch.setattr(DurableIO, "_make_writable", careless)
@@ -294,10 +294,10 @@ BUGS: dict[str, tuple[Bug, Record]] = {
     "directory synced before the rename": (directory_synced_before_the_rename, NVME),
     "names of slabs not synced": (names_of_slabs_not_synced, STREAMED),
     "slabs marked after the rename": (slabs_marked_after_the_rename, NVME),
-    "the durable place is free": (place_free("pending"), NVME),
-    "the pending place is free": (place_free("durable"), NVME),
-    "the durable place is free, with homes in ram": (place_free("pending"), RAM),
-    "places freed before the manifest": (places_freed_before_the_manifest, EAGER),
+    "the durable slot is free": (slot_free("pending"), NVME),
+    "the pending slot is free": (slot_free("durable"), NVME),
+    "the durable slot is free, with homes in ram": (slot_free("pending"), RAM),
+    "slots freed before the manifest": (slots_freed_before_the_manifest, EAGER),
     "old commit removed before the new one": (old_commit_removed_before_the_new_one, NVME),
     "checksums of an older write": (checksums_of_an_older_write, NVME),
     "steps read late": (read_late("parameters"), NVME),

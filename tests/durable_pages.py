@@ -13,7 +13,7 @@ from infinity.layout.chunks import ModelLayout, UnitLayout, build
 from infinity.layout.shards import ALONE, PageShard
 from infinity.layout.units import survey
 from infinity.pages.home import Home
-from infinity.pages.twins import Part, Twins, parameter_twins, state_twins
+from infinity.pages.parts import Part, Parts, parameter_parts, state_parts
 from infinity.planning.slab_layout import SlabLayout, slab_layout
 from infinity.tiers import Tier
 
@@ -24,7 +24,7 @@ class DurablePage:
 
     layout: UnitLayout
     home: Home
-    twins: Twins
+    parts: Parts
     begun: list[bool]
     formats: list[StateFormat]
 
@@ -44,7 +44,7 @@ class DurablePages:
 
     @property
     def parts(self) -> list[Part]:
-        return [part for page in self.all for part in page.twins.parts]
+        return [part for page in self.all for part in page.parts]
 
 
 def durable_pages(
@@ -76,11 +76,11 @@ def durable_pages(
     for index, (unit, forms) in enumerate(zip(layout.units, formats, strict=True)):
         begun = [False] * len(unit.chunks)
         home = Home(Tier.NVME, unit.nbytes, None, False)
-        home.twins = parameter_twins(PageShard(unit, ALONE), images.parameters[index], home)
-        parameters.append(DurablePage(unit, home, home.twins, begun, forms))
+        home.parts = parameter_parts(PageShard(unit, ALONE), images.parameters[index], home)
+        parameters.append(DurablePage(unit, home, home.parts, begun, forms))
         home = Home(Tier.NVME, sum(form.nbytes for form in forms), None, False)
-        home.twins = state_twins(
+        home.parts = state_parts(
             unit, forms, images.states[index], home, begun=begun, kept=range(len(unit.chunks))
         )
-        states.append(DurablePage(unit, home, home.twins, begun, forms))
+        states.append(DurablePage(unit, home, home.parts, begun, forms))
     return DurablePages(layout, images, parameters, states)

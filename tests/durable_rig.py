@@ -16,7 +16,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import InFlightRequest
 from infinity.pages.ledger import Commit, Ledger
-from infinity.pages.twins import Part, block_count
+from infinity.pages.parts import Part, block_count
 from infinity.telemetry.meter import Meter
 from infinity.tiers import NvmeTier, Tier, aligned_ram
 from infinity.tiers.link import Transfer
@@ -27,7 +27,7 @@ FAILURE = ConfigError("A cause.", "A cure.")
 class Holding(NamedTuple):
     """What a commit holds of a part."""
 
-    side: int
+    slot: int
     data: bytes
     checksums: np.ndarray
     """Those of all blocks that have values."""
@@ -60,19 +60,19 @@ class Rig:
         self.chunks: dict[tuple[int, int], list[Part]] = {}
         for units in (made.parameters, made.states):
             for unit, page in enumerate(units):
-                for part in page.twins.parts:
+                for part in page.parts:
                     if part.chunk_index is not None:
                         self.chunks.setdefault((unit, part.chunk_index), []).append(part)
         self.io.ledger.set_parts(self.chunks)
-        self.parts = [(page, part) for page in self.pages for part in page.twins.parts]
+        self.parts = [(page, part) for page in self.pages for part in page.parts]
         self.frozen = [part for _, part in self.parts if not part.trained]
         assert len(self.frozen) == 1
         self.writes: list[tuple[DurablePage, InFlightRequest]] = []
         self.pending: Commit | None = None
         self.taken: dict[Part, Holding] = {}
-        """What the pending commit has to hold, as far as updates have brought it; no places yet."""
+        """What the pending commit has to hold, as far as updates have brought it; no slots yet."""
         self.durable: dict[Part, Holding] = {}
-        for seed, page in enumerate(self.pages):  # so that no two places have the same bytes by chance
+        for seed, page in enumerate(self.pages):  # so that no two slots have the same bytes by chance
             self.write(page, 0, content(seed, page.home.nbytes))
 
     def bytes_of(self, page: DurablePage) -> bytearray:
@@ -90,13 +90,13 @@ class Rig:
         Returns None for a page in RAM.
         """
         end = start + len(data)
-        for part in page.twins.over(start, end):
-            if part.home.nvme_lease is not None and part.trained and part.target() is None:
+        for part in page.parts.over(start, end):
+            if part.home.nvme_lease is not None and part.trained and part.free_slot() is None:
                 self.end(None)
         page.home.settle(start, end, writing=True)
         source = memory_of(data)
         if page.home.in_place:
-            while any(part in pending_flushes(self.io) for part in page.twins.over(start, end)):
+            while any(part in pending_flushes(self.io) for part in page.parts.over(start, end)):
                 self.flush()
             page.home.view(start, len(data)).copy_(source)
             transfer = None
@@ -156,20 +156,20 @@ class Rig:
         if failure is None:
             assert set(pending.held) == set(self.taken) == {part for _, part in self.parts}
             self.durable = {}
-            for part, (side, checksums, begun) in pending.held.items():
+            for part, (slot, checksums, begun) in pending.held.items():
                 taken = self.taken[part]
                 assert begun == taken.begun
                 assert np.array_equal(checksums[: len(taken.checksums)], taken.checksums)
-                self.durable[part] = taken._replace(side=side)
+                self.durable[part] = taken._replace(slot=slot)
         self.io.ledger.end(pending, failure)
         self.pending = None
         for _, part in self.parts:
-            durable = self.durable[part].side if part in self.durable else None
+            durable = self.durable[part].slot if part in self.durable else None
             assert (part.durable, part.pending) == (durable, None)
 
-    def bytes_on_disk(self, part: Part, side: int) -> bytes:
+    def bytes_on_disk(self, part: Part, slot: int) -> bytes:
         memory = aligned_ram(part.nbytes)
-        self.tier.read(self.io.lease, memory, offset=part.places[side]).result()
+        self.tier.read(self.io.lease, memory, offset=part.slots[slot]).result()
         return memory.numpy().tobytes()
 
     def close(self) -> None:

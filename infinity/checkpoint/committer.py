@@ -1,21 +1,21 @@
 """Committer: makes the state of a run after a step durable, while the run goes on.
 
 [Note: the order of a commit]
-1. `save` copies what is not in pages, and says which place of each part the commit holds (the ledger).
+1. `save` copies what is not in pages, and says which slot of each part the commit holds (the ledger).
    Parts in device memory have been written there before `save` returns.
-2. The updates of the step run, as they would anyway, and write to these places. Parts at home in memory that
+2. The updates of the step run, as they would anyway, and write to these slots. Parts at home in memory that
    the CPU can use are written by the commit's thread.
 3. When these writes have ended: fdatasync of every slab.
 4. The manifest is written to a temporary file and synced, renamed to commit-<generation>, and the directory
    is synced. From here on a crash resumes from this commit.
-5. Only now are the places free that the commit before held, and its manifest is removed.
+5. Only now are the slots free that the commit before held, and its manifest is removed.
 
 [Note: failed commits]
-A commit that fails before its manifest has its name leaves the commit before as it was. Its places are free
+A commit that fails before its manifest has its name leaves the commit before as it was. Its slots are free
 again, and the run goes on. After a failed sync nobody knows what the disk holds: Linux reports the loss of
 written pages once and forgets them. So the runtime refuses further use then, and a new process resumes from
 the newest commit that is whole. If the manifest had its name already, that may be this commit or the one
-before, so the places of both stay held.
+before, so the slots of both stay held.
 
 [Note: commits of ranks]
 With several ranks each commits its part, and no part counts unless all do. So between 4 and 5 a rank waits
@@ -44,12 +44,11 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
-from infinity.pages.home import twins_of
 from infinity.pages.ledger import Commit, CommitState
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.parts import Part
 from infinity.pages.store import Store
-from infinity.pages.twins import Part
 from infinity.tiers.link import Transfer
 
 if TYPE_CHECKING:
@@ -112,14 +111,11 @@ class Committer:
         self._wanted = 0
         """Number of the last commit for which another rank waits."""
         self._frozen = [
-            part
-            for page in pages
-            for part in twins_of(page.home).parts
-            if part.committed and not part.trained
+            part for page in pages for part in page.home.parts if part.committed and not part.trained
         ]
         parts: dict[tuple[int, int], list[Part]] = {}
         for page in pages:
-            for part in (*twins_of(page.home).parts, *twins_of(states.pages[page.index].home).parts):
+            for part in (*page.home.parts, *states.pages[page.index].home.parts):
                 if part.trained and part.chunk_index is not None:
                     parts.setdefault((page.index, part.chunk_index), []).append(part)
         self._trained = parts
@@ -373,7 +369,7 @@ class Committer:
             return True
 
     def _flush(self) -> None:
-        """Write all parts that are in memory to their places, a few at a time."""
+        """Write all parts that are in memory to their slots, a few at a time."""
         under_way: deque[tuple[Part, Transfer]] = deque()
         while True:
             part = self._ledger.next_flush(block=not under_way)

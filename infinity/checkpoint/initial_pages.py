@@ -28,8 +28,8 @@ from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.page_content import content_at
+from infinity.pages.parts import parameter_parts, state_parts
 from infinity.pages.store import Store
-from infinity.pages.twins import parameter_twins, state_twins
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 
@@ -62,7 +62,7 @@ class InitialPages:
         self.homes: list[Home] = [self.home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
         if plan.slab_layout is not None:
             for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
-                home.twins = parameter_twins(shard, images, home)
+                home.parts = parameter_parts(shard, images, home)
         self.states = (
             None
             if plan.rule is None
@@ -196,7 +196,7 @@ class InitialPages:
         if places is not None:
             for unit, page in pages.items():
                 images = places.states[unit]
-                page.home.twins = state_twins(
+                page.home.parts = state_parts(
                     page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
                 )
         return pages

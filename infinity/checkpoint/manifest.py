@@ -150,9 +150,9 @@ class PrecisionEntry:
 class ChunkEntry(Row):
     """Which of a chunk's two places the commit holds."""
 
-    parameter_side: int
+    parameter_slot: int
     """0 or 1: the place of `UnitEntry.parameter_places` that holds the chunk's slice of parameters."""
-    state_side: int
+    state_slot: int
     """0 or 1: the place of `UnitEntry.state_places` that holds the chunk's states."""
     begun: bool
     """Whether the chunk has been updated, so that its place of states holds states."""
@@ -195,10 +195,10 @@ class UnitEntry:
         for each in (*self.parameter_places, *self.state_places):
             _check_multiple("parameter_places or state_places", each or 0)
         for index, chunk in enumerate(self.chunks):
-            if chunk.parameter_side > 1 or self.parameter_places[chunk.parameter_side] is None:
+            if chunk.parameter_slot > 1 or self.parameter_places[chunk.parameter_slot] is None:
                 raise ValueError(f"chunks[{index}][0] names a place that the unit lacks")
             held = chunk.begun and self.state_bytes
-            if chunk.state_side > 1 or (held and self.state_places[chunk.state_side] is None):
+            if chunk.state_slot > 1 or (held and self.state_places[chunk.state_slot] is None):
                 raise ValueError(f"chunks[{index}][1] names a place that the unit lacks")
         for index, region in enumerate(self.frozen):
             for number in (region.start, region.nbytes, region.place):

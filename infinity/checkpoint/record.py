@@ -1,7 +1,7 @@
 """Record: what a commit says about a run, taken from its runtime at the moment of `save`.
 
 What never changes during a run (names, shapes, places) is listed once. A `save` copies what does change and
-is small: steps, options of param groups, buffers, generators and the user's state. The checksums and sides
+is small: steps, options of param groups, buffers, generators and the user's state. The checksums and slots
 of parts come last, when the parts' bytes have reached the disk.
 """
 
@@ -28,11 +28,10 @@ from infinity.checkpoint.tensor_files import TORCH_NAMES
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.shards import PageShard
-from infinity.pages.home import twins_of
 from infinity.pages.ledger import Commit
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.twins import Part, Twins
+from infinity.pages.parts import Part, Parts
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
@@ -69,7 +68,7 @@ class StoredRange:
 
 @dataclass(frozen=True)
 class Draft:
-    """A manifest without the places and checksums of parts, as `save` takes it."""
+    """A manifest without the slots and checksums of parts, as `save` takes it."""
 
     manifest: Manifest
     tensors: Tensors = field(repr=False)
@@ -100,7 +99,7 @@ class Recorder:
         )
         self._ranges = [
             [
-                ranges_of(page.shard, twins_of(page.home), states.pages[page.index], index)
+                ranges_of(page.shard, page.home.parts, states.pages[page.index], index)
                 for index in range(len(page.parameters))
             ]
             for page in pages
@@ -149,7 +148,7 @@ class Recorder:
         )
 
     def finish(self, draft: Draft, commit: Commit) -> tuple[Manifest, npt.NDArray[np.uint32]]:
-        """Add the places and checksums of all parts, which `commit` holds, to a draft.
+        """Add the slots and checksums of all parts, which `commit` holds, to a draft.
 
         Returns the manifest and its table of checksums.
         """
@@ -180,7 +179,7 @@ class Recorder:
     def _parts(self) -> Iterator[Part]:
         for page in self._pages:
             for home in (page.home, self._states.pages[page.index].home):
-                yield from (part for part in twins_of(home).parts if part.committed)
+                yield from (part for part in home.parts if part.committed)
 
     def _parameters(self) -> Iterator[form.ParameterEntry]:
         for page in self._pages:
@@ -204,14 +203,14 @@ class Recorder:
     def _unit(self, page: ParameterPage, commit: Commit) -> form.UnitEntry:
         layout, states = page.layout, self._states.pages[page.index]
         places, state_places = self._places.parameters[page.index], self._places.states[page.index]
-        parameter_parts = {part.chunk_index: part for part in twins_of(page.home).parts}
-        state_parts = {part.chunk_index: part for part in twins_of(states.home).parts}
+        parameter_parts = {part.chunk_index: part for part in page.home.parts}
+        state_parts = {part.chunk_index: part for part in states.home.parts}
         chunks = []
         for chunk_index in states.kept:
-            side = commit.held[parameter_parts[chunk_index]].side
+            slot = commit.held[parameter_parts[chunk_index]].slot
             state = state_parts.get(chunk_index)
-            state_side, _, begun = (0, None, False) if state is None else commit.held[state]
-            chunks.append(form.ChunkEntry(side, state_side, begun))
+            state_slot, _, begun = (0, None, False) if state is None else commit.held[state]
+            chunks.append(form.ChunkEntry(slot, state_slot, begun))
         state_bytes = self._plan.page_bytes(page.index, Kind.OPTIMIZER)
         return form.UnitEntry(
             name=layout.name,
@@ -222,8 +221,8 @@ class Recorder:
             state_places=(state_places.first, state_places.second) if state_bytes else (None, None),
             chunks=tuple(chunks),
             frozen=tuple(
-                form.FrozenEntry(part.start, part.nbytes, part.places[0])
-                for part in twins_of(page.home).parts
+                form.FrozenEntry(part.start, part.nbytes, part.slots[0])
+                for part in page.home.parts
                 if part.committed and not part.trained
             ),
         )
@@ -241,21 +240,21 @@ def _range(
     """
     places = {}
     for array in each.arrays:
-        side, _, begun = commit.held[array.part]
+        slot, _, begun = commit.held[array.part]
         held = bool(averaged) if array.name == AVERAGE else moments and begun
         if array.name not in ("values", "remainder", "master") and not held:
             continue
-        offset = array.part.places[side] + array.offset
+        offset = array.part.slots[slot] + array.offset
         places[array.name] = form.Place(
             offset, array.nbytes, array.block_bytes, base[array.part] + array.checksum
         )
     return form.Range(each.first, each.count, places)
 
 
-def ranges_of(shard: PageShard, twins: Twins, states: StatePage, index: int) -> list[StoredRange]:
+def ranges_of(shard: PageShard, parts: Parts, states: StatePage, index: int) -> list[StoredRange]:
     """Where the arrays of one parameter of a unit lie that this rank commits, in memory order.
 
-    shard: of the unit's parameter page. twins: the parts of its parameter page. states: its optimizer page.
+    shard: of the unit's parameter page. parts: the parts of its parameter page. states: its optimizer page.
     index: of the parameter in the unit. A parameter without elements has no range.
     """
     layout = shard.layout
@@ -267,14 +266,14 @@ def ranges_of(shard: PageShard, twins: Twins, states: StatePage, index: int) -> 
     if not parameter.trainable:
         start = layout.start(index)
         for held in shard.pieces(start, parameter.numel * size):
-            for part in twins.over(held.home_start, held.home_start + held.nbytes):
+            for part in parts.over(held.home_start, held.home_start + held.nbytes):
                 low, high = max(held.home_start, part.start), min(held.home_start + held.nbytes, part.end)
                 first = (held.page_start + low - held.home_start - start) // size
                 array = _array("values", part, low - part.start, high - low)
                 found.append(StoredRange(first, (high - low) // size, (array,)))
         return found
-    of_chunk = {part.chunk_index: part for part in twins.parts}
-    state_of_chunk = {part.chunk_index: part for part in twins_of(states.home).parts}
+    of_chunk = {part.chunk_index: part for part in parts}
+    state_of_chunk = {part.chunk_index: part for part in states.home.parts}
     for chunk_index, piece in states.pieces(index):
         part = of_chunk[chunk_index]
         arrays = [_array("values", part, piece.offset * size, piece.count * size)]

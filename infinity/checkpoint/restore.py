@@ -123,11 +123,11 @@ def check_held(
     held = set()
     for (unit, index), saved in match(source, layout, states).items():
         each, home = layout.units[unit].parameters[index], homes[unit]
-        if home.twins is None or each.trainable:
+        if not home.parts or each.trainable:
             continue
         ranges = list(ranges_at_home(PageShard(layout.units[unit], store.plan.share), index))
         if all(
-            part.target() is not None for at in ranges for part in home.twins.over(at.place, at.place + 1)
+            part.free_slot() is not None for at in ranges for part in home.parts.over(at.place, at.place + 1)
         ):
             continue
         held.add((unit, index))

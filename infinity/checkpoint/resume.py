@@ -28,11 +28,11 @@ from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard
 from infinity.layout.strides import same_order
-from infinity.pages.home import Home, twins_of
+from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
+from infinity.pages.parts import UNKNOWN, Part, block_count
 from infinity.pages.remote import kept_chunks, kept_pieces
 from infinity.pages.store import Store
-from infinity.pages.twins import UNKNOWN, Part, block_count
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import DiskFiles
@@ -160,7 +160,7 @@ def adopt(
     reads: deque[tuple[Part, Transfer]] = deque()
     for unit in range(len(shards)):
         for home in (homes[unit], states.pages[unit].home):
-            for part in twins_of(home).parts if home.nvme_lease is None else ():
+            for part in home.parts if home.nvme_lease is None else ():
                 if not part.nbytes or not part.committed:
                     continue
                 if home.in_place:
@@ -178,7 +178,7 @@ def adopt(
 def _note_parts(
     saved: SavedCommit, shards: Sequence[PageShard], homes: Sequence[Home], states: States
 ) -> None:
-    """Note what the commit's manifest says: steps, sides, and checksums."""
+    """Note what the commit's manifest says: steps, slots, and checksums."""
     entries = {each.names[0]: each for each in saved.manifest.parameters}
     table = saved.checksums.astype(np.int64)
     states.averaged = saved.manifest.rule.averaged or 0
@@ -187,7 +187,7 @@ def _note_parts(
         chunks = dict(zip(page.kept, entry.chunks, strict=True))
         for chunk_index, chunk in chunks.items():
             page.begun[chunk_index] = chunk.begun
-        for parts, of_states in ((twins_of(homes[unit]).parts, False), (twins_of(page.home).parts, True)):
+        for parts, of_states in ((homes[unit].parts, False), (page.home.parts, True)):
             for part in parts:
                 if part.committed:
                     of_part = None if part.chunk_index is None else chunks[part.chunk_index]
@@ -199,7 +199,7 @@ def _note_parts(
                 page.has_moments.add(index)
             if parameter.edited:
                 page.edited.add(index)
-            here = ranges_of(shard, twins_of(homes[unit]), page, index)
+            here = ranges_of(shard, homes[unit].parts, page, index)
             for ours, theirs in zip(here, parameter.ranges, strict=True):
                 for array in ours.arrays:
                     place = theirs.places.get(array.name)
@@ -211,8 +211,8 @@ def _note_parts(
 
 def _note_part(part: Part, chunk: ChunkEntry | None, *, of_states: bool) -> None:
     """Note the place of a part that a commit holds. chunk: None for a frozen part."""
-    side = 0 if chunk is None else chunk.state_side if of_states else chunk.parameter_side
-    part.side = part.durable = side
+    slot = 0 if chunk is None else chunk.state_slot if of_states else chunk.parameter_slot
+    part.newest = part.durable = slot
     part.checksums = np.full(block_count(part.segments), UNKNOWN)
     part.verified = not block_count(part.filled)
 

@@ -4,19 +4,19 @@
 1. Each rank makes its part of the commit durable: its pages, and its manifest under its name. What the commit
    before holds stays as it is.
 2. Each rank tells all others that it is ready, or why not. Once a rank has heard that all are ready, the
-   commit counts, and the rank frees the places that only the commit before holds.
+   commit counts, and the rank frees the slots that only the commit before holds.
 
-So at any time there is a commit of which every rank's part is whole: a rank that has freed the places of the
+So at any time there is a commit of which every rank's part is whole: a rank that has freed the slots of the
 one before knew that all have the new one. A restart continues the newest commit that all ranks have
 (infinity/distributed/agreed_commit.py). No rank decides for the others, so no rank's loss leaves a decision
 open that a restart would have to ask it for.
 
 A rank that is not ready ends the commit on all. The others then take their manifests back before they free
-the places, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
+the slots, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
 are never used twice, for the same reason.
 
 [Note: one vote]
-A rank votes once for each commit, for another vote could reach some ranks after they have freed places, and
+A rank votes once for each commit, for another vote could reach some ranks after they have freed slots, and
 others before. Ctrl-C can end save() on one rank anywhere. If its thread of the commit has voted by then, the
 commit goes on; else the rank's vote is that it is not ready. A rank that was interrupted while ranks agree to
 begin a commit does not know its number. So votes go by the number of that agreement, which all ranks count.

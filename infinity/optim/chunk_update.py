@@ -401,7 +401,7 @@ class ChunkUpdate:
             raise
         except BaseException as error:
             if store.ledger.pending is not None:
-                self.interrupted(error)  # the commit may hold the places to which a repetition would write
+                self.interrupted(error)  # the commit may hold the slots to which a repetition would write
             raise
         try:
             store.ledger.updated((self.unit, self.chunk_index))

@@ -429,13 +429,13 @@ class UpdateScheduler(Updates):
         self._store.meter.updating(time.perf_counter() - started)
 
     def _held_up(self, update: ChunkUpdate) -> bool:
-        """Whether the results of an update would need a third place on disk."""
+        """Whether the results of an update would need a third slot on disk."""
         return self._store.ledger.blocks((update.unit, update.chunk_index))
 
     def _free_place(self, update: ChunkUpdate) -> ChunkUpdate:
-        """Make sure that there is a place on disk for the results of an update, which is returned.
+        """Make sure that there is a slot on disk for the results of an update, which is returned.
 
-        If commits hold both places, the pending commit is completed before the update gets staging.
+        If commits hold both slots, the pending commit is completed before the update gets staging.
         """
         if self._held_up(update):
             self._cancel_all()  # no staging is held meanwhile

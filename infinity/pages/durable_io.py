@@ -1,7 +1,7 @@
-"""Durable I/O: reads and writes of pages whose parts have twin places on disk (infinity/pages/twins.py).
+"""Durable I/O: reads and writes of pages whose parts have slots on disk (infinity/pages/parts.py).
 
-A write of a whole part goes to the place that no commit holds, with the checksums of its blocks. A write to
-some bytes of a part whose place is held first copies the part to the other place. Bytes of an earlier process
+A write of a whole part goes to the slot that no commit holds, with the checksums of its blocks. A write to
+some bytes of a part whose slot is held first copies the part to the other slot. Bytes of an earlier process
 are checked against their checksums when they are read first.
 """
 
@@ -16,9 +16,9 @@ import torch
 from infinity.checksum import crc32c, crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import ConfigError, CorruptState
-from infinity.pages.home import Home, twins_of
+from infinity.pages.home import Home
 from infinity.pages.ledger import Ledger
-from infinity.pages.twins import UNKNOWN, Part, Segments, block_count
+from infinity.pages.parts import UNKNOWN, Part, Segments, block_count
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
@@ -50,8 +50,7 @@ class DurableIO:
         """
         end = offset + into.nbytes
         unchecked: list[tuple[Part, torch.Tensor]] = []
-        twins = twins_of(home)
-        for part in twins.over(offset, end):
+        for part in home.parts.over(offset, end):
             if part.verified:
                 continue
             if offset <= part.start and _last(part) <= end:
@@ -60,8 +59,8 @@ class DurableIO:
             else:
                 self.verify(part)
         transfers = [
-            self._read(home, start, place, into[start - offset : stop - offset], deadline)
-            for place, start, stop in twins.extents(offset, end)
+            self._read(home, start, position, into[start - offset : stop - offset], deadline)
+            for position, start, stop in home.parts.extents(offset, end)
         ]
         if len(transfers) == 1 and not unchecked:
             return transfers[0]
@@ -70,12 +69,12 @@ class DurableIO:
     def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
         """Begin to write bytes to a home on NVMe. The parameters are those of `Store.write`.
 
-        Waits for the end of the pending commit if commits hold both places of a part. Raises ConfigError for
+        Waits for the end of the pending commit if commits hold both slots of a part. Raises ConfigError for
         a frozen part that a commit holds.
         """
         end = offset + source.nbytes
         transfers = []
-        for part in twins_of(home).over(offset, end):
+        for part in home.parts.over(offset, end):
             low, high = max(offset, part.start), min(end, part.end)
             piece = source[low - offset : high - offset]
             if (low, high) == (part.start, part.end):
@@ -87,16 +86,16 @@ class DurableIO:
                     self.verify(part)  # else its bytes could not be told from those whose checksums follow
                 self._make_writable(part)
                 _forget(part, low - part.start, high - part.start)
-                transfer = self._write(part.place + low - part.start, piece)
+                transfer = self._write(part.offset + low - part.start, piece)
             transfers.append(transfer)
         return transfers[0] if len(transfers) == 1 else Joined(transfers)
 
     def write_besides(self, home: Home, offset: int, source: torch.Tensor) -> list[Transfer]:
-        """Begin to write bytes that go to a home in device memory to their place on disk too, if the pending
+        """Begin to write bytes that go to a home in device memory to their slot on disk too, if the pending
         commit waits for them. Returns the writes. The parameters are those of `Store.write`.
         """
         begun = []
-        for part in twins_of(home).over(offset, offset + source.nbytes):
+        for part in home.parts.over(offset, offset + source.nbytes):
             if self.ledger.wants(part) and (part.start, part.nbytes) == (offset, source.nbytes):
                 begun.append(self.copy_out(part, source))
                 self.ledger.written(part, begun[-1])
@@ -109,7 +108,7 @@ class DurableIO:
         data: the bytes that were written, flat uint8. offset: from the start of the page.
         """
         end = offset + data.nbytes
-        for part in twins_of(home).over(offset, end):
+        for part in home.parts.over(offset, end):
             rows = part.segments
             if not len(rows):
                 continue
@@ -124,20 +123,20 @@ class DurableIO:
                 index += blocks
 
     def copy_out(self, part: Part, memory: torch.Tensor) -> Transfer:
-        """Begin to write a whole part from host memory to the place that no commit holds.
+        """Begin to write a whole part from host memory to the slot that no commit holds.
 
         memory: uint8 (part.nbytes,); it must not change until the transfer has ended.
         """
-        side = self._target(part)
+        slot = self._free_slot(part)
         checksums = crc32c_blocks(memory, part.segments).astype(np.int64)
-        transfer = self._write(part.places[side], memory)
-        part.side, part.checksums, part.verified = side, checksums, True
+        transfer = self._write(part.slots[slot], memory)
+        part.newest, part.checksums, part.verified = slot, checksums, True
         return transfer
 
     def copy_out_piece(
         self, part: Part, offset: int, memory: torch.Tensor, checksums: npt.NDArray[np.int64]
     ) -> Transfer:
-        """Begin to write a piece of a part, from byte `offset` of the part on, to the place that no commit
+        """Begin to write a piece of a part, from byte `offset` of the part on, to the slot that no commit
         holds.
 
         The pieces of a part come in order, and `copied_out` follows when all are written. memory: uint8; it
@@ -145,29 +144,29 @@ class DurableIO:
         piece; they are extended by these bytes.
         """
         extend(checksums, part.segments, offset, memory)
-        side = self._target(part)
-        return self._write(part.places[side] + offset, memory)
+        slot = self._free_slot(part)
+        return self._write(part.slots[slot] + offset, memory)
 
     def copied_out(self, part: Part, checksums: npt.NDArray[np.int64]) -> None:
         """Note that all pieces of a part were written by `copy_out_piece`: they are its newest bytes."""
-        part.side, part.checksums, part.verified = self._target(part), checksums, True
+        part.newest, part.checksums, part.verified = self._free_slot(part), checksums, True
 
     def bring(self, part: Part, into: torch.Tensor) -> Transfer:
-        """Begin to read a whole part from its place, and return the transfer. into: uint8 (part.nbytes,).
+        """Begin to read a whole part from its slot, and return the transfer. into: uint8 (part.nbytes,).
 
         Waiting for the transfer raises CorruptState if the bytes have other checksums.
         """
-        transfer = self._read(part.home, part.start, part.place, into)
+        transfer = self._read(part.home, part.start, part.offset, into)
         return Joined([transfer], lambda: self._check([(part, into)]))
 
     def fetch(self, home: Home, offset: int, nbytes: int) -> torch.Tensor:
-        """Read bytes of a page from their places on disk, wherever its home is, and return a copy in ordinary
+        """Read bytes of a page from their slots on disk, wherever its home is, and return a copy in ordinary
         RAM: uint8 (nbytes,). offset: from the start of the page.
         """
         low = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         memory = aligned_ram(round_up(offset + nbytes, PAGE_ALIGNMENT) - low)
-        for place, start, stop in twins_of(home).extents(low, low + memory.nbytes):
-            self._read(home, start, place, memory[start - low : stop - low]).wait()
+        for position, start, stop in home.parts.extents(low, low + memory.nbytes):
+            self._read(home, start, position, memory[start - low : stop - low]).wait()
         return memory[offset - low : offset - low + nbytes].clone()
 
     def learn(self, part: Part) -> None:
@@ -187,32 +186,32 @@ class DurableIO:
 
     # --- inside -----------------------------------------------------------------------------------------
 
-    def _target(self, part: Part) -> int:
-        side = part.target()
-        if side is None and part.trained:
+    def _free_slot(self, part: Part) -> int:
+        slot = part.free_slot()
+        if slot is None and part.trained:
             self.ledger.wait()
-            side = part.target()
-        if side is None and self.ledger.unknown is not None:
+            slot = part.free_slot()
+        if slot is None and self.ledger.unknown is not None:
             raise self.ledger.unknown.again()
-        if side is None:
+        if slot is None:
             raise ConfigError(
                 "A frozen parameter was edited after a commit, which holds its only place on disk.",
                 "Edit it before the first commit, or offload it with requires_grad=True.",
             )
-        return side
+        return slot
 
     def _make_writable(self, part: Part) -> None:
-        """Make sure that no commit holds the place `side`: copy the part to its other place if one does."""
-        side = self._target(part)
-        if side == part.side:
+        """Make sure that no commit holds the slot `newest`: copy the part to its other slot if one does."""
+        slot = self._free_slot(part)
+        if slot == part.newest:
             return
         part.home.settle(part.start, part.end, writing=True)
         for offset in range(0, part.nbytes, _SCRATCH):
             piece = aligned_ram(min(_SCRATCH, part.nbytes - offset))
-            self._read(part.home, part.start + offset, part.place + offset, piece).wait()
-            self._write(part.places[side] + offset, piece).wait()
+            self._read(part.home, part.start + offset, part.offset + offset, piece).wait()
+            self._write(part.slots[slot] + offset, piece).wait()
         part.checksums = part.checksums.copy()
-        part.side = side
+        part.newest = slot
 
     def _check(self, unchecked: Sequence[tuple[Part, torch.Tensor]]) -> None:
         for part, memory in unchecked:
@@ -225,7 +224,7 @@ class DurableIO:
         wrong = np.flatnonzero((found != known) & (known != UNKNOWN))
         if len(wrong):
             name, start = part.named(int(wrong[0]))
-            (where,) = self.nvme.extents(self.lease, part.place + start, 1)
+            (where,) = self.nvme.extents(self.lease, part.offset + start, 1)
             raise CorruptState(
                 f"The bytes of {name} at byte {where.offset} of {where.path} are not those that were "
                 f"committed; {len(wrong)} of {len(found)} checksums of its chunk differ.",
@@ -240,22 +239,22 @@ class DurableIO:
         found = np.zeros(block_count(part.filled), dtype=np.int64)
         for offset in range(0, _last(part) - part.start, _SCRATCH):
             piece = aligned_ram(min(_SCRATCH, part.nbytes - offset))
-            self._read(part.home, part.start + offset, part.place + offset, piece).wait()
+            self._read(part.home, part.start + offset, part.offset + offset, piece).wait()
             extend(found, part.filled, offset, piece)
         return found
 
     def _read(
-        self, home: Home, offset: int, place: int, into: torch.Tensor, deadline: float | None = None
+        self, home: Home, offset: int, position: int, into: torch.Tensor, deadline: float | None = None
     ) -> Transfer:
-        """Begin to read from `place` in the volume, which has the home's bytes from `offset` on."""
+        """Begin to read from `position` in the volume, which has the home's bytes from `offset` on."""
         transfer = self.nvme.read(
-            self.lease, into, offset=place, deadline=deadline, describe=home.described(offset)
+            self.lease, into, offset=position, deadline=deadline, describe=home.described(offset)
         )
         self._meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
         return transfer
 
-    def _write(self, place: int, source: torch.Tensor) -> Transfer:
-        transfer = self.nvme.write(self.lease, source, offset=place)
+    def _write(self, position: int, source: torch.Tensor) -> Transfer:
+        transfer = self.nvme.write(self.lease, source, offset=position)
         self._meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
         return transfer
 

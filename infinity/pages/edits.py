@@ -352,13 +352,13 @@ class EditTracker:
 
     def _is_held(self, page: ParameterPage, index: int) -> bool:
         """Whether a commit holds the values of a frozen parameter; see [Note: frozen parameters]."""
-        layout, twins = page.layout.parameters[index], page.home.twins
-        if twins is None or layout.trainable or not layout.numel:
+        layout, parts = page.layout.parameters[index], page.home.parts
+        if layout.trainable or not layout.numel:
             return False
         return any(
             part.durable is not None or part.pending is not None
             for held in page.shard.pieces(page.start(index), layout.numel * layout.dtype.itemsize)
-            for part in twins.over(held.home_start, held.home_start + 1)
+            for part in parts.over(held.home_start, held.home_start + 1)
         )
 
     def _undo(self, page: ParameterPage, index: int, memory: torch.Tensor) -> bool:

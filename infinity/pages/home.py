@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.errors import InfinityError
-from infinity.pages.twins import Twins
+from infinity.pages.parts import Parts
 from infinity.tiers import NvmeLease, Tier
 from infinity.tiers.link import Transfer
 
@@ -38,12 +38,6 @@ class InFlightRequest:
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
 
-def twins_of(home: Home) -> Twins:
-    """The parts of a durable page's home."""
-    assert home.twins is not None
-    return home.twins
-
-
 @dataclass(slots=True, eq=False)
 class Home:
     """The place where a page rests: a range of bytes in one tier, and the requests in flight over it."""
@@ -56,10 +50,8 @@ class Home:
     """Whether code on the CPU can use `memory`: the tier is host RAM, or the device shares the host's RAM."""
     nvme_lease: NvmeLease | None = None
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
-    twins: Twins | None = None
-    """The page's parts and their places in the durable range of the slabs; None if commits are off, and for
-    gradients.
-    """
+    parts: Parts = Parts()  # noqa: RUF009
+    """The durable page's parts. Empty if commits are off, and for gradients."""
     computed: bool = False
     """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
     that were queued before the copy.

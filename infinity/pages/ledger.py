@@ -1,9 +1,9 @@
 """Ledger: which bytes a pending commit holds, and what it still waits for.
 
 A commit is pending from `save` on until it has ended. It holds each part (see
-infinity/pages/twins.py) as the part is after the last step. Some parts have these bytes already. The others
+infinity/pages/parts.py) as the part is after the last step. Some parts have these bytes already. The others
 get them later, because updates may run long after the step that decided them. Three things bring a part's
-bytes to the place that the commit holds:
+bytes to the slot that the commit holds:
 
 - Its page is at home on NVMe: the update writes them there anyway.
 - Its page is at home in memory that the CPU can use: a thread writes them from there, and the next change of
@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity.errors import ConfigError, InfinityError
-from infinity.pages.twins import Part
+from infinity.pages.parts import Part
 from infinity.tiers.link import Transfer, watcher_of
 
 _SLICE = 0.05
@@ -59,9 +59,9 @@ class CommitState(enum.Enum):
     """Its manifest has its name, as far as one can see."""
     DURABLE = enum.auto()
     FAILED = enum.auto()
-    """The commit before is the newest one, and the places that this one held are free."""
+    """The commit before is the newest one, and the slots that this one held are free."""
     UNKNOWN = enum.auto()
-    """It failed after it was NAMED. A restart resumes it or the one before, so the places of both stay
+    """It failed after it was NAMED. A restart resumes it or the one before, so the slots of both stay
     held.
     """
 
@@ -69,8 +69,8 @@ class CommitState(enum.Enum):
 class Held(NamedTuple):
     """What a commit holds of a part."""
 
-    side: int
-    """Index of the place with the bytes."""
+    slot: int
+    """Index of the slot with the bytes."""
     checksums: npt.NDArray[np.int64]
     """Those of the bytes there."""
     begun: bool
@@ -146,8 +146,8 @@ class Commit:
 
     def capture(self, part: Part) -> None:
         """Hold the newest bytes of a part that are on disk or being written there."""
-        self.held[part] = Held(part.side, part.checksums, self.begun.get(part, part.begun))
-        part.pending = part.side  # last: `Ledger.end` frees the places of what is held
+        self.held[part] = Held(part.newest, part.checksums, self.begun.get(part, part.begun))
+        part.pending = part.newest  # last: `Ledger.end` frees the slots of what is held
 
     def end(self, state: CommitState, failure: InfinityError | None = None) -> None:
         """End the commit, so that it holds nothing any more. failure: why it is not durable."""
@@ -178,7 +178,7 @@ class Ledger:
     def __init__(self) -> None:
         self.pending: Commit | None = None
         self.unknown: InfinityError | None = None
-        """The error of a commit that ended as UNKNOWN. The places of later commits stay held, too."""
+        """The error of a commit that ended as UNKNOWN. The slots of later commits stay held, too."""
         self._changed = threading.Condition()
         self._parts: dict[Chunk, Sequence[Part]] = {}
 
@@ -203,7 +203,7 @@ class Ledger:
         commit.writes += writes
         commit.awaited.update((chunk, self._parts[chunk]) for chunk in outstanding)
         commit.late.update(part for parts in commit.awaited.values() for part in parts)
-        self.pending = commit  # before any place is held: `withdraw` frees them
+        self.pending = commit  # before any slot is held: `withdraw` frees them
         ready = (
             part for chunk, parts in self._parts.items() if chunk not in commit.awaited for part in parts
         )
@@ -244,8 +244,8 @@ class Ledger:
         return pending is not None and part in pending.late
 
     def written(self, part: Part, transfer: Transfer) -> None:
-        """Note that a write of a whole part to its place `side` has begun, with bytes that the pending commit
-        holds.
+        """Note that a write of bytes that the pending commit holds has begun, of a whole part to its slot
+        `newest`.
         """
         with self._changed:
             pending = self.pending
@@ -292,12 +292,14 @@ class Ledger:
             self.settle(self._parts[chunk])
 
     def blocks(self, chunk: Chunk) -> bool:
-        """Whether an update of the chunk would need a third place for its results, so that the pending commit
+        """Whether an update of the chunk would need a third slot for its results, so that the pending commit
         has to end first.
         """
         if self.pending is None:
             return False
-        return any(part.home.nvme_lease is not None and part.target() is None for part in self._parts[chunk])
+        return any(
+            part.home.nvme_lease is not None and part.free_slot() is None for part in self._parts[chunk]
+        )
 
     def awaited_units(self) -> list[int]:
         """The units with an update for which the pending commit waits, unless the commit was given up."""
@@ -343,7 +345,7 @@ class Ledger:
             return pending.to_flush.popleft() if pending.open else None
 
     def flushed(self, part: Part) -> None:
-        """Note that a part's bytes have been written from memory to its place `side`."""
+        """Note that a part's bytes have been written from memory to its slot `newest`."""
         pending = self.pending
         assert pending is not None
         with self._changed:
@@ -360,7 +362,7 @@ class Ledger:
             commit.state = CommitState.WRITING
 
     def end(self, commit: Commit, failure: InfinityError | None) -> None:
-        """End a commit, and free the places that no commit holds then. failure: None if it is durable."""
+        """End a commit, and free the slots that no commit holds then. failure: None if it is durable."""
         with self._changed:
             state = CommitState.DURABLE
             if failure is not None:
@@ -370,7 +372,7 @@ class Ledger:
             for part, held in commit.held.items() if self.unknown is None else ():
                 part.pending = None
                 if state is CommitState.DURABLE:
-                    part.durable = held.side
+                    part.durable = held.slot
             self.pending = None
             commit.end(state, failure)
             self._changed.notify_all()

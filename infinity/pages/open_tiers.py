@@ -123,7 +123,7 @@ class OpenTiers:
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""
             self.durable: DurableIO | None = None
-            """Reads and writes the places of durable pages; None if commits are off."""
+            """Reads and writes the slots of durable pages; None if commits are off."""
             self.files = injected_files()
             if plan.nvme_bytes:
                 self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks, spared))
@@ -176,8 +176,8 @@ class OpenTiers:
         """Lease `nbytes` bytes in a tier, and return them as a new home for a page. The content of the bytes
         is undefined until it is written.
 
-        durable: whether the page has twin places in the slabs, which the caller sets as `Home.twins`. A
-        durable home on NVMe leases nothing, because these places are its bytes. Raises BudgetError if the
+        durable: whether the page has slots in the slabs, of its parts, which the caller sets. A
+        durable home on NVMe leases nothing, because its bytes are in these slots. Raises BudgetError if the
         tier is full.
         """
         if tier is Tier.NVME and durable:

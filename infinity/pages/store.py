@@ -20,9 +20,9 @@ import torch
 from infinity.config import round_up
 from infinity.errors import InfinityError
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.home import Home, InFlightRequest, twins_of
+from infinity.pages.home import Home, InFlightRequest
 from infinity.pages.open_tiers import OpenTiers
-from infinity.pages.twins import Part
+from infinity.pages.parts import Part
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.driver import Event
@@ -147,7 +147,7 @@ class Store(OpenTiers):
             return transfer
         if home.in_place:
             if durable:
-                self.ledger.settle(twins_of(home).over(offset, offset + source.nbytes))
+                self.ledger.settle(home.parts.over(offset, offset + source.nbytes))
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
@@ -244,8 +244,8 @@ class Store(OpenTiers):
             self._bounced.wait()
 
     def _durable(self, home: Home) -> DurableIO | None:
-        """What reads and writes the places of a home's page; None if commits are off, and for gradients."""
-        return None if home.twins is None else self.durable
+        """What reads and writes the slots of a home's page; None if commits are off, and for gradients."""
+        return self.durable if home.parts else None
 
     def _free_bounce(self, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
@@ -260,7 +260,7 @@ class Store(OpenTiers):
         return self.bounce[:nbytes]
 
     def copy_to_disk(self, part: Part) -> None:
-        """Copy a part at home in device memory to the place on disk that no commit holds, and wait until it
+        """Copy a part at home in device memory to the slot on disk that no commit holds, and wait until it
         is there. Raises StorageError.
 
         The bytes go through the bounce buffer: one half is written while the other is filled.
@@ -286,14 +286,13 @@ class Store(OpenTiers):
         """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
         in memory now: until no flush and no write reads them.
         """
-        if home.twins is not None:
-            self.ledger.settle(home.twins.parts)
+        self.ledger.settle(home.parts)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)
 
     def writes_under_way(self) -> list[Transfer]:
         """The writes to durable homes on NVMe that have not been waited for."""
-        return [watcher_of(request.transfer) for home, request in self._writes if home.twins is not None]
+        return [watcher_of(request.transfer) for home, request in self._writes if home.parts]
 
     def finish_oldest_write(self) -> bool:
         """Wait for the oldest write in flight, and raise its error if it fails, unless it is a commit's.

@@ -29,8 +29,8 @@ class PageImages:
     """Start of the first image, which has as many bytes as the home of the page."""
     second: int
     """Start of the second image. That of a parameter page holds only the chunks that the rank updates, in the
-    order of the page and without what lies between them; chunks have the places of `parameter_twins`
-    (infinity/pages/twins.py). That of an optimizer page holds the whole page.
+    order of the page and without what lies between them; chunks have the slots of `parameter_parts`
+    (infinity/pages/parts.py). That of an optimizer page holds the whole page.
     """
 
 

@@ -210,7 +210,7 @@ def test_a_commit_that_may_be_durable_keeps_its_places(home: str, tmp_path: Path
             part
             for page in runtime._components.pages
             for at in (page.home, runtime._components.states.pages[page.index].home)
-            for part in at.twins.parts
+            for part in at.parts
         ]
         assert len(parts) > 10
         assert all(part.pending is not None and part.durable is not None for part in parts)

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from infinity.errors import ConfigError, CorruptState
 from infinity.pages import durable_io
-from infinity.pages.twins import UNKNOWN, Part, block_count
+from infinity.pages.parts import UNKNOWN, Part, block_count
 
 PAGE = 4096
 
@@ -51,7 +51,7 @@ class DurableMachine(RuleBasedStateMachine):
 
     def editable(self, page: DurablePage, start: int, nbytes: int) -> bool:
         """Whether user code may change these bytes; a runtime completes outstanding updates first."""
-        over = list(page.twins.over(start, start + nbytes))
+        over = list(page.parts.over(start, start + nbytes))
         waiting = {part for chunk in self.outstanding for part in self.rig.chunks[chunk]}
         return not any(part in waiting or (not part.trained and part.durable is not None) for part in over)
 
@@ -59,9 +59,9 @@ class DurableMachine(RuleBasedStateMachine):
     def write(self, page: int, where: tuple[float, float], seed: int) -> None:
         at = self.rig.pages[page]
         start, nbytes = self.range_in(at, where, PAGE)
-        frozen = [part for part in at.twins.over(start, start + nbytes) if not part.trained]
-        if any(part.target() is None for part in frozen):
-            if all(not part.trained for part in at.twins.over(start, start + nbytes)):
+        frozen = [part for part in at.parts.over(start, start + nbytes) if not part.trained]
+        if any(part.free_slot() is None for part in frozen):
+            if all(not part.trained for part in at.parts.over(start, start + nbytes)):
                 with pytest.raises(ConfigError, match="A frozen parameter was edited after a commit"):
                     self.rig.io.write(at.home, start, memory_of(bytes(nbytes)))
         elif self.editable(at, start, nbytes):
@@ -76,12 +76,12 @@ class DurableMachine(RuleBasedStateMachine):
         at = self.rig.pages[page]
         start, nbytes = self.range_in(at, where, 2)
         if whole:
-            (part,) = at.twins.over(start, start + 1)
+            (part,) = at.parts.over(start, start + 1)
             first, nbytes, _ = part.segments[int(where[0] * (len(part.segments) - 1))].tolist()
             start = part.start + first
         low, high = start // PAGE * PAGE, -(-(start + nbytes) // PAGE) * PAGE
-        over = list(at.twins.over(low, high))
-        if any(not part.trained and part.target() is None for part in over):
+        over = list(at.parts.over(low, high))
+        if any(not part.trained and part.free_slot() is None for part in over):
             return
         if self.editable(at, low, high - low):
             data = content(seed, nbytes)
@@ -159,10 +159,10 @@ class DurableMachine(RuleBasedStateMachine):
         rig.writes.clear()
         self.outstanding.clear()
         for page, part in rig.parts:
-            side, data, checksums, begun = rig.durable[part]
+            slot, data, checksums, begun = rig.durable[part]
             if part.chunk_index is not None:
                 page.begun[part.chunk_index] = begun
-            part.side = part.durable = side
+            part.newest = part.durable = slot
             part.checksums = np.full(block_count(part.segments), UNKNOWN)
             part.checksums[: len(checksums)] = checksums
             part.verified = not len(checksums)
@@ -174,9 +174,9 @@ class DurableMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_last_commit_is_whole(self) -> None:
-        for part, (side, data, *_) in self.rig.durable.items():
-            assert part.durable == side
-            assert self.rig.bytes_on_disk(part, side) == data
+        for part, (slot, data, *_) in self.rig.durable.items():
+            assert part.durable == slot
+            assert self.rig.bytes_on_disk(part, slot) == data
 
     @invariant()
     def known_checksums_are_right(self) -> None:
@@ -207,9 +207,9 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def committed_twice(rig: Rig) -> Part:
-    """Make a commit, write a chunk, and begin another commit. Returns a part whose places are both held."""
+    """Make a commit, write a chunk, and begin another commit. Returns a part whose slots are both held."""
     page = rig.on_disk[0]
-    part = page.twins.parts[0]
+    part = page.parts[0]
     rig.begin(set())
     rig.end(None)
     written = rig.write(page, part.start, content(1, part.nbytes))
@@ -221,7 +221,7 @@ def committed_twice(rig: Rig) -> Part:
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, 4 * PAGE], ids=["a piece", "a whole part"])
-def test_a_write_without_a_free_place_waits_for_the_end_of_the_commit(rig: Rig, nbytes: int) -> None:
+def test_a_write_without_a_free_slot_waits_for_the_end_of_the_commit(rig: Rig, nbytes: int) -> None:
     part = committed_twice(rig)
     begun = threading.Event()
     ended: list[bool] = []
@@ -238,7 +238,7 @@ def test_a_write_without_a_free_place_waits_for_the_end_of_the_commit(rig: Rig, 
     rig.end(None)
     writer.join()
     assert ended == [True]
-    assert (part.durable, part.side) == (1, 0)
+    assert (part.durable, part.newest) == (1, 0)
     assert rig.bytes_on_disk(part, 1) == held[1] != held[0]
     assert rig.bytes_on_disk(part, 0) == content(2, nbytes) + held[1][nbytes:]
 
@@ -247,20 +247,20 @@ def test_a_write_without_a_free_place_waits_for_the_end_of_the_commit(rig: Rig, 
 def test_bytes_of_an_earlier_process_are_checked_when_they_are_first_read(rig: Rig, whole: bool) -> None:
     """Also when they are first written: their checksums could not be told from those of changed bytes."""
     page = rig.on_disk[0]
-    part = page.twins.parts[1]
+    part = page.parts[1]
     rig.write(page, 0, content(3, page.home.nbytes))
     rig.begin(set())
     rig.end(None)
     part.verified = False
     wrong = bytearray(rig.known(part))
     wrong[2 * PAGE + 5] ^= 1
-    rig.tier.write(rig.io.lease, memory_of(bytes(wrong)), offset=part.place).result()
+    rig.tier.write(rig.io.lease, memory_of(bytes(wrong)), offset=part.offset).result()
     start, nbytes = (0, page.home.nbytes) if whole else (part.start, PAGE)
     for _ in range(2):
         with pytest.raises(CorruptState, match=r"values of 0\.weight for its elements 12288 to 16384"):
             rig.read(page, start, nbytes)
     with pytest.raises(CorruptState):
         rig.io.write(page.home, part.start, memory_of(bytes(PAGE)))
-    rig.tier.write(rig.io.lease, memory_of(rig.known(part)), offset=part.place).result()
+    rig.tier.write(rig.io.lease, memory_of(rig.known(part)), offset=part.offset).result()
     assert rig.read(page, start, nbytes) == rig.bytes_of(page)[start : start + nbytes]
     assert part.verified

@@ -10,7 +10,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.pages.home import Home
 from infinity.pages.ledger import Commit, CommitState, Ledger
-from infinity.pages.twins import Label, Part, Twins
+from infinity.pages.parts import Label, Part, Parts
 from infinity.tiers import Tier
 from infinity.tiers.link import ARRIVED
 
@@ -21,7 +21,7 @@ def part_in_ram(begun: list[bool] | None = None) -> Part:
     home = Home(Tier.HOST, 4096, torch.zeros(4096, dtype=torch.uint8), True)
     rows = [((0, 4096, 4096), Label("weight", "values", 0))]
     part = Part(0, 4096, (0, 8192), rows, home, chunk_index=0, begun=begun)
-    home.twins = Twins([part])
+    home.parts = Parts([part])
     return part
 
 
@@ -51,11 +51,11 @@ def started(ledger: Ledger) -> Commit:
 
 def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
     part = part_in_ram()
-    assert part.target() == 0
+    assert part.free_slot() == 0
     part.durable = 0
-    assert part.target() == 1
+    assert part.free_slot() == 1
     part.pending = 1
-    assert part.target() is None
+    assert part.free_slot() is None
 
 
 def test_a_commit_whose_thread_runs_is_not_withdrawn() -> None:

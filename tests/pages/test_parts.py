@@ -1,4 +1,4 @@
-"""Tests of parts and their places: they cover pages, do not overlap on disk, and keep what commits hold."""
+"""Tests of parts and their slots: they cover pages, do not overlap on disk, and keep what commits hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.layout.shards import ALONE
 from infinity.pages.home import Home
-from infinity.pages.twins import Label, Part, Row, Twins, block_count
+from infinity.pages.parts import Label, Part, Parts, Row, block_count
 from infinity.planning.slab_layout import region_bytes, trained_bytes
 from infinity.tiers import Tier
 
@@ -59,7 +59,7 @@ layouts = st.builds(
 def test_parts_cover_their_page(pages: DurablePages) -> None:
     for page in pages.all:
         end = 0
-        for part in page.twins.parts:
+        for part in page.parts:
             assert part.start == end
             assert part.nbytes > 0
             assert part.nbytes % PAGE == 0
@@ -69,8 +69,8 @@ def test_parts_cover_their_page(pages: DurablePages) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(pages=layouts)
-def test_places_fill_the_volume_and_never_overlap(pages: DurablePages) -> None:
-    ranges = sorted((place, place + part.nbytes) for part in pages.parts for place in part.places)
+def test_slots_fill_the_volume_and_never_overlap(pages: DurablePages) -> None:
+    ranges = sorted((slot, slot + part.nbytes) for part in pages.parts for slot in part.slots)
     edges = [0, *(end for _, end in ranges)]
     assert [start for start, _ in ranges] == edges[:-1]
     assert edges[-1] == pages.images.nbytes
@@ -78,24 +78,22 @@ def test_places_fill_the_volume_and_never_overlap(pages: DurablePages) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(pages=layouts)
-def test_places_are_those_of_the_images(pages: DurablePages) -> None:
+def test_slots_are_those_of_the_images(pages: DurablePages) -> None:
     """Chunks and states lie in both images of their page, frozen regions in the first alone."""
     for index, page in enumerate(pages.parameters):
         images = pages.images.parameters[index]
-        assert [part.places[0] for part in page.twins.parts] == [
-            images.first + part.start for part in page.twins.parts
-        ]
-        trained = [part for part in page.twins.parts if part.trained]
+        assert [part.slots[0] for part in page.parts] == [images.first + part.start for part in page.parts]
+        trained = [part for part in page.parts if part.trained]
         assert [part.chunk_index for part in trained] == list(range(len(page.layout.chunks)))
         assert [part.start for part in trained] == [
             page.layout.chunk_start(chunk) for chunk in range(len(page.layout.chunks))
         ]
         second = images.second
         for part in trained:
-            assert part.places[1:] == (second,)
+            assert part.slots[1:] == (second,)
             second += part.nbytes
         assert second == images.second + trained_bytes(page.layout, ALONE)
-        frozen = [part for part in page.twins.parts if not part.trained]
+        frozen = [part for part in page.parts if not part.trained]
         assert all(part.chunk_index is None for part in frozen)
         nbytes = sum(region_bytes(each) for each in page.layout.regions if not each.trainable)
         padding = 0 if any(each.elements for each in page.layout.regions) else PAGE
@@ -103,9 +101,9 @@ def test_places_are_those_of_the_images(pages: DurablePages) -> None:
     for index, page in enumerate(pages.states):
         images = pages.images.states[index]
         with_states = [chunk for chunk, form in enumerate(page.formats) if form.nbytes]
-        assert [part.chunk_index for part in page.twins.parts] == with_states
-        for part in page.twins.parts:
-            assert part.places == (images.first + part.start, images.second + part.start)
+        assert [part.chunk_index for part in page.parts] == with_states
+        for part in page.parts:
+            assert part.slots == (images.first + part.start, images.second + part.start)
 
 
 @settings(max_examples=100, deadline=None)
@@ -114,7 +112,7 @@ def test_blocks_are_those_of_parameters(pages: DurablePages) -> None:
     """The parts of a unit have each 4096 elements of each parameter as one block, whatever the chunks are."""
     for page in pages.parameters:
         found: Counter[tuple[str, int]] = Counter()
-        for part in page.twins.parts:
+        for part in page.parts:
             number = 0
             for (start, nbytes, size), label in zip(part.segments.tolist(), part.labels, strict=True):
                 assert 0 <= start < start + nbytes <= part.nbytes
@@ -140,7 +138,7 @@ def test_blocks_are_those_of_parameters(pages: DurablePages) -> None:
 @given(pages=layouts)
 def test_only_masters_have_values_before_the_first_update(pages: DurablePages) -> None:
     for page in pages.states:
-        for part in page.twins.parts:
+        for part in page.parts:
             assert part.chunk_index is not None
             form = page.formats[part.chunk_index]
             pieces = page.layout.chunks[part.chunk_index].pieces
@@ -156,11 +154,11 @@ def test_only_masters_have_values_before_the_first_update(pages: DurablePages) -
             assert len(part.filled) == len(rows)
 
 
-def parts_at(places: list[list[int]], sizes: list[int]) -> Twins:
+def parts_at(places: list[list[int]], sizes: list[int]) -> Parts:
     home = Home(Tier.NVME, sum(sizes) * PAGE, None, False)
     ends = list(itertools.accumulate(sizes))
     rows: list[Row] = [((0, PAGE, PAGE), Label("weight", "values", 0))]
-    return Twins(
+    return Parts(
         [
             Part((end - size) * PAGE, end * PAGE, tuple(each * PAGE for each in at), rows, home)
             for at, size, end in zip(places, sizes, ends, strict=True)
@@ -169,64 +167,64 @@ def parts_at(places: list[list[int]], sizes: list[int]) -> Twins:
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> Twins:
-    """The parts of a page whose places lie in any order, often one behind the other, on any side."""
+def placed(draw: st.DrawFn) -> Parts:
+    """The parts of a page whose slots lie in any order, often one behind the other."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    slots = [(part, side) for side in (0, 1) for part in range(len(sizes))]
+    slots = [(part, slot) for slot in (0, 1) for part in range(len(sizes))]
     slots = draw(st.one_of(st.just(slots), st.permutations(slots)))
     places = [[0, 0] for _ in sizes]
     end = 0
-    for part, side in slots:
+    for part, slot in slots:
         end += draw(st.sampled_from([0, 0, 0, 1]))
-        places[part][side] = end
+        places[part][slot] = end
         end += sizes[part]
-    twins = parts_at(places, sizes)
-    for part in twins.parts:
-        part.side = draw(st.integers(0, 1))
-    return twins
+    parts = parts_at(places, sizes)
+    for part in parts:
+        part.newest = draw(st.integers(0, 1))
+    return parts
 
 
 @settings(max_examples=300, deadline=None)
-@given(twins=placed(), data=st.data())
-def test_extents_are_those_of_every_page_of_bytes(twins: Twins, data: st.DataObject) -> None:
+@given(parts=placed(), data=st.data())
+def test_extents_are_those_of_every_page_of_bytes(parts: Parts, data: st.DataObject) -> None:
     """They equal a list made page by page, in which all neighbours are joined."""
-    last = twins.parts[-1].end // PAGE
+    last = parts[-1].end // PAGE
     start = data.draw(st.integers(0, last))
     end = data.draw(st.integers(start, last))
     wanted: list[tuple[int, int, int]] = []
     for number in range(start, end):
-        (part,) = (each for each in twins.parts if each.start <= number * PAGE < each.end)
-        place = part.places[part.side] + number * PAGE - part.start
+        (part,) = (each for each in parts if each.start <= number * PAGE < each.end)
+        place = part.slots[part.newest] + number * PAGE - part.start
         before = wanted[-1] if wanted else None
         if before is not None and before[0] + before[2] - before[1] == place:
             wanted[-1] = (before[0], before[1], (number + 1) * PAGE)
         else:
             wanted.append((place, number * PAGE, (number + 1) * PAGE))
-    assert list(twins.extents(start * PAGE, end * PAGE)) == wanted
-    over = [part for part in twins.parts if part.start < end * PAGE and start * PAGE < part.end]
+    assert list(parts.extents(start * PAGE, end * PAGE)) == wanted
+    over = [part for part in parts if part.start < end * PAGE and start * PAGE < part.end]
     if start < end:
-        assert list(twins.over(start * PAGE, end * PAGE)) == over
+        assert list(parts.over(start * PAGE, end * PAGE)) == over
 
 
 def test_neighbours_on_disk_are_one_extent() -> None:
-    twins = parts_at([[0, 9], [2, 5], [6, 3]], [2, 1, 1])
-    assert list(twins.extents(0, 4 * PAGE)) == [(0, 0, 3 * PAGE), (6 * PAGE, 3 * PAGE, 4 * PAGE)]
-    twins.parts[2].side = 1
-    assert list(twins.extents(PAGE, 4 * PAGE)) == [(PAGE, PAGE, 4 * PAGE)]
+    parts = parts_at([[0, 9], [2, 5], [6, 3]], [2, 1, 1])
+    assert list(parts.extents(0, 4 * PAGE)) == [(0, 0, 3 * PAGE), (6 * PAGE, 3 * PAGE, 4 * PAGE)]
+    parts[2].newest = 1
+    assert list(parts.extents(PAGE, 4 * PAGE)) == [(PAGE, PAGE, 4 * PAGE)]
 
 
 @pytest.mark.parametrize("places", [(0,), (0, 8 * PAGE)], ids=["frozen", "trained"])
-def test_no_new_bytes_go_to_a_place_that_a_commit_holds(places: tuple[int, ...]) -> None:
-    """For every combination of sides, `target` is the newest place if it is free, else another free one."""
+def test_no_new_bytes_go_to_a_slot_that_a_commit_holds(places: tuple[int, ...]) -> None:
+    """For every combination of slots, `free_slot` is the newest slot if it is free, else another free one."""
     home = Home(Tier.NVME, PAGE, None, False)
-    sides = range(len(places))
+    slots = range(len(places))
     seen = 0
-    for side, durable, pending in itertools.product(sides, (None, *sides), (None, *sides)):
+    for slot, durable, pending in itertools.product(slots, (None, *slots), (None, *slots)):
         part = Part(0, PAGE, places, [], home)
-        part.side, part.durable, part.pending = side, durable, pending
-        free = set(sides) - {durable, pending}
-        target = part.target()
-        assert target == (side if side in free else next(iter(free), None))
-        assert (part.side, part.durable, part.pending) == (side, durable, pending)
+        part.newest, part.durable, part.pending = slot, durable, pending
+        free = set(slots) - {durable, pending}
+        target = part.free_slot()
+        assert target == (slot if slot in free else next(iter(free), None))
+        assert (part.newest, part.durable, part.pending) == (slot, durable, pending)
         seen += 1
     assert seen == {1: 4, 2: 18}[len(places)]

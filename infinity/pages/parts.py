@@ -1,23 +1,23 @@
-"""Twins: the two places on disk that each durable part of a page has, and what each of the places holds.
+"""Parts: the ranges of a page that are written to disk as a whole, and the slots that each of them has there.
 
-[Note: two places and a bit]
+[Note: slots A and B]
 With commits on, a page consists of parts: a chunk's slice of the parameter page, a chunk's optimizer states,
-or a region of frozen parameters. A part of trained parameters owns two places in the slabs, whatever the home
-of its page, and a bit (`Part.side`) that says which place holds its newest bytes. The place that the last
-durable commit holds is never written, nor the place that a pending commit holds. All other bytes go to the
-place that is left, and later bytes overwrite them there. A frozen part has one place, which the first commit
-holds for good. So there is nothing to allocate and nothing to collect, and the room on disk follows from the
-layout alone (infinity/planning/slab_layout.py).
+or a region of frozen parameters. A part of trained parameters owns two slots in the slabs, A and B, whatever
+the home of its page, and a bit (`Part.newest`) that says which slot holds its newest bytes. The slot that the
+last durable commit holds is never written, nor the slot that a pending commit holds. All other bytes go to
+the slot that is left, and later bytes overwrite them there. A frozen part has slot A alone, which the first
+commit holds for good. So there is nothing to allocate and nothing to collect, and the room on disk follows
+from the layout alone (infinity/planning/slab_layout.py).
 
 [Note: parts of others]
-The home of one of several ranks may have whole pages, of which other ranks update chunks. Such a chunk is a
-part without twins: it has one place, and no commit of this rank holds it. Its owner commits it.
+The home of one of several ranks may have whole pages, of which other ranks update chunks. Such a part has
+slot A alone, and no commit of this rank holds it. Its owner commits it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ UNKNOWN = -1
 
 
 class Part:
-    """A range of a page that is written to disk as a whole, and its places there."""
+    """A range of a page that is written to disk as a whole, and its slots there."""
 
     __slots__ = (
         "_begun",
@@ -69,10 +69,10 @@ class Part:
         "end",
         "home",
         "labels",
+        "newest",
         "pending",
-        "places",
         "segments",
-        "side",
+        "slots",
         "start",
         "verified",
     )
@@ -81,7 +81,7 @@ class Part:
         self,
         start: int,
         end: int,
-        places: tuple[int, ...],
+        slots: tuple[int, ...],
         rows: Sequence[Row],
         home: Home,
         *,
@@ -89,8 +89,8 @@ class Part:
         begun: Sequence[bool] | None = None,
         masters: int = 0,
     ) -> None:
-        """start, end: the part's range of bytes in the home. places: offsets of its places in the volume:
-        two, or one for a frozen part and for a part of another rank. rows: what lies in the part. home: of
+        """start, end: the part's range of bytes in the home. slots: offsets of slots A and B in the volume,
+        or of A alone for a frozen part and for a part of another rank. rows: what lies in the part. home: of
         the page. chunk_index: index of the chunk, None for a frozen part.
 
         begun: for the optimizer states of a chunk, `StatePage.begun`. While begun[chunk_index] is False, only
@@ -98,23 +98,23 @@ class Part:
         """
         self.start = start
         self.end = end
-        self.places = places
+        self.slots = slots
         self.segments: Segments = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), 3)
         self.labels = tuple(row[1] for row in rows)
         """What each row of `segments` is."""
         self.chunk_index = chunk_index
         self.home = home
         """The home of the part's page."""
-        self.side = 0
-        """Index in `places` of the place with the newest bytes on disk."""
+        self.newest = 0
+        """Index in `slots` of the slot with the newest bytes on disk: 0 for A, 1 for B."""
         self.durable: int | None = None
-        """Index of the place that the last durable commit holds; None if no commit holds the part."""
+        """Index of the slot that the last durable commit holds; None if no commit holds the part."""
         self.pending: int | None = None
-        """Index of the place that the pending commit holds; None if none does yet."""
+        """Index of the slot that the pending commit holds; None if none does yet."""
         self.checksums: npt.NDArray[np.int64] = np.full(block_count(self.segments), UNKNOWN)
-        """CRC32C of each block at the place `side`, or UNKNOWN."""
+        """CRC32C of each block in the slot `newest`, or UNKNOWN."""
         self.verified = True
-        """Whether the bytes at the place `side` are known to have these checksums. False for bytes of an
+        """Whether the bytes in the slot `newest` are known to have these checksums. False for bytes of an
         earlier process that nobody has read yet.
         """
         self._begun = begun
@@ -122,8 +122,8 @@ class Part:
 
     @property
     def trained(self) -> bool:
-        """Whether the part has two places."""
-        return len(self.places) > 1
+        """Whether the part has two slots."""
+        return len(self.slots) > 1
 
     @property
     def committed(self) -> bool:
@@ -145,9 +145,9 @@ class Part:
         return self.segments if self.begun else self.segments[: self._masters]
 
     @property
-    def place(self) -> int:
+    def offset(self) -> int:
         """Offset in the volume of the part's newest bytes on disk."""
-        return self.places[self.side]
+        return self.slots[self.newest]
 
     def named(self, block: int) -> tuple[str, int]:
         """Name a block, an index in `checksums`, for an error: its array, parameter and elements, and where
@@ -164,27 +164,26 @@ class Part:
             block -= blocks
         raise IndexError(block)
 
-    def target(self) -> int | None:
-        """Index of the place to which new bytes go; None if commits hold all places."""
+    def free_slot(self) -> int | None:
+        """Index of the slot to which new bytes go; None if commits hold all slots."""
         held = (self.durable, self.pending)
-        for side in (self.side, 1 - self.side):
-            if side not in held and side < len(self.places):
-                return side
+        for slot in (self.newest, 1 - self.newest):
+            if slot not in held and slot < len(self.slots):
+                return slot
         return None
 
 
-class Twins:
+class Parts(tuple[Part, ...]):
     """The parts of one page, in the order of its home's bytes. Together they cover the home."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = tuple(parts)
-        self._starts = [part.start for part in self.parts]
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self._starts = [part.start for part in self]
 
     def over(self, start: int, end: int) -> Iterator[Part]:
         """Yield the parts that have bytes in the range [start, end) of the home."""
         index = max(0, bisect_right(self._starts, start) - 1)
-        while index < len(self.parts) and self.parts[index].start < end:
-            yield self.parts[index]
+        while index < len(self) and self[index].start < end:
+            yield self[index]
             index += 1
 
     def extents(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -192,18 +191,18 @@ class Twins:
 
         Each item is (offset in the volume, start in the home, end in the home). Neighbours are joined.
         """
-        place = first = last = 0
+        position = first = last = 0
         for part in self.over(start, end):
             low, high = max(start, part.start), min(end, part.end)
-            there = part.place + low - part.start
-            if first < last and there == place + last - first:
+            there = part.offset + low - part.start
+            if first < last and there == position + last - first:
                 last = high
                 continue
             if first < last:
-                yield place, first, last
-            place, first, last = there, low, high
+                yield position, first, last
+            position, first, last = there, low, high
         if first < last:
-            yield place, first, last
+            yield position, first, last
 
 
 def block_count(segments: Segments) -> int:
@@ -211,7 +210,7 @@ def block_count(segments: Segments) -> int:
     return int((-(-segments[:, 1] // segments[:, 2])).sum()) if len(segments) else 0
 
 
-def parameter_twins(shard: PageShard, images: PageImages, home: Home) -> Twins:
+def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> Parts:
     """Make the parts of a unit's parameter page that a rank has at home.
 
     shard: of the page. images: the offsets of the page's images in the volume. home: of the page.
@@ -232,18 +231,18 @@ def parameter_twins(shard: PageShard, images: PageImages, home: Home) -> Twins:
             chunk_index, chunk = next(chunks)
             nbytes = round_up(chunk.count * region.dtype.itemsize, PAGE_ALIGNMENT)
             for held in shard.pieces(start, nbytes):
-                places: tuple[int, ...] = (images.first + held.home_start,)
+                slots: tuple[int, ...] = (images.first + held.home_start,)
                 if share.whole_states or share.owns(chunk_index):
-                    places = (*places, second)
+                    slots = (*slots, second)
                     second += nbytes
                 rows = _chunk_rows(layout, chunk, region.dtype.itemsize)
                 stop = held.home_start + nbytes
-                parts.append(Part(held.home_start, stop, places, rows, home, chunk_index=chunk_index))
+                parts.append(Part(held.home_start, stop, slots, rows, home, chunk_index=chunk_index))
             start += nbytes
     end = parts[-1].end if parts else 0
     if end < shard.nbytes:
         parts.append(Part(end, shard.nbytes, (images.first + end,), [], home))
-    return Twins(parts)
+    return Parts(parts)
 
 
 def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
@@ -272,7 +271,7 @@ def _frozen_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
     return rows
 
 
-def state_twins(
+def state_parts(
     layout: UnitLayout,
     formats: Sequence[StateFormat],
     images: PageImages,
@@ -280,7 +279,7 @@ def state_twins(
     *,
     begun: Sequence[bool],
     kept: Sequence[int],
-) -> Twins:
+) -> Parts:
     """Make the parts of a unit's optimizer page.
 
     formats, begun, kept: `StatePage.formats`, `StatePage.begun`, `StatePage.kept`. images: the offsets of the
@@ -305,12 +304,12 @@ def state_twins(
                 masters = len(rows)
         end = start + form.nbytes
         if form.nbytes:
-            places = (images.first + start, images.second + start)
+            slots = (images.first + start, images.second + start)
             parts.append(
                 Part(
                     start,
                     end,
-                    places,
+                    slots,
                     rows,
                     home,
                     chunk_index=chunk_index,
@@ -319,4 +318,4 @@ def state_twins(
                 )
             )
         start = end
-    return Twins(parts)
+    return Parts(parts)
