@@ -24,7 +24,6 @@ from infinity.layout.division import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
-from infinity.pages.open_tiers import injected_files
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
@@ -33,6 +32,7 @@ from infinity.planning.planner import Available, as_model, check_kinds, make_pla
 from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
 from infinity.system.directory import path_text
+from infinity.system.disk_files import injected_files
 from infinity.tiers.tier import usable_device
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from infinity.distributed.peers import Peers
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Commit
-from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
+from infinity.system.disk_files import injected
 from infinity.tiers import NvmeTier
 
 OPERATIONS = {

@@ -21,8 +21,8 @@ import infinity
 from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.gradients.device import DeviceUnits
-from infinity.pages.open_tiers import injected
 from infinity.planning import twin_flow
+from infinity.system.disk_files import injected
 
 
 @pytest.fixture

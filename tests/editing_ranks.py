@@ -13,7 +13,7 @@ from ranked_commits import Divided, Job, Node, opened, take_step
 
 from infinity.aio import Faults
 from infinity.distributed.page_service import PageService
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 CASES = ((1, "in place"), (2, "whole"), (3, "whole"), (3, "in place"))
 """(stage, how parameters are edited)."""

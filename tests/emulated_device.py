@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 import infinity
-from infinity.pages import open_tiers
+from infinity.pages import store
 from infinity.tiers import open_device
 from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.device import DeviceTier
@@ -88,7 +88,7 @@ class EmulatedDevice:
             self.compute.touched(region.address, region.nbytes, writes=True, label="somebody before")
             return tier
 
-        with mock.patch.object(open_tiers, "open_device", used_before), emulated(self.driver, self.compute):
+        with mock.patch.object(store, "open_device", used_before), emulated(self.driver, self.compute):
             yield self
         assert self.violations == [], self.violations[:3]
 

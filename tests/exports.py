@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.aio import Faults
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from infinity.checkpoint.committer import Committer
 from infinity.distributed.ballots import Ballots
 from infinity.errors import InfinityError, StorageError
 from infinity.pages.ledger import Commit
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 FILES = (
     ("create", 1, errno.ENOSPC),

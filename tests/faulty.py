@@ -24,7 +24,7 @@ from zoo import entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError, StorageFull
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 STEPS = 3
 HANG = 120

@@ -35,7 +35,8 @@ from infinity.distributed.initial_values import InitialValues
 from infinity.distributed.peers import Peers
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError
-from infinity.pages.open_tiers import OpenTiers, injected
+from infinity.pages.store import Store
+from infinity.system.disk_files import injected
 from infinity.tiers.arena import available_ram
 
 WIDTH = 48
@@ -48,12 +49,12 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("connecting", dist, "new_group"),
     ("meeting", Communicator, "__init__"),
     ("agreeing", Communicator, "agree"),
-    ("opening tiers", OpenTiers, "__init__"),
+    ("opening tiers", Store, "__init__"),
     ("taking values", InitialValues, "take"),
     ("having values", InitialValues, "done"),
     ("serving", Peers, "__init__"),
     ("leaving", Peers, "leave"),
-    ("closing tiers", OpenTiers, "release"),
+    ("closing tiers", Store, "release"),
     ("closing the wire", Wire, "close"),
 )
 """(point, class or module, name): the fault comes before this method or function runs."""

@@ -30,8 +30,7 @@ from infinity.aio import Faults
 from infinity.checkpoint.commit_files import newest
 from infinity.checkpoint.run_state import RunState
 from infinity.errors import InfinityError
-from infinity.pages.open_tiers import injected
-from infinity.system.disk_files import DiskFiles
+from infinity.system.disk_files import DiskFiles, injected
 
 LAST = 6
 """The step after which a run is compared and closed."""

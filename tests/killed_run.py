@@ -23,8 +23,8 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files, initial_pages
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
+from infinity.system.disk_files import injected
 from infinity.tiers import NvmeTier
 
 OPERATIONS = {

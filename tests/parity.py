@@ -267,7 +267,7 @@ def injected(faults: Faults | None) -> Iterator[None]:
     if faults is None:
         yield
         return
-    from infinity.pages.open_tiers import injected  # internal, and used by tests with faults only
+    from infinity.system.disk_files import injected  # internal, and used by tests with faults only
 
     with injected(faults):
         yield

@@ -13,7 +13,7 @@ from recorded_run import Event, Images, Recording, images, with_whole_slabs
 
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from infinity.distributed.ballots import Ballots
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.errors import InfinityError, StorageError
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 ASKED = "RECORDING_RANKS"
 """Environment variable: what the ranks are to do, as JSON."""

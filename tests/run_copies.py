@@ -23,7 +23,7 @@ from infinity.checkpoint.copy_source import CopySource
 from infinity.checkpoint.export import Source
 from infinity.checkpoint.restore import Restored, restore, show
 from infinity.checkpoint.run_copy import write_copy
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 RECORD = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
 """What the tests give `write_copy` as `record`."""

@@ -17,8 +17,7 @@ from zoo import Entry, entry
 
 import infinity
 from infinity.aio import Faults
-from infinity.pages.open_tiers import injected
-from infinity.system.disk_files import Observer
+from infinity.system.disk_files import Observer, injected
 
 FROZEN = entry("frozen")
 """The model by default."""

@@ -30,8 +30,8 @@ from infinity.build import carry_out
 from infinity.cpu_adam import ThreadPool
 from infinity.errors import ConfigError
 from infinity.model import materialize
-from infinity.pages.open_tiers import injected
 from infinity.pages.parameter_page import ParameterPage
+from infinity.system.disk_files import injected
 
 X = torch.ones(1, 64)
 

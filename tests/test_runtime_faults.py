@@ -38,8 +38,7 @@ from zoo import entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages import open_tiers
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
@@ -251,7 +250,7 @@ def test_a_read_ahead_that_fails_is_an_error_once(tmp_path: Path) -> None:
     budget = infinity.Budget(device=3 * least.device_bytes, host=least.host_bytes + 49152, nvme=least.nvme)
     faults = Faults()
     with (
-        open_tiers.injected(faults),
+        injected(faults),
         infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
         torch.no_grad(),
     ):

@@ -27,7 +27,7 @@ from zoo import entry as zoo_entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, CorruptState
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 __all__ = ["watchdog"]
 

@@ -25,9 +25,8 @@ from infinity.config import Budget
 from infinity.layout.names import named_parameters
 from infinity.layout.shards import PageShard
 from infinity.optim.paged_optimizer import adopt
-from infinity.pages.home import Home
+from infinity.pages.home import Home, content_at
 from infinity.pages.optimizer_page import StatePage, States
-from infinity.pages.page_content import content_at
 from infinity.pages.parts import parameter_parts, state_parts
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind

@@ -26,12 +26,11 @@ from infinity.checkpoint.run_state import RunState
 from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
-from infinity.layout.shards import PageShard
+from infinity.layout.shards import PageShard, kept_chunks, kept_pieces
 from infinity.layout.strides import same_order
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
 from infinity.pages.parts import UNKNOWN, Part, block_count
-from infinity.pages.remote import kept_chunks, kept_pieces
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan

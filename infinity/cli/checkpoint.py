@@ -20,9 +20,9 @@ from infinity.checkpoint.verification import ListedCommit, Verification, list_co
 from infinity.cli.command import Output, add_json
 from infinity.config import format_size
 from infinity.errors import CorruptState, named_ranks
-from infinity.pages.open_tiers import injected_files
 from infinity.planning.budgets import format_count
 from infinity.system.directory import check_directory
+from infinity.system.disk_files import injected_files
 
 _MOST_LINES = 100
 """Number of damaged ranges that are printed for people; --json has all."""

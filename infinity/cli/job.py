@@ -33,12 +33,12 @@ from infinity.lm.data import Batches, Text, find_text
 from infinity.lm.decoder import PRESETS
 from infinity.lm.loop import Recipe, make_optimizer
 from infinity.lm.model import LanguageModel, language_model
-from infinity.pages.open_tiers import injected_files
 from infinity.planning.budgets import format_count
 from infinity.planning.machine_rates import multiplies
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
 from infinity.system import launcher, machine
+from infinity.system.disk_files import injected_files
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
 

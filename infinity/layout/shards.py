@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infinity.layout.chunks import UnitLayout
+from infinity.layout.chunks import Piece, UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 
@@ -255,3 +255,24 @@ class PageShard:
             if low < high:
                 found.append(HomeRange(low, each.home_start + low - each.page_start, high - low))
         return found
+
+
+def kept_pieces(
+    layout: UnitLayout, share: Share, *, whole: bool
+) -> Callable[[int], Sequence[tuple[int, Piece]]]:
+    """Return a function from a parameter's index to its pieces that this rank keeps, as (chunk index, piece).
+
+    whole: whether this rank keeps all pieces.
+    """
+    if whole:
+        return layout.pieces
+    found = {
+        index: tuple([each for each in layout.pieces(index) if share.owns(each[0])])
+        for index in range(len(layout.parameters))
+    }
+    return found.__getitem__
+
+
+def kept_chunks(layout: UnitLayout, share: Share, *, whole: bool) -> Iterator[int]:
+    """Yield the indices of a unit's chunks that this rank keeps. whole: whether it keeps all."""
+    return (index for index in range(len(layout.chunks)) if whole or share.owns(index))

@@ -15,9 +15,9 @@ import torch
 from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.layout.chunks import Piece, UnitLayout
+from infinity.layout.shards import kept_pieces
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.home import Home
-from infinity.pages.remote import kept_pieces
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 

@@ -20,9 +20,10 @@ from infinity.formats import moments
 from infinity.formats.master_weights import join, rounded, rounds_to, split
 from infinity.formats.optimizer_rules import AVERAGE, Rule, StateArray, StateFormat, scale_of
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
+from infinity.layout.shards import kept_chunks, kept_pieces
 from infinity.layout.strides import in_memory_order
 from infinity.pages.home import Home
-from infinity.pages.remote import RemotePages, kept_chunks, kept_pieces
+from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.planning.plan import Plan
 

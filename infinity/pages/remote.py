@@ -7,13 +7,11 @@ one rank has none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from infinity.layout.chunks import Piece, UnitLayout
-from infinity.layout.shards import Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers.link import Transfer
 
@@ -57,24 +55,3 @@ class RemotePages(Protocol):
         offset: bytes from the start of the owner's page. The pages of all ranks are laid out alike.
         """
         ...
-
-
-def kept_pieces(
-    layout: UnitLayout, share: Share, *, whole: bool
-) -> Callable[[int], Sequence[tuple[int, Piece]]]:
-    """Return a function from a parameter's index to its pieces that this rank keeps, as (chunk index, piece).
-
-    whole: whether this rank keeps all pieces.
-    """
-    if whole:
-        return layout.pieces
-    found = {
-        index: tuple([each for each in layout.pieces(index) if share.owns(each[0])])
-        for index in range(len(layout.parameters))
-    }
-    return found.__getitem__
-
-
-def kept_chunks(layout: UnitLayout, share: Share, *, whole: bool) -> Iterator[int]:
-    """Yield the indices of a unit's chunks that this rank keeps. whole: whether it keeps all."""
-    return (index for index in range(len(layout.chunks)) if whole or share.owns(index))

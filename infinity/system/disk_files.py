@@ -17,9 +17,11 @@ import errno
 import fcntl
 import os
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Protocol
 
+from infinity.aio import Faults
 from infinity.errors import storage_errors
 
 _FULL = "Free space on that file system, or use a directory on another one."
@@ -167,3 +169,31 @@ class DiskFiles:
             ticket = self._observer.begins(operation, path, target=target, offset=offset, data=data)
             yield
             self._observer.ended(ticket)
+
+
+_injection = threading.local()
+
+
+@contextlib.contextmanager
+def injected(faults: Faults, observer: Observer | None = None) -> Iterator[Faults]:
+    """For tests: inject errors and delays into the NVMe I/O of runtimes.
+
+    It acts on the runtimes that this thread makes inside the `with` statement, as long as they live. faults:
+    says what to inject; it is also yielded. observer: is told of the operations on all other files.
+    """
+    before = getattr(_injection, "faults", None), getattr(_injection, "observer", None)
+    _injection.faults, _injection.observer = faults, observer
+    try:
+        yield faults
+    finally:
+        _injection.faults, _injection.observer = before
+
+
+def injected_files() -> DiskFiles:
+    """The operations on files for a runtime that this thread makes now; see `injected`."""
+    return DiskFiles(getattr(_injection, "observer", None))
+
+
+def injected_faults() -> Faults | None:
+    """What is injected into the NVMe I/O of a runtime that this thread makes now; None: nothing."""
+    return getattr(_injection, "faults", None)

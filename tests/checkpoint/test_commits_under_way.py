@@ -11,7 +11,7 @@ from committed_runs import Job, opened, take_step, user_state
 
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 
 def test_updates_wait_for_staging_that_a_commit_of_device_homes_writes_from(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zoo import entry
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 TIED = entry("tied")
 BUDGETS: dict[str, dict[str, Any]] = {"nvme": {"host": 98304}, "apart": {"device": 1 << 20, "host": 1 << 20}}

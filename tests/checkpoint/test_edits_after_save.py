@@ -19,7 +19,7 @@ from faulty import watchdog
 from parity import tensors_copied
 
 from infinity.aio import Faults
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 __all__ = ["watchdog"]
 

@@ -10,8 +10,7 @@ from committed_runs import EDITED_AFTER, SPARE_FROM, Job, opened, take_step
 
 from infinity.aio import Faults
 from infinity.checkpoint.commit_files import newest
-from infinity.pages.open_tiers import injected
-from infinity.system.disk_files import DiskFiles
+from infinity.system.disk_files import DiskFiles, injected
 
 JOBS = [
     Job(),

@@ -23,7 +23,7 @@ from infinity.checkpoint import atomic_directory
 from infinity.lm.data import Batches, find_text
 from infinity.lm.loop import HeldOut
 from infinity.lm.model import language_model
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 
 def test_the_smallest_real_preset_from_end_to_end(job: TinyJob) -> None:

@@ -23,7 +23,7 @@ from infinity.checkpoint import commit_files
 from infinity.cli import training_run
 from infinity.lm.data import Batches
 from infinity.lm.loop import HeldOut
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 ROOMY = ["--budget-host", "64MiB"]
 HALVES = ["--accumulate", 2]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 HOMES = ("nvme", "unified-nvme", "mixed")
 

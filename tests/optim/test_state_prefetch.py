@@ -26,8 +26,8 @@ from infinity.aio import Faults
 from infinity.build import carry_out
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.scheduler import ReadAhead
-from infinity.pages.open_tiers import injected
 from infinity.planning.placement import Kind
+from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 

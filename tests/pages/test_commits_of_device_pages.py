@@ -27,9 +27,9 @@ from infinity.aio import Faults
 from infinity.checksum import crc32c_blocks
 from infinity.errors import StorageFull
 from infinity.pages.durable_io import DurableIO, extend
-from infinity.pages.open_tiers import injected
 from infinity.pages.store import Store
 from infinity.planning import twin_flow
+from infinity.system.disk_files import injected
 
 __all__ = ["watchdog"]
 

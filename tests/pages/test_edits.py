@@ -17,7 +17,7 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 
 
 @both_homes

@@ -13,8 +13,8 @@ from zoo import entry
 
 import infinity
 from infinity.errors import CorruptState
+from infinity.pages.home import content_at
 from infinity.pages.optimizer_page import StatePage
-from infinity.pages.page_content import content_at
 from infinity.planning.placement import Kind
 
 

@@ -31,7 +31,7 @@ from infinity.cpu_adam.page import GRAD_DTYPES
 from infinity.device_update import kernels as device_kernels
 from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
-from infinity.pages import open_tiers
+from infinity.pages import store
 from infinity.planning import twin_flow
 
 __all__ = ["kernels", "updated"]
@@ -123,7 +123,7 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
         asked.extend(device_kernels.DTYPES[each.gradient] for each in found)
         return found
 
-    monkeypatch.setattr(open_tiers, "kinds_of", noted)
+    monkeypatch.setattr(store, "kinds_of", noted)
 
     def train(accumulation: int | None) -> Any:
         asked.clear()

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import infinity
 from infinity.aio import Faults
 from infinity.gradients.loss_scale import LossScale
-from infinity.pages.open_tiers import injected
 from infinity.pages.parameter_page import Presence
 from infinity.pages.store import Store
 from infinity.prefetch.trace import AccessKind
+from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import NvmeTier, nvme
 from infinity.tiers.link import CpuLink
@@ -338,7 +338,7 @@ def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, *
     link: what copies between RAM and the device. directory: a new directory for the pages. options: those of
     `opened`. The second step uses other layers, in another order, than the other steps.
     """
-    monkeypatch.setattr("infinity.pages.open_tiers.open_link", lambda device: link)
+    monkeypatch.setattr("infinity.pages.store.open_link", lambda device: link)
     directory.mkdir()
     found = []
     with opened(directory, home="nvme", **options) as (model, runtime):

@@ -14,7 +14,7 @@ import torch
 from small_runtime import TIED, loss_of, opened, train_step
 
 from infinity.aio import Faults
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, EdgeStats, Stats, Wait
 

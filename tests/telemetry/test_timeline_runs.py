@@ -19,7 +19,7 @@ from tiny_job import TinyJob, run_error
 from infinity import cli
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError
-from infinity.pages.open_tiers import injected
+from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge, Phase, Stats
 
 # --- a run ----------------------------------------------------------------------------------------------
