@@ -13,7 +13,7 @@ from infinity.layout.chunks import ModelLayout, UnitLayout, build
 from infinity.layout.shards import ALONE, PageShard
 from infinity.layout.units import survey
 from infinity.pages.home import Home
-from infinity.pages.parts import Part, Parts, parameter_parts, state_parts
+from infinity.pages.parts import PageParts, Part, parameter_parts, state_parts
 from infinity.planning.slab_layout import SlabLayout, slab_layout
 from infinity.tiers import Tier
 
@@ -24,7 +24,7 @@ class DurablePage:
 
     layout: UnitLayout
     home: Home
-    parts: Parts
+    parts: PageParts
     begun: list[bool]
     formats: list[StateFormat]
 

@@ -31,7 +31,7 @@ from infinity.layout.shards import PageShard
 from infinity.pages.ledger import Commit
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.parts import Part, Parts
+from infinity.pages.parts import PageParts, Part
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
@@ -251,7 +251,7 @@ def _range(
     return form.Range(each.first, each.count, places)
 
 
-def ranges_of(shard: PageShard, parts: Parts, states: StatePage, index: int) -> list[StoredRange]:
+def ranges_of(shard: PageShard, parts: PageParts, states: StatePage, index: int) -> list[StoredRange]:
     """Where the arrays of one parameter of a unit lie that this rank commits, in memory order.
 
     shard: of the unit's parameter page. parts: the parts of its parameter page. states: its optimizer page.

@@ -18,7 +18,7 @@ import torch
 
 from infinity.errors import InfinityError
 from infinity.layout.shards import PageShard, kept_pieces
-from infinity.pages.parts import Parts
+from infinity.pages.parts import PageParts
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT, NvmeLease, Tier
@@ -59,7 +59,7 @@ class Home:
     """Whether code on the CPU can use `memory`: the tier is host RAM, or the device shares the host's RAM."""
     nvme_lease: NvmeLease | None = None
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
-    parts: Parts = Parts()  # noqa: RUF009
+    parts: PageParts = PageParts()  # noqa: RUF009
     """The durable page's parts. Empty if commits are off, and for gradients."""
     computed: bool = False
     """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels

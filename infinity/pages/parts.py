@@ -173,7 +173,7 @@ class Part:
         return None
 
 
-class Parts(tuple[Part, ...]):
+class PageParts(tuple[Part, ...]):
     """The parts of one page, in the order of its home's bytes. Together they cover the home."""
 
     def __init__(self, parts: Iterable[Part] = ()) -> None:
@@ -210,7 +210,7 @@ def block_count(segments: Segments) -> int:
     return int((-(-segments[:, 1] // segments[:, 2])).sum()) if len(segments) else 0
 
 
-def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> Parts:
+def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> PageParts:
     """Make the parts of a unit's parameter page that a rank has at home.
 
     shard: of the page. images: the offsets of the page's images in the volume. home: of the page.
@@ -242,7 +242,7 @@ def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> Parts:
     end = parts[-1].end if parts else 0
     if end < shard.nbytes:
         parts.append(Part(end, shard.nbytes, (images.first + end,), [], home))
-    return Parts(parts)
+    return PageParts(parts)
 
 
 def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
@@ -279,7 +279,7 @@ def state_parts(
     *,
     begun: Sequence[bool],
     kept: Sequence[int],
-) -> Parts:
+) -> PageParts:
     """Make the parts of a unit's optimizer page.
 
     formats, begun, kept: `StatePage.formats`, `StatePage.begun`, `StatePage.kept`. images: the offsets of the
@@ -318,4 +318,4 @@ def state_parts(
                 )
             )
         start = end
-    return Parts(parts)
+    return PageParts(parts)

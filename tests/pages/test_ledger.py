@@ -10,7 +10,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.pages.home import Home
 from infinity.pages.ledger import Commit, CommitState, Ledger
-from infinity.pages.parts import Label, Part, Parts
+from infinity.pages.parts import Label, PageParts, Part
 from infinity.tiers import Tier
 from infinity.tiers.link import ARRIVED
 
@@ -21,7 +21,7 @@ def part_in_ram(begun: list[bool] | None = None) -> Part:
     home = Home(Tier.HOST, 4096, torch.zeros(4096, dtype=torch.uint8), True)
     rows = [((0, 4096, 4096), Label("weight", "values", 0))]
     part = Part(0, 4096, (0, 8192), rows, home, chunk_index=0, begun=begun)
-    home.parts = Parts([part])
+    home.parts = PageParts([part])
     return part
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from infinity.config import Precision
 from infinity.layout.shards import ALONE
 from infinity.pages.home import Home
-from infinity.pages.parts import Label, Part, Parts, Row, block_count
+from infinity.pages.parts import Label, PageParts, Part, Row, block_count
 from infinity.planning.slab_layout import region_bytes, trained_bytes
 from infinity.tiers import Tier
 
@@ -154,11 +154,11 @@ def test_only_masters_have_values_before_the_first_update(pages: DurablePages) -
             assert len(part.filled) == len(rows)
 
 
-def parts_at(places: list[list[int]], sizes: list[int]) -> Parts:
+def parts_at(places: list[list[int]], sizes: list[int]) -> PageParts:
     home = Home(Tier.NVME, sum(sizes) * PAGE, None, False)
     ends = list(itertools.accumulate(sizes))
     rows: list[Row] = [((0, PAGE, PAGE), Label("weight", "values", 0))]
-    return Parts(
+    return PageParts(
         [
             Part((end - size) * PAGE, end * PAGE, tuple(each * PAGE for each in at), rows, home)
             for at, size, end in zip(places, sizes, ends, strict=True)
@@ -167,7 +167,7 @@ def parts_at(places: list[list[int]], sizes: list[int]) -> Parts:
 
 
 @st.composite
-def placed(draw: st.DrawFn) -> Parts:
+def placed(draw: st.DrawFn) -> PageParts:
     """The parts of a page whose slots lie in any order, often one behind the other."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
     slots = [(part, slot) for slot in (0, 1) for part in range(len(sizes))]
@@ -186,7 +186,7 @@ def placed(draw: st.DrawFn) -> Parts:
 
 @settings(max_examples=300, deadline=None)
 @given(parts=placed(), data=st.data())
-def test_extents_are_those_of_every_page_of_bytes(parts: Parts, data: st.DataObject) -> None:
+def test_extents_are_those_of_every_page_of_bytes(parts: PageParts, data: st.DataObject) -> None:
     """They equal a list made page by page, in which all neighbours are joined."""
     last = parts[-1].end // PAGE
     start = data.draw(st.integers(0, last))
