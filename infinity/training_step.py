@@ -202,6 +202,13 @@ class TrainingStep:
         gradient is infinite or NaN, the update is skipped where the loss scale is dynamic, and
         NonFiniteGradient is raised where it is not.
         """
+        try:
+            return self._step()
+        finally:
+            if self._eager is not None and self._gradients.lost:
+                self._eager.stepped()  # `step` cannot succeed, and `zero_grad` may go on
+
+    def _step(self) -> bool:
         parts, gradients = self._components, self._gradients
         with self._pager.lock:
             self._refuse()
@@ -226,11 +233,13 @@ class TrainingStep:
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
-                if self._ranked is not None and self._eager is not None:
-                    self._finish_early(self._eager, "step()", finite=False)
-                done = "nothing was updated" if self._eager is None else self._eager.done
+                done = "nothing was updated"
+                if self._eager is not None:
+                    done = self._eager.done
+                    self._eager.stepped()
+                    self._check_whole_updates(self._eager)
                 raise NonFiniteGradient(
-                    f"A gradient is infinite or NaN; {done}.",
+                    f"A gradient is infinite, NaN or lost; {done}.",
                     "Call zero_grad() and go on with another batch, or lower the learning rate or clip.",
                 )
             else:
@@ -253,17 +262,15 @@ class TrainingStep:
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of all parameters.
 
-        set_to_none: if False, each parameter that had a gradient has one of zeros then. With eager updates on
-        several ranks, all ranks agree on the updates of a step that had no `step`. Raises the errors of this
-        agreement.
+        set_to_none: if False, each parameter that had a gradient has one of zeros then. Raises ConfigError
+        for eager updates of a step that has not called `step`.
         """
         with self._pager.lock:
             self._refuse()
+            self._check_stepped("zero_grad() was called")
             self._pager.forwards.prune()
             for parameter in self._trained:
                 take_gradient(parameter)  # where Ctrl-C came before the hook that takes it
-            if self._ranked is not None and self._eager is not None and not self._eager.ended:
-                self._clear_early(self._eager)
             zeros: dict[int, set[int]] = {}
             if not set_to_none:
                 zeros = {
@@ -290,11 +297,13 @@ class TrainingStep:
 
         When the last stored gradient goes, the step is forgotten as by `zero_grad`: factors, and that eager
         updates have used gradients. Over ranks this is so only while all know which gradients there are.
-        Raises the errors of `RankedStep.withdraw`.
+        Raises the errors of `RankedStep.withdraw`, and ConfigError for eager updates of a step that has not
+        called `step`.
         """
         gradients, ranked = self._gradients, self._ranked
         with self._pager.lock:
             self._refuse()
+            self._check_stepped("A gradient was withdrawn (p.grad = None)")
             had = self.has_gradient(unit, parameter)
             if ranked is not None:
                 ranked.withdraw(unit, parameter)
@@ -626,34 +635,26 @@ class TrainingStep:
             engine.demand([unit], AccessKind.UPDATE)
             engine.settle_for_user([unit])
 
-    def _clear_early(self, eager: EagerStep) -> None:
-        """Have all ranks make the same eager updates, in a step that `zero_grad` ends.
+    def _check_stepped(self, call: str) -> None:
+        """Raise ConfigError if eager updates may have begun in a step that has not called `step`.
 
-        Raises ConfigError if options have changed since the first of them, and the errors of `_finish_early`.
+        Over ranks other ranks may have begun them once this rank has any gradient. call: what user code does.
         """
-        assert self._ranked is not None
-        failure: InfinityError | None = None
-        try:
-            eager.check_options(self._param_groups)
-        except InfinityError as error:
-            failure = error.again()
-        squares = self._ranked.settle("zero_grad()", self._param_groups, failure, forgiving=True)
-        self._finish_early(eager, "zero_grad()", finite=math.isfinite(squares.value()))
+        eager = self._eager
+        if eager is None or eager.ended or not (eager.begun or (self._ranked is not None and self.open)):
+            return
+        raise ConfigError(
+            f"{call}, but step() was not, and eager updates in the backward cannot be undone.",
+            "Call runtime.optimizer.step() after the last backward of each step, or offload with "
+            'update="lazy".',
+        )
 
-    def _finish_early(self, eager: EagerStep, call: str, *, finite: bool) -> None:
-        """Have all ranks make the same eager updates, in a step that ends without `_update`.
-
-        One rank has updated the units that have got all their gradients. Several ranks keep parts of a unit,
-        and each may or may not have begun the update of its own part. finite: whether all gradients of all
-        ranks are there and finite. Raises NonFiniteGradient if the update of a unit can be made on some ranks
-        alone; the runtime cannot be used any more then.
+    def _check_whole_updates(self, eager: EagerStep) -> None:
+        """Raise NonFiniteGradient if an eager update has begun on a rank, in a step with a gradient that is
+        not finite: each rank updates parts of units, and others may not have. No more can be done with the
+        runtime then. One rank updates whole units.
         """
-        ranked, gradients = self._ranked, self._gradients
-        assert ranked is not None
-        complete = [unit for unit in gradients.pages if finite and eager.has_all(unit, ranked.added)]
-        units = ranked.early_units(call, complete)
-        left = [unit for unit in units if not gradients.pages[unit].consumed]
-        if not finite and ranked.on_any(call, not all(eager.can_follow(unit) for unit in left)):
+        if self._ranked is not None and self._ranked.on_any("step()", eager.begun):
             error = NonFiniteGradient(
                 "A gradient is infinite, NaN or lost, and eager updates have changed parts of parameters on "
                 "some ranks alone.",
@@ -661,14 +662,6 @@ class TrainingStep:
             )
             self._components.health.lose(error)
             raise error.again()
-        exposed = self._exposed()
-        for unit in left:
-            self._begin_early(eager, unit)
-        if units:
-            options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
-            self._scheduler.count_elsewhere(options)
-            self._tell_ranks([each for each in self._updated_units(options) if each in units], exposed)
-        eager.stepped()
 
     def _update_complete(self) -> None:
         """Begin the eager updates of units that have got the last gradients of other ranks."""
@@ -714,12 +707,13 @@ class TrainingStep:
             self._group_of()
             self._gradients.agree_on_factor(call, keys())
             self._components.store.settle()
-            self._gradients.check()
-            if self._eager is not None:
+            if self._eager is None:
+                self._gradients.check()
+            else:
                 self._eager.check_options(self._param_groups)
         except InfinityError as error:
             failure = error.again()
-        return self._ranked.settle(call, self._param_groups, failure)
+        return self._ranked.settle(call, self._param_groups, failure, forgiving=self._eager is not None)
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""

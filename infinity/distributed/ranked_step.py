@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -90,10 +89,6 @@ class RankedStep:
         self._squares: dict[str, ExactSum] | None = None
         """What `squares_of` knows; None after a gradient has come."""
         self._withdrawn = Withdrawals(self._name)
-        self.added: Counter[tuple[int, int]] = Counter()
-        """(unit, index of a parameter) -> number of gradients that this rank has added since it last cleared
-        its gradients.
-        """
         self._ballots = ballots
         self._service = service
         self._remote = remote
@@ -271,17 +266,6 @@ class RankedStep:
             self._squares = found
         return self._squares.get(f"{unit} {parameter}", ExactSum())
 
-    def early_units(self, call: str, complete: Sequence[int]) -> list[int]:
-        """Agree on the units that eager updates update in a step. complete: units of which this rank has
-        added all gradients.
-
-        Returns the units of which all ranks have, and those whose update a rank has begun.
-        """
-        begun = [unit for unit, page in self._pages.items() if page.consumed]
-        heard = self._ballots.agree(call, {"complete": list(complete), "begun": begun})
-        everywhere = set.intersection(*(set(said["complete"]) for said in heard.values()))
-        return sorted(everywhere.union(*(said["begun"] for said in heard.values())))
-
     def on_any(self, call: str, mine: bool) -> bool:
         """Tell all ranks whether something is so here; returns whether it is so on any rank."""
         return any(self._ballots.agree(call, mine).values())
@@ -294,7 +278,6 @@ class RankedStep:
         self.settled = False
         self._squares = None
         self._withdrawn.clear()
-        self.added.clear()
         rank = self._share.rank
         self._cleared[rank] += 1
         for peer in self._wire.peers:
@@ -328,7 +311,6 @@ class RankedStep:
         self.settled = False
         self._squares = None
         self._withdrawn.contributed(unit, parameter)
-        self.added[unit, parameter] += 1
         if self.contributions is None:
             return False
         self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)
@@ -338,8 +320,7 @@ class RankedStep:
         """Withdraw this rank's gradients of a parameter; see [Note: withdrawing] in
         infinity/distributed/withdrawals.py.
 
-        Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward, and
-        where an eager update may have used the gradients.
+        Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward.
         """
         if unit not in self._pages or not self._pages[unit].layout.parameters[parameter].trainable:
             return
@@ -354,8 +335,6 @@ class RankedStep:
             pass  # this rank has no gradients since its zero_grad()
         elif self.contributions is not None:
             after = self.contributions.ended
-            if after and not self.settled:
-                self._check_lazy(unit, parameter)
             if after:
                 self.contributions.withdraw(unit, parameter)
         elif self._whole is not None and not self._whole.summed:
@@ -485,15 +464,6 @@ class RankedStep:
         self._remote.step += 1
         self._engine.stepped(updated)
         self._service.stepped()
-
-    def _check_lazy(self, unit: int, parameter: int) -> None:
-        # Eager updates come at different times on the ranks: some may have used the gradients already.
-        if self._engine.store.plan.update == "eager":
-            raise ConfigError(
-                f"The gradient of {self._name(unit, parameter)} was withdrawn (p.grad = None), but an eager "
-                "update of another rank may have used it.",
-                'Offload with update="lazy" to withdraw gradients.',
-            )
 
     def _name(self, unit: int, parameter: int) -> str:
         return self._pages[unit].layout.parameters[parameter].names[0]

@@ -11,8 +11,7 @@ of it would have to wait for the device, to check that the gradients are finite.
 
 The runtime cannot tell which gradient is the last of a step, so the trainer declares how many backwards a
 step has. Features that need all gradients before the first update are refused: clipping, and the loss
-scaling of fp16. An update cannot be undone. After zero_grad() without step(), the updates that have begun
-remain, and they count as steps. Several ranks then agree on these updates (`TrainingStep.zero_grad`).
+scaling of fp16. An update cannot be undone, so a step whose updates have begun must call step().
 """
 
 from __future__ import annotations
@@ -215,29 +214,6 @@ class EagerStep:
             return False
         self._broken = not self._finite(unit)
         return not self._broken
-
-    def has_all(self, unit: int, added: Mapping[tuple[int, int], int]) -> bool:
-        """Whether one of several ranks has added all its gradients of a unit that belong to the step.
-
-        added: (unit, index of a parameter) -> number of gradients that the rank has added in the step.
-        """
-        page = self._pages[unit]
-        return all(
-            added.get((unit, index), 0) >= self._accumulation
-            for index, layout in enumerate(page.layout.parameters)
-            if layout.trainable and page.parameters[index].requires_grad
-        )
-
-    def can_follow(self, unit: int) -> bool:
-        """Whether one of several ranks can update its part of a unit because another one has: this rank has
-        all gradients of the part, and they are finite.
-        """
-        page, gradients = self._pages[unit], self._gradients.pages[unit]
-        return (
-            not self._gradients.lost
-            and gradients.complete(page.parameters, self._accumulation)
-            and self._finite(unit)
-        )
 
     def _finite(self, unit: int) -> bool:
         gradients = self._gradients.pages[unit]

@@ -218,7 +218,7 @@ class UpdateScheduler(Updates):
         if options.average is not None:
             self._states.averaged += 1
         if self._early:
-            self.count_elsewhere(options)
+            self._count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
         first = {unit: place for place, unit in enumerate(order)}
         pending = [unit for unit, group in enumerate(self._units) if group.left]
@@ -255,10 +255,10 @@ class UpdateScheduler(Updates):
             self._complete_for_user(unit)
         self._begin_updates((unit,))
 
-    def count_elsewhere(self, options: StepOptions) -> None:
+    def _count_elsewhere(self, options: StepOptions) -> None:
         """Count the step of parameters whose units were updated early, and which other ranks update.
 
-        `step` does this, too. An early update begins when the parameters that this rank updates have their
+        An early update begins when the parameters that this rank updates have their
         gradients. Of the unit's other parameters it may not know yet that they get gradients in this step.
         """
         for unit, counted in self._early.items():

@@ -84,12 +84,19 @@ def test_withdrawals_that_differ_are_refused_on_all_ranks(ranks: list[Any]) -> N
             )
             told = "ConfigError: The gradient of last.bias was withdrawn (p.grad = None)"
             assert inside.startswith(f"{told} inside of a backward")
-            assert eager.startswith("trained" if stage < 2 else f"{told}, but an eager update")
+            assert eager.startswith(
+                "ConfigError: A gradient was withdrawn (p.grad = None), but step() was not"
+            )
 
 
-def test_eager_updates_remain_without_a_step(alone: Any) -> None:
-    for *digests, steps, unchanged in alone["discarded"]:
-        assert len(set(digests)) == len(digests) and set(steps) == {4.0} and unchanged
+def test_eager_updates_need_a_step(alone: Any, ranks: list[Any]) -> None:
+    for each in (alone, *ranks):
+        for *told, steps, unchanged in each["discarded"]:
+            errors, digests = told[::2], told[1::2]
+            assert all(
+                error.startswith("ConfigError: zero_grad() was called, but step()") for error in errors
+            )
+            assert len(set(digests)) == len(digests) == 4 and set(steps) == {4.0} and unchanged
 
 
 def test_parts_that_only_some_ranks_have_updated_end_all_ranks(ranks: list[Any]) -> None:

@@ -237,13 +237,12 @@ def test_a_gradient_that_is_not_finite_ends_the_step(tmp_path: Path) -> None:
         assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
 
 
-def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
-    """After an exception in a backward, zero_grad() and another step work.
-
-    Units that the first backward had already updated have then made two optimizer steps, and the others one.
+def test_a_backward_that_broke_off_ends_with_a_step(tmp_path: Path) -> None:
+    """After an exception in a backward, its gradients can only be dropped where no update has begun. step()
+    updates what has got gradients; another step works.
     """
     with opened(tmp_path) as (model, runtime):
-        first = next(iter(model.parameters()))
+        first, last = next(iter(model.parameters())), list(model.parameters())[-1]
 
         def refuse(gradient: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("enough")
@@ -252,14 +251,20 @@ def test_a_backward_that_broke_off_can_be_left_behind(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="enough"):
             loss_of(model, 0).backward()
         handle.remove()
-        begun = spent(runtime)
+        assert spent(runtime)
+        with pytest.raises(infinity.ConfigError, match=r"zero_grad\(\) was called, but step\(\) was not"):
+            runtime.optimizer.zero_grad()
+        with pytest.raises(infinity.ConfigError, match=r"withdrawn .* but step"):
+            last.grad = None
+        had = {id(each) for each in model.parameters() if each.grad is not None}
+        assert had and id(first) not in had
+        runtime.optimizer.step()
         runtime.optimizer.zero_grad()
         loss_of(model, 1).backward()
         runtime.optimizer.step()
         runtime.optimizer.zero_grad()
         for parameter, state in runtime.optimizer.state.items():
-            unit = parameter._place.page.index
-            assert float(state["step"]) == (2 if unit in begun else 1)
+            assert float(state["step"]) == (2 if id(parameter) in had else 1)
 
 
 @pytest.mark.parametrize(
