@@ -24,7 +24,6 @@ from infinity.distributed.message import Kind, Message
 from infinity.distributed.peer_line import Parcel, PeerLine
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
-from infinity.telemetry.crossing import Crossing, Way
 from infinity.telemetry.meter import Meter
 
 Inbox = queue.SimpleQueue[tuple[int, Message]]
@@ -217,7 +216,7 @@ class Wire:
     def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
         if failure is None and dispatch is not None:
             to, label, unit = dispatch.peer, dispatch.label, dispatch.unit
-            self.meter.crossed(Crossing(Way.TO, to, label, unit, nbytes, began, time.perf_counter_ns()))
+            self.meter.crossed(f"to rank {to}", label, unit, nbytes, began)
         if failure is None:
             with self._lock:
                 self._traffic.messages_sent += 1
@@ -236,7 +235,7 @@ class Wire:
         delivery = self._no_longer_expected(peer, number)
         unit = None if delivery is None else delivery.unit
         nbytes = sum(sizes)
-        self.meter.crossed(Crossing(Way.FROM, peer, label, unit, nbytes, began, time.perf_counter_ns()))
+        self.meter.crossed(f"from rank {peer}", label, unit, nbytes, began)
         with self._lock:
             self._traffic.messages_received += 1
             self._traffic.received_from[peer, label] += nbytes

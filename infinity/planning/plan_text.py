@@ -15,7 +15,7 @@ from rich.text import Text
 from infinity.config import format_size
 from infinity.planning.machine_rates import multiplies
 from infinity.planning.placement import Kind
-from infinity.telemetry.html_table import html_of
+from infinity.telemetry.stats import html_of
 from infinity.tiers import Tier
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The meter: counts the bytes, waits and seconds of a run, and reports each event to a recorder."""
+"""The meter: counts the bytes, waits and seconds of a run, and reports each event to a timeline."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError
-from infinity.telemetry.crossing import Crossing
-from infinity.telemetry.stats import RANKS, Edge, EdgeStats, Phase, Stats, Wait, Written
+from infinity.telemetry.stats import RANKS, SECONDS_PER_DAY, Edge, EdgeStats, Phase, Stats, Wait
 from infinity.tiers.link import Timing, Transfer
+
+if TYPE_CHECKING:
+    from infinity.telemetry.timeline import Timeline
 
 
 @dataclass
@@ -22,18 +24,13 @@ class _EdgeTally:
     stall_seconds: float = 0.0
     fault_seconds: float = 0.0
 
-    def add(self, other: _EdgeTally) -> None:
-        self.bytes += other.bytes
-        self.transfers += other.transfers
-        self.stall_seconds += other.stall_seconds
-        self.fault_seconds += other.fault_seconds
-
 
 @dataclass
 class _Tally:
     """Running sums of the measurements of a run or of one step. The fields are those of `Stats`."""
 
     edges: dict[Edge, _EdgeTally] = field(default_factory=lambda: {edge: _EdgeTally() for edge in Edge})
+    peaks: dict[str, int] = field(default_factory=dict)
     accesses: int = 0
     misses: int = 0
     steps: int = 0
@@ -42,99 +39,48 @@ class _Tally:
     update_seconds: float = 0.0
     rank_seconds: float = 0.0
     compute_seconds: float = 0.0
-    peaks: dict[str, int] = field(default_factory=dict)
 
     def finish(self, seconds: float) -> None:
-        """Complete the sums of one step at its end: count the step, its wall time and its seconds of compute.
+        """End a step that took `seconds` of wall time: count it, and the seconds of compute in it.
 
-        seconds: the wall time of the step. The seconds of compute are this time less the seconds of stalls,
-        of updates and of waits for other ranks, and at least 0.
+        Compute is what stalls, updates and waits for other ranks leave, at least 0: a stall between two steps
+        counts for the next one, so the sum of stalls may exceed the step's time.
         """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
         self.seconds = seconds
-        # A stall between two steps, or before the first step, counts for the next step. The sum of stalls may
-        # therefore exceed the step's time.
         self.compute_seconds = max(0.0, seconds - stalled - self.update_seconds - self.rank_seconds)
 
     def add(self, other: _Tally) -> None:
         for edge, theirs in other.edges.items():
-            self.edges[edge].add(theirs)
-        self.accesses += other.accesses
-        self.misses += other.misses
-        self.steps += other.steps
-        self.skipped_steps += other.skipped_steps
-        self.seconds += other.seconds
-        self.update_seconds += other.update_seconds
-        self.rank_seconds += other.rank_seconds
-        self.compute_seconds += other.compute_seconds
+            _add(self.edges[edge], theirs)
+        _add(self, other)
         for name, peak in other.peaks.items():
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
 
     @property
-    def written(self) -> Written:
-        """What was written to disk; the sums have to be those of finished steps."""
-        return Written(bytes=self.edges[Edge.HOST_TO_NVME].bytes, steps=self.steps, seconds=self.seconds)
+    def written(self) -> tuple[int, int, float]:
+        """(bytes written to disk, steps, their seconds), for sums of finished steps."""
+        return self.edges[Edge.HOST_TO_NVME].bytes, self.steps, self.seconds
 
-    def freeze(
-        self,
-        *,
-        step_seconds: float | None,
-        loss_scale: float | None,
-        written: Written,
-        last_step: Stats | None,
-    ) -> Stats:
+    def freeze(self, written: tuple[int, int, float], **more: Any) -> Stats:
+        """written: as `written`, of the steps to average. more: the fields of `Stats` that are no sums."""
+        nbytes, steps, seconds = written
         sums = {
             **vars(self),
             "edges": {edge: EdgeStats(**asdict(tally)) for edge, tally in self.edges.items()},
             "peaks": dict(self.peaks),
+            "written_per_step": nbytes / steps if steps else None,
+            "written_per_day": nbytes * SECONDS_PER_DAY / seconds if seconds else None,
         }
-        return Stats(
-            **sums, step_seconds=step_seconds, loss_scale=loss_scale, written=written, last_step=last_step
-        )
+        return Stats(**sums, **more)
 
 
-class Recorder(Protocol):
-    """A listener to which a meter reports each event as soon as the event happens.
-
-    All times are nanoseconds of time.perf_counter_ns().
-    """
-
-    def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
-        """Record that a transfer of `nbytes` bytes over `edge` was requested.
-
-        edge: the direction between two neighbouring tiers, such as NVMe to host. transfer: the handle of the
-        transfer; None if the transfer has already ended.
-        """
-
-    def crossed(self, crossing: Crossing) -> None:
-        """Record that a payload has crossed to or from another rank."""
-
-    def waited(self, name: str, reason: str | None, start: int, end: int) -> None:
-        """Record that the training thread did not compute from `start` to `end`.
-
-        name: the value of the `Edge` for which the thread waited, RANKS, or "update". reason: of the wait for
-        the edge, or what the thread wanted of other ranks; None if it worked on updates or waited for them.
-        """
-
-    def entered(self, phase: Phase) -> None:
-        """Record that the training thread enters `phase` now."""
-
-    def submitted(self, job: Timing, parameters: int) -> None:
-        """Record that an update was submitted to the update threads.
-
-        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
-        elements in the update.
-        """
-
-    def stepped(self, number: int, step: Stats) -> None:
-        """Record the end of a step.
-
-        number: the number of the step in the run, counted from 1. step: the measurements of the step.
-        """
-
-    def ended(self) -> None:
-        """Record that the recording ends. The meter calls no other method afterwards."""
+def _add(sums: Any, others: Any) -> None:
+    """Add the numbers of one dataclass to those of another."""
+    for name, value in vars(others).items():
+        if isinstance(value, (int, float)):
+            setattr(sums, name, getattr(sums, name) + value)
 
 
 class _ThreadState(threading.local):
@@ -159,15 +105,12 @@ class Meter:
         self._now = _Tally()
         self._loss_scale: float | None = None
         self._last_step: Stats | None = None
-        self._written = Written()
-        self._recorder: Recorder | None = None
+        self._written = (0, 0, 0.0)
+        self._recorder: Timeline | None = None
 
     @contextmanager
-    def recording(self, recorder: Recorder) -> Iterator[None]:
-        """A context manager within which each event is reported to `recorder`.
-
-        Raises ConfigError if another recorder is active.
-        """
+    def recording(self, recorder: Timeline) -> Iterator[None]:
+        """Context in which each event is reported to `recorder`. Raises ConfigError within another one."""
         if self._recorder is not None:
             raise ConfigError(
                 "A timeline of this runtime is being recorded already.", "Record one timeline at a time."
@@ -193,10 +136,16 @@ class Meter:
         if (recorder := self._recorder) is not None:
             recorder.moved(edge, nbytes, transfer)
 
-    def crossed(self, crossing: Crossing) -> None:
-        """Report to the recorder that a payload has crossed to or from another rank. The wire counts it."""
+    def crossed(self, way: str, what: str, unit: int | None, nbytes: int, began: int) -> None:
+        """Report a payload that has crossed to or from another rank by now. The wire counts its bytes.
+
+        way: such as "from rank 2". what: the bytes are, such as "gradients". unit: index of the unit to which
+        they belong, if that is known. began: when its bytes were given to the network, or when its message
+        came, in nanoseconds of time.perf_counter_ns().
+        """
         if (recorder := self._recorder) is not None:
-            recorder.crossed(crossing)
+            args: dict[str, str | int] = {"what": what, "bytes": nbytes}
+            recorder.crossed(way, args if unit is None else args | {"unit": unit}, began)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
         """Count a transfer as `moved` does, and count the call that requested it as a stall of the training
@@ -207,19 +156,9 @@ class Meter:
         `stalling` counts this time too.
         """
         state = self._thread
-        with self._lock:
-            tally = self._now.edges[edge]
-            tally.bytes += nbytes
-            tally.transfers += 1
-            if not state.waits:
-                tally.stall_seconds += seconds
-                if state.faults:
-                    tally.fault_seconds += seconds
-        if (recorder := self._recorder) is not None:
-            if not state.waits:
-                wait = Wait.FAULT if state.faults else Wait.COPY
-                recorder.waited(edge.value, wait.value, *_until_now(seconds))
-            recorder.moved(edge, nbytes, transfer)
+        if not state.waits:
+            self.stalled(edge, seconds, Wait.FAULT if state.faults else Wait.COPY)
+        self.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
         """Count a wait of the training thread for a transfer over `edge`.
@@ -318,16 +257,12 @@ class Meter:
             recorder.waited("update", None, *_until_now(seconds))
 
     def submitted(self, job: Timing, parameters: int) -> None:
-        """Report to the recorder that an update was submitted to the update threads.
-
-        job: the handle that gives the begin and the end of the update. parameters: the number of parameter
-        elements in the update.
-        """
+        """Report that an update of `parameters` elements was submitted. job: gives its begin and end."""
         if (recorder := self._recorder) is not None:
             recorder.submitted(job, parameters)
 
     def entered(self, phase: Phase) -> None:
-        """Report to the recorder that the training thread enters `phase` now."""
+        """Report that the training thread enters `phase` now."""
         if (recorder := self._recorder) is not None:
             recorder.entered(phase)
 
@@ -359,12 +294,13 @@ class Meter:
             step.finish(seconds)
             self._finished.add(step)
             last = step.freeze(
-                step_seconds=seconds, loss_scale=self._loss_scale, written=step.written, last_step=None
+                step.written, step_seconds=seconds, loss_scale=self._loss_scale, last_step=None
             )
             self._last_step = last
             number = self._finished.steps
-            # The first step counts only as long as it is the only one, see `Stats.written`.
-            self._written = step.written + (self._written if number > 2 else Written())
+            # The first step counts only as long as it is the only one, see `Stats.written_per_step`.
+            nbytes, steps, before = self._written if number > 2 else (0, 0, 0.0)
+            self._written = nbytes + step.written[0], steps + 1, before + seconds
         if (recorder := self._recorder) is not None:
             recorder.stepped(number, last)
 
@@ -376,9 +312,9 @@ class Meter:
             total.add(self._now)
             last = self._last_step
             return total.freeze(
+                self._written,
                 step_seconds=None if last is None else last.seconds,
                 loss_scale=self._loss_scale,
-                written=self._written,
                 last_step=last,
             )
 

@@ -8,43 +8,17 @@ other ranks. The rest is `compute_seconds`.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
+from html import escape
 
 from infinity.config import format_size
-from infinity.telemetry.html_table import html_of
 
 RANKS = "ranks"
 """What `Stats.limited_by` and timelines call the waits for other ranks."""
 
 SECONDS_PER_DAY = 86_400
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What was written to disk in a number of finished steps, by steps and by commits."""
-
-    bytes: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-    """Wall time of the steps in seconds."""
-
-    @property
-    def per_step(self) -> float | None:
-        """Bytes written in a step on average; None without steps."""
-        return self.bytes / self.steps if self.steps else None
-
-    @property
-    def per_day(self) -> float | None:
-        """Bytes written in a day of such steps; None without steps, or if they took no time."""
-        return self.bytes * SECONDS_PER_DAY / self.seconds if self.seconds else None
-
-    def __add__(self, other: Written) -> Written:
-        return Written(
-            bytes=self.bytes + other.bytes,
-            steps=self.steps + other.steps,
-            seconds=self.seconds + other.seconds,
-        )
 
 
 class Edge(Enum):
@@ -119,7 +93,7 @@ class EdgeStats:
 class Stats:
     """Measurements of a run up to one moment, or of one step.
 
-    All fields are sums, except `step_seconds`, `loss_scale`, `peaks`, `written` and `last_step`.
+    All fields are sums, except `step_seconds`, `loss_scale`, `peaks`, `last_step` and what is written.
     """
 
     edges: dict[Edge, EdgeStats]
@@ -167,11 +141,15 @@ class Stats:
     peaks: dict[str, int]
     """For each pool's name, the largest number of bytes that were in use at one time."""
 
-    written: Written = field(default_factory=Written)
-    """Bytes written to disk in all finished steps but the first, which has what filling the model writes. In
-    the first step alone, if no other has finished. An average needs many steps, since only some of them have
-    writes of a commit. In the measurements of one step: the bytes of that step.
+    written_per_step: float | None = None
+    """Bytes written to disk in a step, commits included, on average over all finished steps but the first,
+    which has what filling the model writes; in the first step alone, if no other has finished. None if none
+    has finished. An average needs many steps, since only some of them have writes of a commit. In the
+    measurements of one step: the bytes of that step.
     """
+
+    written_per_day: float | None = None
+    """Bytes written to disk in a day of such steps; None if no step has finished."""
 
     last_step: Stats | None = None
     """The measurements of the last finished step alone; None if no step has finished."""
@@ -208,20 +186,6 @@ class Stats:
         shares |= {edge.value: stats.stall_seconds for edge, stats in step.edges.items()}
         return max(shares, key=shares.__getitem__)
 
-    @property
-    def written_per_step(self) -> float | None:
-        """Bytes written to disk in a step, commits included, on average over the steps of `written`. None if
-        no step has finished.
-        """
-        return self.written.per_step
-
-    @property
-    def written_per_day(self) -> float | None:
-        """Bytes written to disk in a day of steps like those of `written`, commits included. None if no step
-        has finished.
-        """
-        return self.written.per_day
-
     def flat(self) -> dict[str, int | float]:
         """Return all measurements as one level of numbers by name, such as a logger of metrics takes.
 
@@ -229,7 +193,7 @@ class Stats:
         "peak/transit" one of `peaks`, and "last_step/..." one of the last step. What is None is left out.
         """
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("hit_rate", "stall_seconds", "fault_seconds", "written_per_step", "written_per_day"):
+        for name in ("hit_rate", "stall_seconds", "fault_seconds"):
             numbers[name] = getattr(self, name)
         for edge, stats in self.edges.items():
             way = edge.value.replace("->", "_to_")
@@ -284,3 +248,15 @@ class Stats:
             f"({self.fault_seconds:.3f} s for page faults) · "
             f"limited by {self.limited_by}"
         )
+
+
+def html_of(rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
+    """A table and lines below it as HTML, which a notebook shows in the place of plain text.
+
+    rows: the titles of columns, then the cells of each row. notes: one text a line. All texts are escaped.
+    """
+    lines = ["<table>"]
+    for index, row in enumerate(rows):
+        tag = "td" if index else "th"
+        lines.append("<tr>" + "".join(f"<{tag}>{escape(each)}</{tag}>" for each in row) + "</tr>")
+    return "\n".join([*lines, "</table>", *(f"<div>{escape(each)}</div>" for each in notes)])

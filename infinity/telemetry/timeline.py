@@ -2,86 +2,53 @@
 
 The timeline has these rows, from the top:
 
-- step: a span for each step, with the step's measurements, and an instant event at the step's end
+- step: a span for each step, with the step's measurements
 - compute: the training thread while it neither waits nor works on an update, named by its phase
 - waits: the training thread while it waits for a transfer (with the reason), for other ranks (with what it
   wants of them, such as their call of step()) or for an update, or works on one
-- update: a span for each chunk's update, from begin to end, with the number of parameter elements
-- one for each edge, that is, each direction between two tiers such as NVMe to host: a span for each transfer,
-  from the request to the arrival of the last byte, with the bytes moved
-- two for each other rank, from it and to it: a span for each payload while it crosses, named by what it is,
-  with its bytes and its unit's index
+- update: each chunk's update, from begin to end, with the number of parameter elements
+- one for each edge, that is, each direction between two tiers such as NVMe to host: each transfer, from the
+  request to the arrival of the last byte, with the bytes moved
+- two for each other rank, from it and to it: each payload while it crosses, with what it is, its bytes and
+  its unit's index
 
 The rows compute and waits show time of the host. On CUDA, compute is the time in which kernels are queued,
-not the time in which they run.
+not the time in which they run. What crosses between ranks is shown once it has crossed, so a payload that is
+under way when the timeline ends is missing.
 
-What crosses between ranks is shown once it has crossed. So the bytes in these rows are those that the wire
-counts, and a payload that is under way when the timeline ends is in neither.
-
-[Note: lanes]
-Transfers of one edge overlap in time, but spans of one row in the viewer must not overlap unless they nest.
-An edge therefore has several rows, called lanes, and a transfer goes to the first lane that is free. The
-number of occupied lanes at a moment is the number of requests in flight, and each lane holds whole requests,
-which can be clicked and summed up. Pairs of asynchronous events ("b", "e") would take two lines for each
-request, and lose the end of a request in a file that breaks off. A counter of bytes in flight would not show
-which request is slow.
+The file is a JSON array of Chrome's trace format, one event in each line. Readers accept an array without its
+end, so a run that was killed leaves a readable timeline up to the last write. The first three rows have
+complete events ("X"). Work of the others overlaps in time, so it has pairs of asynchronous events ("b", "e"),
+which the viewer puts one above another; both of a pair are written when the work has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import json
+import math
 import os
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import NamedTuple
 
-from infinity.errors import StorageError
+from infinity.errors import StorageError, storage_errors
 from infinity.system.closing import Closing
-from infinity.telemetry.crossing import Crossing, Way
 from infinity.telemetry.stats import Edge, Phase, Stats
-from infinity.telemetry.trace_event import Args, EventFile, Lanes, Row, Value, instant, row_name, span
 from infinity.tiers.link import Timing, Transfer
 
-_THREADS_ROWS = ("update", *(edge.value for edge in Edge))
-"""Names of the rows of work that runs beside the training thread: updates, and the transfers of each edge."""
-_ROWS = ("step", "compute", "waits", *_THREADS_ROWS)
-_MOST_LANES = 1000
-"""The most lanes ([Note: lanes]) of each name of a row; spans beyond that are drawn in the last lane.
+Value = str | int | float | bool
+Args = Mapping[str, Value]
+"""What the viewer shows with a span, by name."""
 
-Each lane is a row of the viewer, and each name has this many row numbers, one for each lane.
-"""
-_FIRST = {row: 1 + place * _MOST_LANES for place, row in enumerate(_ROWS)}
-_WAYS = tuple(Way)
-"""For each other rank there is a row for each of these, in the order of ranks below all of `_ROWS`."""
+_THREAD_ROWS = ("step", "compute", "waits")
 _BUFFERED = 4096
 """Number of unwritten events at which all events are written to the file, even in the middle of a step."""
-
-
-class _UnderWay(NamedTuple):
-    """A transfer or a chunk's update whose end is not known yet.
-
-    asked: the time of the request in nanoseconds of time.perf_counter_ns(). name, args: the name and the
-    arguments of the span.
-    """
-
-    asked: int
-    name: str
-    args: Args
-    timing: Timing | None
-    """Gives the times of begin and end. None if the transfer had already ended when it was reported."""
-
-
-class _Boundary(NamedTuple):
-    """A finished step whose span is not written yet, so that `annotate` can still add figures."""
-
-    name: str
-    start: int
-    end: int
-    args: dict[str, Value]
+_END = b"\n]\n"
 
 
 class Timeline(Closing):
@@ -90,7 +57,7 @@ class Timeline(Closing):
     A Timeline is a context manager, which closes the file. All finished events are written to the file at
     the end of each step, so that memory holds the events of one step at most. If a write fails, the timeline
     ends, training goes on, a RuntimeWarning is issued once, and `failure` holds the error. The constructor
-    raises StorageError or StorageFull if the file cannot be opened or its first line cannot be written.
+    deletes what the file held, and raises StorageError or StorageFull if it cannot be opened or written.
     """
 
     def __init__(
@@ -100,12 +67,11 @@ class Timeline(Closing):
         since: time zero of the file, which these files have in common, in nanoseconds of time.time_ns();
         None: the begin of the first recording.
         """
-        self._process = 1 if rank is None else 1 + rank
-        name = "infinity" if rank is None else f"infinity rank {rank}"
-        self._file = EventFile(path, self._process, name, "" if since is None else f"time 0 is {_utc(since)}")
+        self.path = os.fspath(path)
         self.failure: StorageError | None = None
         """The error that ended the timeline early; None if no write has failed."""
         self._lock = threading.RLock()
+        self._process = 1 if rank is None else 1 + rank
         self._origin = None if since is None else since - time.time_ns() + time.perf_counter_ns()
         """Time zero of the file in nanoseconds of time.perf_counter_ns(); None if it is not known yet."""
         self._phase: Phase | None = None
@@ -113,25 +79,31 @@ class Timeline(Closing):
         self._mark = 0
         """The time up to which spans of the training thread have been made, by time.perf_counter_ns()."""
         self._step_began = 0
-        self._boundary: _Boundary | None = None
+        self._last_step: tuple[str, int, int, dict[str, Value]] | None = None
+        """(name, start, end, args) of the last finished step, to which `annotate` can still add."""
         self._spans: list[tuple[str, str, int, int, Args]] = []
-        """Spans that are not written yet, each as (row, name, start, end, args), with start and end in
-        nanoseconds of time.perf_counter_ns().
+        """(row, name, start, end, args) of what is not written yet, with times of time.perf_counter_ns().
 
-        Because the conversion of spans to text takes long, it is put off until they are written.
+        Making text of it takes long and is put off until it is written.
         """
-        self._first = dict(_FIRST)
-        """Name of a row -> number of the row of its first lane."""
-        self._lanes: defaultdict[str, Lanes] = defaultdict(Lanes)
-        self._rows: set[int] = set()
-        """Numbers of the rows whose names have been written to the file."""
-        self._under_way: dict[str, deque[_UnderWay]] = {row: deque() for row in _THREADS_ROWS}
+        self._under_way: list[tuple[str, int, Args, Timing]] = []
+        """(row, time of the request, args, timing) of transfers and updates whose end is not known yet."""
+        self._ids = itertools.count(1)
         self._noted = 0
         """Number of events since the last write to the file."""
-
-    @property
-    def path(self) -> str:
-        return self._file.path
+        self._whole = 0
+        """Bytes of the file up to the end of its last event; 0 after a write that has failed."""
+        with storage_errors("open", self.path):
+            self._descriptor: int | None = os.open(
+                self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+        try:
+            self._put(
+                "[\n" + ",\n".join(self._head("infinity" if rank is None else f"infinity rank {rank}", since))
+            )
+        except BaseException:
+            self._close_file()
+            raise
 
     def annotate(self, **args: Value) -> None:
         """Add named figures, such as the loss, to the span of the last finished step.
@@ -139,20 +111,19 @@ class Timeline(Closing):
         Figures can be added until the next step ends.
         """
         with self._lock:
-            if self._boundary is not None:
-                self._boundary.args.update(args)
+            if self._last_step is not None:
+                self._last_step[-1].update(args)
 
     def close(self) -> None:
         """Write the remaining events and close the file. Another call does nothing."""
         with self._lock:
             self.ended()
-            if self.failure is None:
-                try:
-                    self._file.close()
-                except StorageError as error:
-                    self._fail(error)
+            try:
+                self._close_file()
+            except StorageError as error:
+                self._fail(error)
 
-    # --- the methods of Recorder, which a meter calls --------------------------------------------------
+    # --- what a meter reports, with times of time.perf_counter_ns() ---------------------------------------
 
     def entered(self, phase: Phase) -> None:
         with self._lock:
@@ -166,35 +137,27 @@ class Timeline(Closing):
             self._phase = phase
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None) -> None:
-        self._asked(edge.value, "moves", {"bytes": nbytes}, None if transfer is None else transfer.timing)
+        now = time.perf_counter_ns()
+        timing = None if transfer is None else transfer.timing
+        self._work(edge.value, {"bytes": nbytes}, now, now if timing is None else timing)
 
-    def crossed(self, crossing: Crossing) -> None:
-        with self._lock:
-            if self._phase is None:
-                return
-            row = f"{crossing.way.value} rank {crossing.peer}"
-            place = len(_ROWS) + crossing.peer * len(_WAYS) + _WAYS.index(crossing.way)
-            self._first.setdefault(row, 1 + place * _MOST_LANES)
-            args: dict[str, Value] = {"bytes": crossing.nbytes}
-            if crossing.unit is not None:
-                args["unit"] = crossing.unit
-            start = max(crossing.began, self._origin or 0)  # it may have begun before the recording
-            self._span(row, crossing.label, start, max(start, crossing.ended), args)
-            self._note()
+    def submitted(self, job: Timing, parameters: int) -> None:
+        self._work("update", {"parameters": parameters}, time.perf_counter_ns(), job)
+
+    def crossed(self, row: str, args: Args, began: int) -> None:
+        now = time.perf_counter_ns()
+        start = max(began, self._origin or 0)  # it may have begun before the recording
+        self._work(row, args, start, max(start, now))
 
     def waited(self, name: str, reason: str | None, start: int, end: int) -> None:
         with self._lock:
             if self._phase is None:
                 return
             start = max(start, self._mark)  # the wait may have begun before the recording
-            end = max(start, end)
             self._compute_until(start)
-            self._span("waits", name, start, end, {} if reason is None else {"for": reason})
-            self._mark = end
+            self._mark = max(start, end)
+            self._spans.append(("waits", name, start, self._mark, {} if reason is None else {"for": reason}))
             self._note()
-
-    def submitted(self, job: Timing, parameters: int) -> None:
-        self._asked("update", "chunk", {"parameters": parameters}, job)
 
     def stepped(self, number: int, step: Stats) -> None:
         with self._lock:
@@ -202,10 +165,8 @@ class Timeline(Closing):
                 return
             now = time.perf_counter_ns()
             self._compute_until(now)
-            self._note()
-            self._finish_boundary()
-            self._write()
-            self._boundary = _Boundary(f"step {number}", self._step_began, now, _figures(step))
+            self._write(finish=True)
+            self._last_step = f"step {number}", self._step_began, now, _figures(step)
             self._step_began = now
 
     def ended(self) -> None:
@@ -215,30 +176,29 @@ class Timeline(Closing):
             now = time.perf_counter_ns()
             self._compute_until(now)
             self._phase = None
-            self._note()
-            self._finish_boundary()
             self._take_ended()
-            for row, under_way in self._under_way.items():
-                for asked, name, args, _ in under_way:
-                    self._span(row, name, asked, now, {**args, "unfinished": True})
-                under_way.clear()
-            self._write()
+            for row, asked, args, _ in self._under_way:
+                self._spans.append((row, row, asked, now, {**args, "unfinished": True}))
+            self._under_way.clear()
+            self._write(finish=True)
 
-    # --- inside ----------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------
 
-    def _span(self, row: str, name: str, start: int, end: int, args: Args) -> None:
-        self._spans.append((row, name, start, end, args))
+    def _work(self, row: str, args: Args, start: int, end: int | Timing) -> None:
+        """Add work beside the training thread. end: its time, or what gives begin and end once it is over."""
+        with self._lock:
+            if self._phase is None:
+                return
+            if isinstance(end, int):
+                self._spans.append((row, row, start, end, args))
+            else:
+                self._under_way.append((row, start, args, end))
+            self._note()
 
     def _compute_until(self, now: int) -> None:
         if self._phase is not None and now > self._mark:
-            self._span("compute", self._phase.value, self._mark, now, {})
+            self._spans.append(("compute", self._phase.value, self._mark, now, {}))
             self._mark = now
-
-    def _asked(self, row: str, name: str, args: Args, timing: Timing | None) -> None:
-        with self._lock:
-            if self._phase is not None:
-                self._under_way[row].append(_UnderWay(time.perf_counter_ns(), name, args, timing))
-                self._note()
 
     def _note(self) -> None:
         """Count one more unwritten event, and write all to the file once _BUFFERED events are unwritten."""
@@ -247,58 +207,123 @@ class Timeline(Closing):
             self._write()
 
     def _take_ended(self) -> None:
-        """Turn finished transfers and updates in `_under_way` into spans, and drop them from `_under_way`.
+        """Move transfers and updates that have ended from `_under_way` to `_spans`."""
+        under_way, self._under_way = self._under_way, []
+        for row, asked, args, timing in under_way:
+            if (times := timing.times()) is None:
+                self._under_way.append((row, asked, args, timing))
+            else:
+                self._spans.append((row, row, *times, args))
 
-        Each row's entries are taken in the order of their requests, up to the first unfinished entry.
-        """
-        for row, under_way in self._under_way.items():
-            while under_way:
-                asked, name, args, timing = under_way[0]
-                times = (asked, asked) if timing is None else timing.times()
-                if times is None:
-                    break
-                under_way.popleft()
-                self._span(row, name, *times, args)
-
-    def _finish_boundary(self) -> None:
-        if self._boundary is not None:
-            name, start, end, args = self._boundary
-            self._boundary = None
-            self._span("step", name, start, end, args)
-
-    def _write(self) -> None:
+    def _write(self, *, finish: bool = False) -> None:
+        """Write all that has ended. finish: also the span of the last finished step."""
+        if finish and self._last_step is not None:
+            self._spans.append(("step", *self._last_step))
+            self._last_step = None
         self._noted = 0
         self._take_ended()
         spans, self._spans = self._spans, []
         try:
-            self._file.append(list(self._texts(spans)))
+            self._put("".join(",\n" + self._text(*each) for each in spans))
         except StorageError as error:
             self._fail(error)
 
-    def _texts(self, spans: list[tuple[str, str, int, int, Args]]) -> Iterator[str]:
-        origin = self._origin or 0
-        for row, name, start, end, args in spans:
-            lane = self._lanes[row].place(start, end)
-            at = Row(self._process, self._first[row] + min(lane, _MOST_LANES - 1))
-            if at.number not in self._rows:
-                self._rows.add(at.number)
-                yield from row_name(at, f"{row} {lane}" if lane else row)
-            yield span(at, name, start - origin, end - origin, args)
-            if row == "step":
-                yield instant(at, f"{name} ends", end - origin, args)
+    def _head(self, name: str, since: int | None) -> list[str]:
+        """The events that name the process and the rows of the training thread."""
+
+        def named(what: str, row: int, **args: Value) -> str:
+            return self._event(what, '"ph":"M"', row, args)
+
+        events = [named("process_name", 0, name=name)]
+        if since is not None:
+            events.append(named("process_labels", 0, labels=f"time 0 is {_utc(since)}"))
+        for index, row in enumerate(_THREAD_ROWS, 1):
+            events.append(named("thread_name", index, name=row))
+            events.append(named("thread_sort_index", index, sort_index=index))
+        return events
+
+    def _text(self, row: str, name: str, start: int, end: int, args: Args) -> str:
+        """The JSON of a span: one event, or two in two lines."""
+        began, ended = ((each - (self._origin or 0)) / 1e3 for each in (start, end))
+        if row in _THREAD_ROWS:
+            number = 1 + _THREAD_ROWS.index(row)
+            return self._event(name, f'"ph":"X","ts":{began},"dur":{(end - start) / 1e3}', number, args)
+        pair = f'"cat":{_json(row)},"id":{next(self._ids)}'
+        return ",\n".join(
+            self._event(name, f'"ph":"{phase}",{pair},"ts":{at}', 0, given)
+            for phase, at, given in (("b", began, args), ("e", ended, {}))
+        )
+
+    def _event(self, name: str, what: str, row: int, args: Args) -> str:
+        """The JSON of an event. what: the fields of the event's type and times, as JSON without braces.
+
+        json.dumps would take several times as long, in the training thread.
+        """
+        more = ",".join(f"{_json(key)}:{_json(value)}" for key, value in args.items())
+        return f'{{"name":{_json(name)},{what},"pid":{self._process},"tid":{row},"args":{{{more}}}}}'
+
+    # --- the file -----------------------------------------------------------------------------------------
+
+    def _put(self, text: str) -> None:
+        """Append to the file. If that fails, the file keeps all earlier events and the end of the array, as
+        far as the disk allows.
+        """
+        if self._descriptor is None:
+            return
+        data = text.encode()
+        try:
+            self._put_bytes(data)
+        except StorageError:
+            with contextlib.suppress(OSError):  # the file may be a device or a pipe, or the disk may be full
+                os.ftruncate(self._descriptor, self._whole)
+                if self._whole:
+                    os.write(self._descriptor, _END)
+            self._whole = 0
+            raise
+        self._whole += len(data)
+
+    def _put_bytes(self, data: bytes) -> None:
+        assert self._descriptor is not None
+        left = memoryview(data)
+        with storage_errors("write", self.path):
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+
+    def _close_file(self) -> None:
+        """Write the array's end, unless a write has failed, and close the file in any case."""
+        if self._descriptor is None:
+            return
+        try:
+            if self._whole:
+                self._put_bytes(_END)
+        finally:
+            descriptor, self._descriptor = self._descriptor, None
+            with storage_errors("close", self.path):  # a network file system may report late that it is full
+                os.close(descriptor)
 
     def _fail(self, error: StorageError) -> None:
         self.failure = error
-        self._phase = None
-        self._boundary = None
+        self._phase = self._last_step = None
         with contextlib.suppress(StorageError):
-            self._file.close()
+            self._close_file()
         self._spans.clear()
-        for under_way in self._under_way.values():
-            under_way.clear()
+        self._under_way.clear()
         warnings.warn(
             f"The timeline ends here, and training goes on without it. {error}", RuntimeWarning, stacklevel=3
         )
+
+
+def _json(value: Value) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return repr(value) if math.isfinite(value) else _quoted(str(value))  # JSON has no such numbers
+
+
+@functools.lru_cache(maxsize=256)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
 
 
 def _utc(nanoseconds: int) -> str:

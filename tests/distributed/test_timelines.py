@@ -32,10 +32,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str,
 
 
 def summed(spans: list[Event], key: str) -> Counter[Any]:
-    """Bytes of spans by their name or by an argument."""
+    """Bytes of spans by an argument."""
     sums: Counter[Any] = Counter()
     for each in spans:
-        sums[each["name"] if key == "name" else each["args"][key]] += each["args"]["bytes"]
+        sums[each["args"][key]] += each["args"]["bytes"]
     return sums
 
 
@@ -45,7 +45,7 @@ def test_the_bytes_in_timelines_are_those_of_the_counters(found: dict[Case, list
             check_rows(each["events"])
             for way in ("from", "to"):
                 spans = crossings(each["events"], way, 1 - rank)
-                assert summed(spans, "name") == each[way], (case, rank, way)
+                assert summed(spans, "what") == each[way], (case, rank, way)
                 assert not crossings(each["events"], way, rank)
             labels = set(each["from"]) | set(each["to"])
             assert labels == ({"gradients"} if case.stage == 0 else {"parameters", "gradients"}), case
@@ -55,14 +55,14 @@ def test_each_payload_has_its_unit(found: dict[Case, list[dict[str, Any]]]) -> N
     for case, ranks in found.items():
         for rank, each in enumerate(ranks):
             came = crossings(each["events"], "from", 1 - rank)
-            parameters = summed([one for one in came if one["name"] == "parameters"], "unit")
+            parameters = summed([one for one in came if one["args"]["what"] == "parameters"], "unit")
             assert parameters == Counter({unit: size for unit, size in enumerate(each["fetches"]) if size})
             assert all("unit" in one["args"] for one in came), case
 
 
 def test_what_one_rank_gets_the_other_has_sent(found: dict[Case, list[dict[str, Any]]]) -> None:
     def told(spans: list[Event]) -> list[tuple[str, int, int]]:
-        return [(each["name"], each["args"]["unit"], each["args"]["bytes"]) for each in spans]
+        return [(each["args"]["what"], each["args"]["unit"], each["args"]["bytes"]) for each in spans]
 
     for case, ranks in found.items():
         for rank, each in enumerate(ranks):
