@@ -410,7 +410,7 @@ def test_the_benchmark_runs_and_leaves_nothing(warm: None, tmp_path: Path) -> No
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
