@@ -1,1 +1,1 @@
-"""Accumulation: all micro-batches of a step use a page before the next page is fetched."""
+"""Accumulation: takes all micro-batches of a step through a page before the next page is fetched."""

@@ -1,25 +1,21 @@
 """Micro-batches: a group of micro-batches that go through the model together, and the order of their work.
 
-[Note: the same bits]
-Micro-batches are stopped and continued, and not changed otherwise. Each runs the user's own forward, and
-autograd runs one whole backward over an uncut graph. So every value is the same as in the plain loop, which
-runs one micro-batch after the other, whatever the model is made of (residual streams, skips, tied weights).
-A model whose order of units cannot be foreseen costs time, not correctness. A parameter's gradients are
-added in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of the micro-batches
-that are at the same part of the model, the one with the lowest number goes on first. If the order of units
-depends on data (experts), a micro-batch can reach a parameter before a micro-batch with a lower number.
-Its gradient then waits until the gradient of the micro-batch with the lower number is added.
+[Note: the same bits] Micro-batches are only stopped and continued. Each runs the user's own forward, and
+autograd runs one whole backward over an uncut graph, so every value is the same as in the plain loop, which
+runs one micro-batch after the other, whatever the model is made of (residual streams, skips, tied weights). A
+model whose order of units cannot be foreseen costs time, not correctness. A parameter's gradients are added
+in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of the micro-batches at the
+same part of the model, the one with the lowest number goes on first. If the order of units depends on data
+(experts), a gradient waits until that of each micro-batch with a lower number is added.
 
-[Note: where a backward stops]
-A backward stops at the tensors that entered a module with pages of its own. The gradient of such a tensor is
-complete when the backward of this module, and of all modules after it, is done. Recomputation in a backward
-does not stop.
+[Note: where a backward stops] A backward stops at the tensors that entered a module with pages of its own.
+The gradient of such a tensor is complete when the backward of this module, and of all modules after it, is
+done. Recomputation in a backward does not stop.
 
-[Note: what micro-batches must not share]
-While one micro-batch is stopped, another runs the same modules. A module that stores something in an
-attribute in its forward for later use (an auxiliary loss) would mix the micro-batches up. So two checks are
-made. Before the first backward, the modules' attributes are compared with their values before the first
-forward. And no loss may be computed from the graph of another micro-batch.
+[Note: what micro-batches must not share] While one micro-batch is stopped, another runs the same modules. A
+module that stores something in an attribute in its forward for later use (an auxiliary loss) would mix the
+micro-batches up. So two checks are made. Before the first backward, the modules' attributes are compared with
+their values before the first forward. And no loss may be computed from the graph of another micro-batch.
 """
 
 from __future__ import annotations
@@ -49,27 +45,23 @@ LossFunction = Callable[[Any], torch.Tensor]
 AddGradient = Callable[[int, int, torch.Tensor, int], None]
 """Function (unit, parameter, gradient, number) that adds a new gradient to a parameter's stored gradient.
 
-unit: index of the unit, the parameters that share a page. parameter: the parameter's index in the unit.
-number: that of the gradient's micro-batch in its group, from 0.
+unit: index of the unit. parameter: the parameter's index in the unit. number: index of the gradient's
+micro-batch in its group.
 """
 
 Expect = Callable[[int, Set[tuple[int, int]]], None]
-"""Function (number, parameters) that is told which gradients a micro-batch will compute.
+"""Function (number, parameters) that is called with the gradients that a micro-batch will compute.
 
-number: that of the micro-batch in its group, from 0. parameters: (unit, index of the parameter) of each.
+number: index of the micro-batch in its group. parameters: (unit, index of the parameter) of each.
 """
 
 _FORWARD, _BACKWARD = 0, 1
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
-"""Names of the attributes that torch itself keeps on every module."""
 
 
 class Mixed(Exception):
-    """Raised if micro-batches cannot run together because they share state.
-
-    The model or the loss function keeps this state; the message says what is kept.
-    """
+    """Micro-batches share state, which the message names, so they cannot run together."""
 
 
 @dataclass(eq=False)
@@ -78,13 +70,10 @@ class _MicroBatch:
 
     number: int
     position: tuple[int, int] = (_FORWARD, -1)
-    """Progress of the micro-batch: (_FORWARD, stage) in its forward, (_BACKWARD, -stage) in its backward.
-
-    Stages number the parts of the model in the order of the forward. A micro-batch that has come further has
-    a greater position.
+    """Progress: (_FORWARD, stage) in the forward, (_BACKWARD, -stage) in the backward. Stages number the
+    parts of the model in the order of the forward. A greater position is further on.
     """
     units: frozenset[int] = frozenset()
-    """The units that the forward of the micro-batch uses at present."""
     loss: torch.Tensor | None = None
     expected: set[tuple[int, int]] | None = None
     """(unit, parameter) of each gradient that the backward has yet to compute; None in the forward."""
@@ -92,10 +81,9 @@ class _MicroBatch:
 
 
 class Group:
-    """Takes a group of micro-batches through the model together, one part of the model after the other.
-
-    So a page that is fetched serves all of them before it leaves. batches: the arguments of `loss_fn`, one
-    for each micro-batch.
+    """Takes a group of micro-batches through the model together, one part of the model after the other, so
+    that a page that is fetched serves all of them. batches: the arguments of `loss_fn`, one for each
+    micro-batch.
     """
 
     def __init__(
@@ -119,21 +107,18 @@ class Group:
         self._expect = expect
         self._loss_fn = loss_fn
         self._course: list[frozenset[int]] = []
-        """The units of each stage of the forward, in order.
-
-        A stage begins where the forward enters a module with units that it did not use just before.
+        """The units of each stage of the forward, in order. A stage begins where the forward enters a module
+        with units that it did not use just before.
         """
         self._makers: dict[torch.autograd.graph.Node, int] = {}
-        """Autograd node -> number of the micro-batch whose forward made the node.
-
-        The nodes are those that computed the tensors at which a backward stops.
+        """Autograd node of a tensor at which a backward stops -> number of the micro-batch whose forward made
+        it.
         """
         self._attributes = _attributes(model)
         self._here = threading.local()
         self._held: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
-        """(unit, parameter) -> number of a micro-batch -> gradient that this micro-batch has computed.
-
-        The gradient waits until the gradients of earlier micro-batches are added.
+        """(unit, parameter) -> number of a micro-batch -> its gradient, which waits until the gradients of
+        earlier micro-batches are added.
         """
         surroundings = Surroundings()
         self._outer_hooks = surroundings.saved_tensor_hooks
@@ -142,9 +127,8 @@ class Group:
             micro.task = Task(functools.partial(self._work, micro, batch), surroundings)
 
     def futility(self) -> str | None:
-        """Return, as a sentence, why taking the micro-batches through together saved no transfers of pages.
-
-        None if transfers were saved.
+        """Return, as a sentence, why running the micro-batches together saved no transfers of pages; None if
+        it did.
         """
         if self._in_recomputed:
             return (
@@ -156,9 +140,8 @@ class Group:
         return None
 
     def run(self) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches; returns their losses, detached, in order.
-
-        Raises the exception of a micro-batch that fails, and Mixed if micro-batches share state.
+        """Run forward and backward of all micro-batches; returns their losses, detached, in order. Raises the
+        exception of a micro-batch that fails, and Mixed if micro-batches share state.
         """
         gradients, last = self._gradients, self._micro_batches[-1]
         chosen = self._micro_batches[0]
@@ -168,7 +151,7 @@ class Group:
                 gradients.staged.more_to_come = chosen is not last
                 chosen.task.proceed()
         except BaseException:
-            # Begin with the micro-batch that ran, because after Ctrl-C it may still be running.
+            # Begin with the micro-batch that ran: after Ctrl-C it may still be running.
             for each in sorted(self._micro_batches, key=lambda each: each is not chosen):
                 each.task.break_off()
             if self.backward_began:
@@ -207,10 +190,10 @@ class Group:
         return micro is not None and micro.expected is not None
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
-        """Add a new gradient, which the backward in this thread has computed, or hold it until its turn.
+        """Add a new gradient, computed by the backward in this thread, or hold it until those of all earlier
+        micro-batches for the same parameter are added.
 
-        It is held while an earlier micro-batch has yet to compute its gradient of the same parameter. unit,
-        parameter: as in AddGradient. Returns False, and does nothing, if this is not the backward of a
+        unit, parameter: as in AddGradient. Returns False, and does nothing, if this is not the backward of a
         micro-batch of the group.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
@@ -225,7 +208,7 @@ class Group:
         return True
 
     def _release(self, unit: int, parameter: int) -> None:
-        """Add the waiting gradients of a parameter for which no earlier micro-batch's gradient is missing."""
+        """Add a parameter's waiting gradients up to the first micro-batch whose gradient is missing."""
         waiting = self._held[unit, parameter]
         for micro in self._micro_batches:
             if micro.number in waiting:
@@ -238,11 +221,11 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Stop the micro-batch of this thread before `module`, if its forward does not use `units` yet.
+        """Stop the micro-batch of this thread before `module`, until `run` lets it go on, if its forward does
+        not use `units`, those of the module, yet.
 
-        The call returns when `run` lets the micro-batch go on. Called by a forward pre-hook of `module`, with
-        the arguments of the module. units: the units of the module. Does nothing in a backward, without
-        grad mode, or in a thread that runs no micro-batch.
+        Called by a forward pre-hook of `module`, with the arguments of the module. Does nothing in a
+        backward, without grad mode, or in a thread that runs no micro-batch.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
@@ -268,8 +251,8 @@ class Group:
     def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
         """Stop `micro`, whose backward has now done stage `stage` of the model and all later stages.
 
-        Called as a hook of each tensor that entered the first module of the stage; only the first call for a
-        stage stops the micro-batch. The last argument is the tensor's gradient.
+        A hook of each tensor that entered the first module of the stage; only the first call for a stage
+        stops. The last argument is the tensor's gradient.
         """
         # Without a loss this is a backward inside of the forward, such as a model uses to compute a gradient.
         if micro.loss is not None and micro.position < (_BACKWARD, -stage):
@@ -277,11 +260,11 @@ class Group:
             micro.task.pause()
 
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
-        """Return the number of the stage (part of the model) that begins as `micro` enters a module.
+        """Return the number of the stage that begins as `micro` enters a module with the units `units`.
 
-        units: the units of the module. If `micro` is at the last stage that any micro-batch has entered, a
-        new stage with these units is added. Else the result is the next known stage after that of `micro`
-        with exactly these units, or None if there is none. After None, `micro` goes on without a stop.
+        If `micro` is at the last stage that any micro-batch has entered, a new stage is added. Else the
+        result is the next known stage with exactly these units, or None, and then `micro` goes on without a
+        stop.
         """
         now = micro.position[1]
         if now == len(self._course) - 1:
@@ -299,10 +282,8 @@ class Group:
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]
 
     def _check(self, micro: _MicroBatch, loss: torch.Tensor) -> None:
-        """Check that `micro` shares no state with other micro-batches, and set `micro.expected`.
-
-        loss: the loss that its forward has returned; the expected gradients are found in the loss's graph.
-        Raises Mixed if state is shared; see [Note: what micro-batches must not share].
+        """Check that `micro` shares no state with other micro-batches, and set `micro.expected` from the
+        graph of its loss. Raises Mixed; see [Note: what micro-batches must not share].
         """
         if not self.backward_began:
             name = _changed(self._model, self._attributes)
@@ -331,9 +312,8 @@ class Group:
 
 
 def _attributes(model: nn.Module) -> dict[str, Any]:
-    """All attributes and buffers of the model's modules, by dotted name, except parameters.
-
-    The attributes that torch itself keeps on every module are left out, too.
+    """All attributes and buffers of the model's modules, by dotted name, without parameters and without the
+    attributes that torch keeps on every module.
     """
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
@@ -344,9 +324,8 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
 
 
 def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """Return the name of the first attribute that is new or has another value than in `before`, or None.
-
-    before: attributes as `_attributes` returned them. Edits of a value in place are not noticed.
+    """Return the name of the first attribute that is new or differs from `before`, or None. Edits of a value
+    in place are not noticed.
     """
     for name, value in _attributes(model).items():
         if name not in before:

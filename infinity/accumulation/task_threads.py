@@ -1,9 +1,9 @@
 """Task threads: threads that take turns, so that their functions can stop anywhere and go on later.
 
-A generator cannot stop inside of another module's forward, nor in the middle of autograd's backward. A
-thread can. So a task is a thread that runs only while its owner waits, and only one thread runs at a time.
-Torch keeps much of its state per thread, for example whether autocast is on. A task starts with a copy of
-its owner's state. Changes that the task makes to this state affect no other thread.
+A generator cannot stop inside another module's forward, nor in the middle of autograd's backward; a thread
+can. So a task is a thread that runs only while its owner waits. Torch keeps much of its state per thread, for
+example whether autocast is on. A task starts with a copy of its owner's state, and its changes to this state
+affect no other thread.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from infinity.activations import hook_stack
 
 
 class BrokenOff(BaseException):
-    """Raised inside a task to end it.
-
-    The class is not an Exception, so that `except Exception` in the task's function does not catch it.
+    """Raised inside a task to end it. Not an Exception, so that `except Exception` in the task's function
+    does not catch it.
     """
 
 
@@ -38,7 +37,7 @@ class Surroundings:
         devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
         self._default_device = devices[-1] if devices else None
         self.saved_tensor_hooks = hook_stack.top()
-        """The saved-tensor hooks (pack, unpack) that are active in the thread; None without hooks."""
+        """The pair (pack, unpack) active in the thread, or None."""
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()
         self._device = torch.cuda.current_device() if self._cuda else -1
@@ -52,7 +51,7 @@ class Surroundings:
 
     @staticmethod
     def obstacle() -> str | None:
-        """The reason why this thread's state cannot be copied to a task, as a sentence; None if it can be."""
+        """Return why this thread's state cannot be copied to a task, as a sentence; None if it can."""
         if torch._C._len_torch_dispatch_stack():
             return "A TorchDispatchMode is in force, which sees the operations of one thread only."
         if any(not isinstance(mode, DeviceContext) for mode in _function_modes()):
@@ -60,10 +59,7 @@ class Surroundings:
         return None
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call `function` in this thread, in which torch's per-thread state is meanwhile that of this object.
-
-        Autocast, the gradient mode, the CUDA stream and so on are as in the thread that made this object.
-        """
+        """Call `function` with this object's state as torch's state of the present thread."""
         self._context.copy().run(self._inside, function)
 
     def _inside(self, function: Callable[[], None]) -> None:
@@ -99,9 +95,8 @@ def _function_modes() -> list[Any]:
 
 
 class Task:
-    """A function that runs in its own thread, and only while its owner waits.
-
-    The owner calls `proceed` and `break_off`. The function calls `pause` where it is to stop.
+    """A function that runs in its own thread, and only while its owner waits. The owner calls `proceed` and
+    `break_off`. The function calls `pause` where it is to stop.
     """
 
     def __init__(self, function: Callable[[], None], surroundings: Surroundings) -> None:
@@ -114,13 +109,11 @@ class Task:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._entered = False
-        """Whether the owner has let the function begin."""
         self._broken = False
 
     def proceed(self) -> None:
-        """Let the function run to its next `pause` or its end, and wait for that.
-
-        If the function ends by an exception other than BrokenOff, this call raises the exception.
+        """Let the function run to its next `pause` or its end, and wait for that. Raises the function's
+        exception, unless that is BrokenOff.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="infinity-task", daemon=True)
@@ -143,9 +136,8 @@ class Task:
                     del error  # this frame is in its traceback
 
     def pause(self) -> None:
-        """Stop the task's function until the owner calls `proceed` again. Only the function calls this.
-
-        Raises BrokenOff if the owner has called `break_off`.
+        """Stop the function until the owner calls `proceed` again. Only the function calls this. Raises
+        BrokenOff if the owner has called `break_off`.
         """
         if not self._broken:  # after `break_off` the owner waits for the task's end, not for a pause
             self._back.release()
@@ -154,9 +146,7 @@ class Task:
             raise BrokenOff
 
     def break_off(self) -> None:
-        """End the function by raising BrokenOff in its present `pause`, or in its next one if it is
-        running. Wait until the function has ended.
-
+        """End the function by raising BrokenOff in its present or next `pause`. Wait until it has ended.
         Ctrl-C does not end the wait, because the task would then go on without its owner.
         """
         self._broken = True

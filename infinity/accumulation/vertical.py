@@ -1,11 +1,10 @@
 """Vertical accumulation: all micro-batches of a step go through the model together, page by page.
 
-The plain loop runs the micro-batches one after the other, and fetches a model that does not fit once for
-each micro-batch. In vertical accumulation, a micro-batch stops wherever its forward or backward is about to
-go from one unit (the parameters that share a page) to the next. It goes on when all other micro-batches have
-come equally far. So a resident page serves all micro-batches before it leaves (the layer-major order of
-GreedySnake, arXiv 2512.17570). infinity/accumulation/micro_batches.py runs the micro-batches; this module
-decides whether they run together or in the plain loop.
+The plain loop fetches a model that does not fit once for each micro-batch. In vertical accumulation, a
+micro-batch stops wherever its forward or backward is about to go from one unit to the next, and goes on when
+all others have come equally far. So a resident page serves all micro-batches before it is evicted (the
+layer-major order of GreedySnake, arXiv 2512.17570). infinity/accumulation/micro_batches.py runs the
+micro-batches; this module decides whether they run together or in the plain loop.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Accumulator:
     ) -> None:
         """pager: brings the model's pages into memory and evicts them. gradients: the stored gradients.
 
-        add: function that adds a new gradient to the stored one, called in the order of the micro-batches.
-        expect: function that is called before a micro-batch's backward. ended: function that is called with
-        the number of micro-batches that ran together when their backwards have ended.
+        add: adds a new gradient to the stored one, in the order of the micro-batches. expect: called before a
+        micro-batch's backward. ended: called after all backwards of a group, with its number of
+        micro-batches.
         """
         self.model = model
         self.plan = plan
@@ -62,9 +61,8 @@ class Accumulator:
         self._expect = expect
         self._ended = ended
         self._group: Group | None = None
-        """The group of micro-batches that is running; None if none is."""
         self._reason: str | None = None
-        """The reason to run micro-batches one after the other from now on, as a sentence; None: no reason."""
+        """Why micro-batches run one after the other from now on, as a sentence; None if they do not."""
         self._mixed_before = False
         self._told: set[str] = set()
 
@@ -73,26 +71,26 @@ class Accumulator:
     ) -> list[torch.Tensor]:
         """Run forward and backward of `loss_fn(batch)` for every batch; returns the detached losses.
 
-        The plain loop is `for batch in batches: loss_fn(batch).backward()`. The gradients have the same bits
-        as in the plain loop; see [Note: the same bits] in infinity/accumulation/micro_batches.py. Random
-        numbers are the same, too, if they are drawn before a forward reaches its second unit. Dropout inside
-        of blocks draws other random numbers than in the plain loop, but the same numbers in every run.
+        The gradients have the same bits as in the plain loop, `for batch in batches:
+        loss_fn(batch).backward()`; see [Note: the same bits] in infinity/accumulation/micro_batches.py.
+        Random numbers are the same, too, if they are drawn before a forward reaches its second unit. Dropout
+        inside blocks draws other random numbers than in the plain loop, but the same numbers in every run.
 
         together: the most micro-batches that run together; None: as many as the budget has room for, or all
-        if the plan does not know the size of activations. The activations of all these micro-batches are in
-        memory at the same time, except activations of the model's head, whose backward follows at once.
+        if the plan does not know the size of activations. Their activations are in memory at the same time,
+        except those of the model's head, whose backward follows at once.
 
-        recompute: each block of the model (see `blocks_of`) keeps only its inputs and runs again in
-        backward, as with torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches
-        then run together. Views of pages that a block makes are kept while the block runs, so BudgetError is
-        raised if the pages of a block do not fit together.
+        recompute: each block of the model (see `blocks_of`) keeps only its inputs and runs again in backward,
+        as with torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches then run
+        together. Views of pages that a block makes are kept while the block runs, so BudgetError is raised if
+        the pages of a block do not fit together.
 
-        The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It
-        runs with a warning if the budget has no room for two micro-batches, if the model recomputes by
-        itself, if it keeps state from one call to the next, if it has no blocks to recompute, if its forward
-        does not go from one module with pages to another, or if a TorchFunctionMode or TorchDispatchMode is
-        active. If such a reason is noticed while micro-batches run together, they start again in the plain
-        loop. After the first backward has begun, ConfigError is raised instead.
+        The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It runs
+        with a warning if the budget has no room for two micro-batches, if the model recomputes by itself or
+        keeps state from one call to the next, if it has no blocks to recompute, if its forward does not go
+        from one module with pages to another, or if a TorchFunctionMode or TorchDispatchMode is active. If
+        such a reason is noticed while micro-batches run together, they start again in the plain loop. After
+        the first backward has begun, ConfigError is raised instead.
 
         An exception in one micro-batch ends all of them. If backwards had begun, `step` raises ConfigError
         until `zero_grad` is called, because some gradients of the step are missing.
@@ -124,15 +122,15 @@ class Accumulator:
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
         """Take a new gradient of a parameter from autograd, to be added to the stored gradient.
 
-        Gradients of micro-batches that run together are held back until they can be added in the order of
-        the micro-batches. unit: the unit's index. parameter: the parameter's index in the unit.
+        Gradients of micro-batches that run together are held back until they can be added in order. unit: the
+        unit's index. parameter: the parameter's index in the unit.
         """
         if self._group is None or not self._group.add(unit, parameter, gradient):
             self._add(unit, parameter, gradient, 0)
 
     @property
     def together(self) -> bool:
-        """Whether the backward that runs in this thread is that of a micro-batch in a group."""
+        """Whether this thread runs the backward of a micro-batch in a group."""
         return self._group is not None and self._group.is_here
 
     def _pays(self) -> bool:
@@ -184,12 +182,12 @@ class Accumulator:
         return _plain(batches, loss_fn)
 
     def _mixed(self, reason: str, *, lost: bool) -> None:
-        """Record that micro-batches which ran together shared state, so that their results cannot be used.
+        """Record that micro-batches which ran together shared state, so their results cannot be used.
 
-        From the second time on, micro-batches run one after the other. The first time may be due to a cache
-        that a module fills in its first call. reason: the cause as a sentence. lost: whether a backward had
-        begun, so that the gradients of the step are lost. If so, micro-batches run one after the other from
-        now on, and ConfigError is raised.
+        The first time may be due to a cache that a module fills in its first call; from the second time on,
+        micro-batches run one after the other. reason: the cause as a sentence. lost: whether a backward had
+        begun, so that the gradients of the step are lost. Micro-batches then run one after the other at once,
+        and ConfigError is raised.
         """
         if lost or self._mixed_before:
             self._reason = reason
@@ -218,9 +216,9 @@ class Accumulator:
     def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
         """The modules before which micro-batches stop, each with the units whose pages the module uses.
 
-        A module in `blocks` uses the units of all its parameters; any other module uses the units of the
-        parameters that it holds itself. Units whose parameter page never leaves the memory where the model
-        computes are left out, and so are modules without other units.
+        A module in `blocks` uses the units of all its parameters; any other module those of the parameters
+        that it holds itself. Left out are units whose parameter page is never evicted, and modules without
+        other units.
         """
         units: dict[nn.Module, set[int]] = {}
         modules = dict(named_modules(self.model, remove_duplicate=False))
@@ -244,8 +242,8 @@ class Accumulator:
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks that the model repeats, such as a decoder's layers, in the model's order.
 
-    A block is a direct child of an nn.ModuleList, nn.Sequential or nn.ModuleDict. It has children itself, and
-    another child of the same container has the same type. Modules inside of a block are no blocks themselves.
+    A block is a direct child of an nn.ModuleList, nn.Sequential or nn.ModuleDict, has children itself, and
+    has a sibling of the same type. Modules inside a block are not blocks.
     """
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()

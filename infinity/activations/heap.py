@@ -1,10 +1,9 @@
 """Heap: the C library's heap, which holds activations on the CPU, and the return of its holes to the kernel.
 
 Saved activations and temporaries of a forward alternate in the heap, and later allocations split the holes
-that temporaries leave. So resident memory grows up to a third above the memory in use. When resident memory
-has grown to the budget, holes are returned to the kernel, which keeps resident memory within the budget. If
-every freed block were returned at once (a low mmap threshold), each 4 KiB of every temporary would cost a
-page fault.
+that temporaries leave. So resident memory grows up to a third above the memory in use. Holes are returned to
+the kernel when resident memory has grown to the budget. Returning every freed block at once (a low mmap
+threshold) would cost a page fault for each 4 KiB of every temporary.
 """
 
 from __future__ import annotations
@@ -15,35 +14,29 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-"""Bytes by which resident memory must at least grow before the heap is trimmed again, if the last trim (the
-return of holes to the kernel) left it above the limit."""
 
 _BETWEEN_LOOKS = 2 << 20
-"""Bytes that must at least be allocated between two checks of this process's resident memory."""
+"""The fewest bytes allocated between two checks of this process's resident memory."""
 _LOOKS = 128
-"""A check of resident memory is due whenever HeapGuard's limit, divided by this number, has been allocated. A
-check takes 4 to 50 us."""
+"""Checks of resident memory per HeapGuard's limit in allocated bytes. A check takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:
-    """The C library's function that returns holes in the heap to the kernel; None if it is missing."""
+    """The C library's malloc_trim, which returns holes in the heap to the kernel; None without glibc."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapGuard:
     """Keeps the resident memory of this process within a limit by returning holes in the heap to the kernel.
-
-    Memory in use is not reduced, so the limit can still be exceeded. The guard does nothing if the C library
-    cannot return holes (no glibc).
+    Memory in use is not reduced, so the limit can still be exceeded. Without glibc the guard does nothing.
     """
 
     def __init__(self, limit: int | None) -> None:
         """limit: bytes of resident memory of the whole process. None: the guard does nothing."""
         self._limit = limit or 0
         self._next = self._limit
-        """Bytes of resident memory above which the heap is trimmed.
-
-        Equal to the limit, or larger after a trim that did not bring resident memory below the limit.
+        """Bytes of resident memory above which the heap is trimmed: the limit, or more after a trim that did
+        not reach it.
         """
         self._between = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
         self._allocated = 0
@@ -52,10 +45,8 @@ class HeapGuard:
             self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
-        """Count `nbytes` bytes of new allocations, and call `check` from time to time.
-
-        `check` is called whenever 1/128 of the limit, and at least 2 MiB, has been allocated since `check`
-        was last called here.
+        """Count `nbytes` bytes of new allocations. Calls `check` for each 1/128 of the limit, and at least 2
+        MiB.
         """
         self._allocated += nbytes
         if self._allocated >= self._between:
@@ -63,10 +54,8 @@ class HeapGuard:
             self.check()
 
     def check(self) -> None:
-        """Return holes in the heap to the kernel if resident memory is above the limit.
-
-        If resident memory is still above the limit afterwards, holes are returned again only when it has
-        grown by 8 MiB.
+        """Return holes in the heap to the kernel if resident memory is above the limit. If it still is
+        afterwards, the next trim waits until it has grown by 8 MiB.
         """
         if self._trim is None:
             return

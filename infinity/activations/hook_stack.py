@@ -1,7 +1,7 @@
 """Hook stack: this thread's stack of saved-tensor hooks, of which autograd calls the pair at the top.
 
-torch 2.6 cannot be asked for that pair. There `push` and `pop` note the pairs, also those of torch's own
-contexts, which look both functions up by name.
+torch 2.6 has no function that returns this pair. There torch's `push` and `pop` are replaced by functions
+that record the pairs. Torch's own contexts look both functions up by name, so their pairs are recorded, too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Noted(threading.local):
-    """The pairs that are on this thread's stack, the top one last."""
+    """The pairs on this thread's stack, the top one last."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
 
 
 def _note_pairs() -> Callable[[], Pair | None]:
-    """Have torch's `push` and `pop` note the pairs. Returns a function that returns the top pair."""
+    """Have torch's `push` and `pop` record the pairs. Returns a function that returns the top pair."""
     noted = _Noted()
     push_pair = torch._C._autograd._push_saved_tensors_default_hooks
     pop_pair = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -47,15 +47,12 @@ _top = None if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") e
 
 
 def top() -> Pair | None:
-    """Return the top pair, or None if the stack is empty."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) if _top is None else _top()
 
 
 def push(pair: Pair) -> None:
-    """Put a pair on top of the stack."""
     torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def pop() -> None:
-    """Take the top pair off."""
     torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -1,8 +1,8 @@
-"""Leaf hooks: hooks of a leaf that a torch.autograd.Function saves, which older torch forgets.
+"""Leaf hooks: keeps the hooks of a leaf that a torch.autograd.Function saves, which older torch removes.
 
 Where saved-tensor hooks are active, such a Function's `ctx.saved_tensors` gives a second tensor in place of
-the leaf, with the same AccumulateGrad node. Older torch (2.6, for example) takes all hooks off this node, and
-off the leaf itself, when the second tensor's Python object goes. This module keeps them.
+the leaf, with the same AccumulateGrad node. Older torch (2.6, for example) removes all hooks from this node
+and from the leaf when the second tensor's Python object is destroyed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _saved_tensors: Any = BackwardCFunction.saved_tensors
 
 
 def keep() -> None:
-    """Have every torch.autograd.Function leave the hooks of leaves alone, if this torch forgets them."""
+    """Have every torch.autograd.Function keep the hooks of leaves, if this torch removes them."""
     if _forgotten():
         setattr(BackwardCFunction, "saved_tensors", property(_views))  # noqa: B010 - mypy knows no such attribute
 
@@ -37,9 +37,8 @@ def _forgotten() -> bool:
 
 
 def _views(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the saved tensors, with a view in place of each second tensor of a leaf.
-
-    The view refers to the second tensor in C++. So that one goes without its Python object.
+    """Return the saved tensors, with a view in place of each second tensor of a leaf. The view holds the
+    second tensor in C++, so no Python object of it is destroyed.
     """
     with torch.enable_grad():
         return tuple(each.view_as(each) if _is_second(each) else each for each in _saved_tensors.__get__(ctx))

@@ -1,8 +1,8 @@
 """Left tasks: nodes that an error in a backward leaves in autograd's queue.
 
-Autograd keeps them in the thread's queue, with their saved tensors, until a later backward comes upon them.
-At the end of the process the main thread's queue is destroyed after Python. Torch 2.15 then asks for the GIL
-to destroy the hooks of these tensors, and crashes.
+Autograd keeps them in the thread's queue, with their saved tensors, until a later backward runs. At the end
+of the process the main thread's queue is destroyed after Python. Torch 2.15 then asks for the GIL to destroy
+the hooks of these tensors, and crashes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 
 def drop_at_exit() -> None:
-    """Have the tasks that are left in the main thread's queue dropped when Python ends."""
+    """Empty the main thread's queue when Python ends."""
     made: list[torch.Tensor] = []
-    # Each thread numbers its own nodes. The first of a new one has the least number, and comes last.
+    # Each thread numbers its own nodes. The first of a new thread has the lowest number, so autograd runs it
+    # after those that are left.
     thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).mul(1.0)))
     thread.start()
     thread.join()

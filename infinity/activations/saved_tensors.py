@@ -1,16 +1,15 @@
 """Saved tensors: the hooks through which autograd saves references to pages instead of views of pages.
 
-[Note: saved tensors are references]
-If autograd's graph had a view of a page, the page would have to stay in memory from forward to backward. So a
-saved tensor whose storage is a page's is packed as a reference: page, position in the page, shape, strides
-and version. Unpacking a reference fetches the page. Any other tensor goes to the saved-tensor hooks that were
-active before: the user's own, or those of torch.utils.checkpoint, which rely on seeing the same tensors in
-forward and in recomputation. Without such hooks the tensor is packed as a detached alias, because the tensor
-itself would keep its graph alive. PyTorch's own check that no saved tensor was edited in place does not work
-through hooks. So references and aliases carry the version at which the tensor was saved.
+[Note: saved tensors are references] A view of a page in autograd's graph would keep the page in memory from
+forward to backward. So a saved tensor whose storage is a page's is packed as a reference: page, position in
+the page, shape, strides and version. Unpacking a reference fetches the page. Any other tensor goes to the
+saved-tensor hooks that were active before: the user's own, or those of torch.utils.checkpoint, which must see
+the same tensors in forward and in recomputation. Without such hooks the tensor is packed as a detached alias,
+because the tensor itself would keep its graph alive. PyTorch's check that no saved tensor was edited in place
+does not work through hooks, so references and aliases carry the version at which the tensor was saved.
 
-The hooks are active in the root module's forward, because ordinary operations there save views (`w.t()`).
-They are also active around every single operation that takes a paged parameter, and nowhere else.
+The hooks are active in the root module's forward, because ordinary operations there save views (`w.t()`), and
+around every single operation that takes a paged parameter.
 """
 
 from __future__ import annotations
@@ -44,9 +43,8 @@ class PageReference:
     offset: int
     """Elements of `dtype` from the start of the page to the tensor's first element."""
     version: int | None
-    """The parameter's version counter when the tensor was saved.
-
-    None if the tensor was a view that had its own version counter.
+    """The parameter's version counter when the tensor was saved; None if the tensor was a view with its own
+    counter.
     """
     conjugate: bool
     """Whether the tensor is a lazily conjugated view (torch.Tensor.is_conj)."""
@@ -64,9 +62,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """What another pair of hooks has packed a saved tensor into, and the `unpack` hook of that pair.
-
-    The other pair was active before the hooks of this module.
+    """A saved tensor as the pair of hooks active before this module's has packed it, and that pair's
+    `unpack`.
     """
 
     packed: Any
@@ -79,7 +76,7 @@ class SavedBytes:
     def __init__(self, heap: HeapGuard) -> None:
         self._heap = heap
         self.peak = 0
-        """The most bytes that any one forward has saved so far."""
+        """The most bytes that any one forward has saved."""
         self._seen: dict[int, int] = {}
 
     def forward_begins(self) -> None:
@@ -91,10 +88,8 @@ class SavedBytes:
         self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
-        """Count the gradient that backward makes after it has unpacked `tensor` as allocated memory.
-
-        HeapGuard, which limits resident memory, has to know of allocations. No hook sees this gradient. It
-        is taken to have as many bytes as the storage of `tensor`.
+        """Count the gradient that backward makes after it has unpacked `tensor` as allocated memory. No hook
+        sees this gradient. It is assumed to be as large as the storage of `tensor`.
         """
         self._heap.allocated(tensor.untyped_storage().nbytes())
 
@@ -146,9 +141,8 @@ class SavedTensors:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain dense one, whose storage has an address.
-
-    Tensors of torch.func's transforms have none, nor have the zero tangents of forward-mode differentiation.
+    """Whether a tensor is a plain dense one, whose storage has an address. Tensors of torch.func's transforms
+    and the zero tangents of forward-mode differentiation have none.
     """
     return (
         type(tensor) is torch.Tensor
@@ -159,10 +153,8 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def check_version(name: str, saved: int, now: int) -> None:
-    """Raises RuntimeError, as PyTorch does, if a saved tensor was edited in place before its backward.
-
-    name: how to name the tensor in the message. saved, now: the tensor's version counter when it was
-    saved, and its version counter now.
+    """Raise RuntimeError, as PyTorch does, if a saved tensor was edited in place before its backward. name:
+    the tensor's name in the message. saved, now: its version counter when it was saved, and now.
     """
     if saved != now:
         raise RuntimeError(
@@ -172,7 +164,6 @@ def check_version(name: str, saved: int, now: int) -> None:
 
 
 def hooks_are_allowed() -> bool:
-    """Whether this thread may have saved-tensor hooks now."""
     autograd: Any = torch._C._autograd  # has no types for this function
     return bool(autograd._saved_tensors_hooks_is_enabled())
 
@@ -183,8 +174,8 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 
     find: function that returns the reference for a tensor in a page, and None for any other tensor. fetch:
     function that returns the tensor of a reference. tally: counts the bytes saved. Does nothing if hooks with
-    the same `find` are active already, and where torch allows none: in torch.func.grad autograd saves views
-    of pages, which keep them in memory.
+    the same `find` are active already, or where torch allows none: in torch.func.grad autograd saves views of
+    pages, which keep them in memory.
     """
     if not hooks_are_allowed():
         yield
@@ -204,7 +195,7 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_the_way() -> Iterator[None]:
-    """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are not there."""
+    """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are taken off."""
     pairs = []
     while (top := hook_stack.top()) is not None:
         if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
@@ -219,11 +210,11 @@ def out_of_the_way() -> Iterator[None]:
 
 
 def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
-    """Take a pair of hooks out of torch's stack, wherever in the stack it is.
+    """Remove a pair of hooks from torch's stack, wherever it is there.
 
-    torch pops the top pair whatever it is. If Ctrl-C ends a forward, a context around the forward that has
-    hooks of its own is left first. It pops the pair `hooks`, and leaves its own pair, which was just below:
-    `outer`. That pair is taken out then.
+    torch pops the top pair whatever it is. If Ctrl-C ends a forward, a context of the user around the forward
+    that has hooks of its own may be left first: it pops `hooks`, and leaves its own pair, `outer`, which was
+    just below. That pair is removed then.
     """
     above = []
     found = False

@@ -1,1 +1,1 @@
-"""Casts: where a value becomes another floating-point dtype because parameters have it."""
+"""Casts: conversions of a model's inputs and of operands to the dtype of its parameters."""

@@ -1,6 +1,4 @@
-"""Inputs: the arguments of a model's forward, and the cast of those that `Precision.inputs` names to the
-compute dtype.
-"""
+"""Inputs: the cast of the forward's arguments that `Precision.inputs` names to the compute dtype."""
 
 from __future__ import annotations
 
@@ -22,16 +20,15 @@ from infinity.config import Precision
 from infinity.errors import ConfigError
 
 _CHECKED_CALLS = 3
-"""Number of first calls whose inputs are compared with what they become: each comparison waits for a GPU."""
+"""The first calls whose inputs are compared before and after the cast. Each comparison waits for a GPU."""
 
 
 class InputCast:
-    """Casts the arguments of a model's forward that `Precision.inputs` names. One of "keep" casts nothing."""
+    """Casts the arguments of a model's forward that `Precision.inputs` names; "keep" casts nothing."""
 
     def __init__(self, model: nn.Module, precision: Precision, *, warn: bool = True) -> None:
-        """warn: whether to warn of lost values.
-
-        Raises ConfigError if a pattern of `precision.inputs` matches no argument of the model's forward.
+        """warn: whether to warn of lost values. Raises ConfigError if a pattern of `precision.inputs` matches
+        no argument of the model's forward.
         """
         self._inputs = precision.inputs
         self.dtype = precision.compute_dtype
@@ -60,9 +57,8 @@ class InputCast:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one call of forward. Containers with tensors that are cast are copied.
-
-        Warns the first time that an argument loses values, in the first calls.
+        """Return the arguments of one call of forward. Containers with tensors that are cast are copied. In
+        the first calls, warns once for each argument whose values the cast changes.
         """
         if self._inputs == "keep":
             return args, kwargs
@@ -105,7 +101,6 @@ class InputCast:
         return result if changed else value
 
     def _compare(self, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Warn if the cast changed a value of an argument."""
         if before.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(before):
             return
         with torch.no_grad():

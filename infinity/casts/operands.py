@@ -1,11 +1,10 @@
-"""Operands: the tensors of one operation, and their cast to one dtype where it demands equal dtypes.
+"""Operands: the tensors of one operation, and their cast to one dtype where the operation demands it.
 
 A model whose parameters became bf16 still gets fp32 inputs, makes fp32 tables and has fp32 buffers. Where
-such a tensor meets one of the model's dtype in an operation that promotes dtypes (`+`, `torch.cat`), torch
-computes in the wider dtype, and nothing is cast here. Where torch would raise an error (`F.linear`), the
-tensor is cast for this one operation, under autograd, so that its gradient has the tensor's own dtype. No
-other value changes. torch.autocast does the same with lists of operations of its own, and inside of its
-regions nothing is cast here.
+such a tensor meets a bf16 one in an operation that promotes dtypes (`+`, `torch.cat`), torch computes in the
+wider dtype, and nothing is cast here. Where torch would raise an error (`F.linear`), the tensor is cast for
+this one operation, under autograd, so its gradient has the tensor's own dtype. Regions of torch.autocast are
+left alone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _INDEXED = "index_add index_copy index_put index_reduce masked_scatter put scatt
 
 
 def _functions(names: str) -> frozenset[Any]:
-    """The functions of torch that have one of the names. One that this torch does not have is left out."""
+    """The functions of torch with these names, without those that the installed torch lacks."""
     places = (torch, torch.Tensor, F, torch.linalg, torch.sparse)
     found = ((place, name) for name in names.split() for place in places if hasattr(place, name))
     return frozenset(getattr(place, name) for place, name in found)
@@ -47,7 +46,7 @@ _ALL = _WEIGHT_SECOND | _functions(f"{_PRODUCTS} {_LAYERS} {_INDEXED} lerp")
 
 _FIRST = _functions("layer_norm group_norm batch_norm instance_norm linear_cross_entropy")
 """Functions that raise an error if their first operand has a wider dtype than the others, or if parameters
-are narrower than running statistics. A first operand that is narrower than all others is right for them.
+are narrower than running statistics. They accept a first operand that is narrower than all others.
 """
 
 _IN_PLACE = _functions(" ".join(f"{name}_" for name in _INDEXED.split()) + " __setitem__")
@@ -64,13 +63,13 @@ def cast_operands(
     parameters: type,
     other: torch.dtype | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a function of `EQUAL_DTYPES`, with floating-point tensors in one dtype: that of
-    the parameters among them, or of the tensor that is written into.
+    """Return the arguments of a function of `EQUAL_DTYPES` with all floating-point tensors in one dtype: that
+    of the parameters among them, or, for a function that writes in place, of its first operand.
 
-    parameters: the class of the model's parameters. They are not cast themselves, so nothing is cast where
-    they have several dtypes. A norm alone widens them, to the dtype of its running statistics. other: the
-    dtype if no parameter is among the operands, but a tensor of this dtype is; None: nothing is cast then.
-    The arguments stay as they are in a region of torch.autocast, and where an argument `out` is given.
+    parameters: the class of the model's parameters. They are not cast, and if they have several dtypes
+    nothing is. Only a norm casts its parameters, to the dtype of its running statistics. other: the dtype to
+    use if no parameter but a tensor of this dtype is among the operands. None: nothing is cast then. Nothing
+    is cast in a region of torch.autocast, or with an argument `out`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         casts = _casts(function, args, kwargs, parameters, other)
@@ -94,7 +93,7 @@ def _casts(
     parameters: type,
     other: torch.dtype | None,
 ) -> dict[int, torch.dtype]:
-    """The dtypes of the operands that are to be cast, by id(). The arguments are those of `cast_operands`."""
+    """Return id(operand) -> dtype for the operands to cast. The arguments are those of `cast_operands`."""
     operands = (*args, *kwargs.values())
     first, second = operands[:2] if len(operands) > 1 else (None, None)
     if function in _WEIGHT_SECOND and getattr(first, "dtype", None) == getattr(second, "dtype", None):
@@ -117,8 +116,8 @@ def _casts(
 
 
 def _casts_of_norm(found: list[torch.Tensor], parameters: type) -> dict[int, torch.dtype]:
-    """The casts of a function of `_FIRST` with the operands `found`: of the first, if it is wider than all
-    others, and of parameters that are narrower than running statistics.
+    """The casts of a function of `_FIRST`, by id(): of the first operand, if it is wider than all others, and
+    of parameters that are narrower than running statistics.
     """
     dtype = max((each.dtype for each in found[1:]), key=lambda each: each.itemsize)
     casts = {id(each): dtype for each in found[1:] if each.dtype != dtype and isinstance(each, parameters)}
@@ -136,8 +135,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class CastOperands(TorchFunctionMode):
-    """A mode that casts the operands of all operations, also of those without a parameter: a weight that was
-    computed from parameters, attention with an fp32 mask.
+    """A mode that casts the operands of all operations, also those without a parameter: a weight computed
+    from parameters, attention with an fp32 mask.
     """
 
     def __init__(self, parameters: type, dtype: torch.dtype | None) -> None:
@@ -146,19 +145,19 @@ class CastOperands(TorchFunctionMode):
         self._parameters = parameters
         self._dtype = dtype
         self._ended = False
-        """Whether `__exit__` was called while torch had taken the mode from its stack, to call it."""
+        """Whether `__exit__` was called while torch had taken the mode off its stack to call it."""
 
     def __exit__(self, *_: object) -> None:
-        """Take the mode from torch's stack, wherever it is there.
+        """Remove the mode from torch's stack, wherever it is there.
 
-        After a forward that Ctrl-C has ended, an operation ends the mode that handles it. Torch puts the mode
-        back then, and it does nothing until `remove_ended` is called.
+        Ctrl-C can end a forward inside an operation that this mode handles. Torch then puts the mode back on
+        its stack, where it does nothing until `remove_ended` is called.
         """
         self._ended = not _taken(lambda mode: mode is self)
 
     @staticmethod
     def remove_ended() -> None:
-        """Take modes that have ended from torch's stack."""
+        """Remove modes that have ended from torch's stack."""
         while torch._C._len_torch_function_stack() and _taken(
             lambda mode: isinstance(mode, CastOperands) and mode._ended
         ):
@@ -172,7 +171,9 @@ class CastOperands(TorchFunctionMode):
 
 
 def _taken(wanted: Callable[[Any], bool]) -> bool:
-    """Take the topmost mode that is wanted from torch's stack of modes. Returns whether there is one."""
+    """Remove the topmost mode for which `wanted` is true from torch's stack. Returns whether there was
+    one.
+    """
     above = []
     found = False
     while not found and torch._C._len_torch_function_stack():
@@ -186,9 +187,8 @@ def _taken(wanted: Callable[[Any], bool]) -> bool:
 
 
 def cast_sequences(module: nn.RNNBase, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a recurrent module's forward in the dtype of its weights: a forward pre-hook.
-
-    nn.LSTM and its like compare dtypes themselves, and raise an error, before they call an operation.
+    """Return the arguments of a recurrent module's forward in the dtype of its weights. nn.LSTM and its like
+    compare dtypes, and raise an error, before they call an operation.
     """
     weights = [each for each in module._flat_weights if each is not None]
     dtypes = {each.dtype for each in weights}
@@ -206,7 +206,7 @@ def cast_sequences(module: nn.RNNBase, args: Any, kwargs: dict[str, Any]) -> tup
 
 
 def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[RemovableHandle]:
-    """Add `hook`, which calls `cast_sequences`, to the recurrent modules of a model. Returns its handles."""
+    """Add the forward pre-hook `hook` to the recurrent modules of a model. Returns its handles."""
     return [
         module.register_forward_pre_hook(hook, with_kwargs=True)
         for module in model.modules()
@@ -217,8 +217,8 @@ def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[Removable
 def hook_recomputation(
     model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]
 ) -> list[RemovableHandle]:
-    """Have modules call `begin` before and `end` after their forward, for torch.utils.checkpoint, which calls
-    them again in the backward, where a mode of the model's forward is off. Returns the hooks' handles.
+    """Have submodules call `begin` before and `end` after their forward. Returns the hooks' handles.
+    torch.utils.checkpoint runs them again in backward, where a mode of the model's forward is off.
     """
     handles = []
     for module in model.modules():

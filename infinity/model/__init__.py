@@ -1,1 +1,1 @@
-"""The model: hooks, parameters that fetch their pages when they are used, and initialisation."""
+"""Model: hooks, parameters that fetch their pages when they are used, and initialisation."""

@@ -1,7 +1,7 @@
-"""Initial adapters: gives adapters of LoRA on the meta device the values that PEFT would have given them.
+"""Initial adapters: gives LoRA adapters on the meta device the values that PEFT would have given them.
 
-PEFT makes the adapters of a model on the meta device there too, so that they have no values. They are
-initialised here in the order in which PEFT makes them, with copies of their layers in RAM, one at a time.
+For a model on the meta device PEFT makes adapters there too, without values. They are initialised here in
+PEFT's order, with copies of their layers in RAM, one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 """Function that returns the values of a tensor of the base model: in RAM, of any dtype."""
 
 _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-"""The children of a layer of LoRA that hold adapters by name, in the order in which PEFT makes them."""
+"""The children of a LoRA layer that hold adapters by name, in the order in which PEFT makes them."""
 _CURE = (
     "Load the base into RAM (from_pretrained), and add the adapters there; or add plain adapters of LoRA "
     '(init_lora_weights=True or "gaussian") by get_peft_model. Those of a file are read after '
@@ -34,15 +34,13 @@ _CURE = (
 
 @dataclass
 class _Lora:
-    """An adapter of LoRA in one layer."""
-
     layer: Any
     adapter: str
     config: Any
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What the layer holds of the adapter, modules and parameters, by the name of the child."""
+        """The adapter's modules and parameters in the layer, by the name of the layer's child."""
         children = ((name, getattr(self.layer, name, None) or {}) for name in _PARTS)
         return {name: child[self.adapter] for name, child in children if self.adapter in child}
 
@@ -55,9 +53,8 @@ class _Lora:
         ]
 
     def refusal(self, name: str) -> str:
-        """Why PEFT alone can know the values, as a part of a sentence; empty if they can be made.
-
-        name: of the base model, as get_peft_model leaves it in a configuration, and from_pretrained does not.
+        """Why only PEFT can compute the values, as a part of a sentence; "" if they can be computed here.
+        name: of the base model, which get_peft_model leaves in a configuration, and from_pretrained does not.
         """
         start = self.config.init_lora_weights
         variant = getattr(self.layer, "lora_variant", {}).get(self.adapter)
@@ -85,7 +82,6 @@ class _Lora:
 
     def values(self, read: Read) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield (parameter, values), with the random numbers that PEFT draws. read: gives the base's values.
-
         PEFT makes adapters in torch's default dtype, and rounds them to the dtype of the base.
         """
         own, base = self.parameters, self.layer.get_base_layer()
@@ -93,7 +89,7 @@ class _Lora:
         real = {id(each): nn.Parameter(torch.empty(each.shape, device="cpu")) for each in own}
         if "lora_magnitude_vector" in self.parts:
             real |= {id(each): nn.Parameter(read(each).to(each.dtype), False) for each in base.parameters()}
-        # A copy of a tensor that is in the memo is the tensor that the memo has for it.
+        # deepcopy takes a tensor's copy from the memo.
         layer = copy.deepcopy(self.layer, dict(real))
         made = _Lora(layer, self.adapter, self.config)
         parts = made.parts
@@ -122,15 +118,14 @@ class _Lora:
 def initialise_adapters(
     model: nn.Module, wanted: set[int], read: Read, fill: Fill, device: torch.device
 ) -> None:
-    """Give values to the adapters of `model` on the meta device, and to copies that PEFT trains as a whole.
+    """Initialise the adapters of `model` on the meta device, and the copies of modules that PEFT trains
+    whole.
 
-    With one seed the values have the bits of PEFT's, which adds the adapters to an equal base in RAM. RAM
-    holds the adapters of one layer, and with DoRA a copy of the layer.
+    With one seed the values have the bits of PEFT's in RAM. RAM holds the adapters of one layer, and with
+    DoRA a copy of the layer. wanted: the ids of the parameters and persistent buffers that need values. read:
+    see Read. fill: as for `materialize`. device: where the buffers are made.
 
-    wanted: the ids of the parameters and persistent buffers that need values. read: see Read. fill: as for
-    `materialize`. device: where the buffers are made.
-
-    Raises ConfigError, before `fill` is called, if PEFT alone can know the values of a tensor.
+    Raises ConfigError, before `fill` is called, if only PEFT can compute the values of a tensor.
     """
     tensors, base, adapters = registered(model), base_names(model), list(_loras(model))
     called = getattr(base_model(model), "name_or_path", None) or ""
@@ -155,7 +150,8 @@ def initialise_adapters(
         )
     with torch.device("cpu"), torch.no_grad():
         for each in adapters:
-            # Of an adapter in RAM the values are dropped. They are made for the random numbers of the others.
+            # The values of an adapter in RAM are dropped: computing them draws the random numbers before the
+            # next ones.
             for parameter, values in () if each.refusal(called) else each.made(read):
                 if id(parameter) in wanted:
                     fill(parameter, values)
@@ -167,8 +163,8 @@ def initialise_adapters(
 
 
 def _loras(model: nn.Module) -> Iterator[_Lora]:
-    """The adapters of LoRA in the order in which PEFT has made them: by adapter, those of layers before those
-    of single parameters, of which the innermost of a module is the first.
+    """The LoRA adapters in PEFT's order: by adapter, and there those of layers before those of single
+    parameters, the innermost of a module first.
     """
     layers = [each for each in tuned_layers(model) if is_a(each, "LoraLayer")]
     first: dict[int, int] = {}
@@ -185,7 +181,7 @@ def _loras(model: nn.Module) -> Iterator[_Lora]:
 
 
 def _trained_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (tensor, original) for each tensor of a copy of a module that PEFT trains as a whole."""
+    """Yield (tensor, original) for each tensor of a copy of a module that PEFT trains whole."""
     wrappers: list[Any] = [each for each in model.modules() if is_a(each, "ModulesToSaveWrapper")]
     for wrapper in wrappers:
         original = wrapper.original_module

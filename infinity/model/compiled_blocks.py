@@ -1,13 +1,13 @@
 """Compiled blocks: runs modules of one class through one graph of torch.compile that takes parameters.
 
-A graph that faults pages in would break at each parameter. So all pages of a block are fetched before its
-graph runs, which gets views of them as plain tensors. What autograd saves of the views is a reference to
-their pages, as everywhere.
+A graph that fetches pages would break at each parameter. So all pages of a block are fetched before its graph
+runs, and the graph gets views of them as plain tensors. Autograd saves references to pages in place of these
+views, as everywhere.
 
-[Note: shells]
-The graph is made of a shell of the block: modules of the same classes with the same attributes, but with the
-views in place of parameters, and without hooks. The attributes are set anew before each call, so that a
-change of the block (train(), a dropout's rate) is one of the shell. torch.compile guards on what it has used.
+[Note: shells] The graph is made of a shell of the block: modules of the same classes with the same
+attributes, but with the views in place of parameters, and without hooks. The attributes are copied before
+each call, so a change of the block (train(), a dropout's rate) reaches the shell. torch.compile guards on
+what it has used.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ _OWN = frozenset(vars(nn.Module())) - {"training", "_buffers"}
 
 
 class CompiledBlock:
-    """The forward of a block, as an attribute of it. A copy of the block has the plain forward instead."""
+    """Replaces the forward of a block. A copy of the block has the plain forward."""
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any], pager: Pager) -> None:
-        """compiled: the forward of the block's class, compiled. Takes the place of the block's forward."""
+        """Replace the block's forward by `compiled`, the compiled forward of its class."""
         self._block = block
         self._compiled = compiled
         self._pager = pager
         self._lock = threading.RLock()
-        """Held by the thread that uses the shells."""
         self._shells: dict[nn.Module, nn.Module] = {}
         self._shell = self._shell_of(block)
         vars(block)["forward"] = self
 
     def remove(self) -> None:
-        """Give the block its plain forward again."""
         vars(self._block).pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +125,6 @@ def compile_blocks(
     model: nn.Module, kind: type[nn.Module], pager: Pager, options: dict[str, Any]
 ) -> list[CompiledBlock]:
     """Compile the forward of the outermost modules of class `kind` in `model`. options: of torch.compile.
-
     Raises ConfigError if there are none, or if one has a forward of its own.
     """
     paths = {path: each for path, each in named_modules(model) if type(each) is kind}

@@ -1,7 +1,7 @@
 """Module hooks: the hooks that the runtime puts on a model's modules, which copies of the model do not get.
 
-Hooks live in the modules' own dictionaries, which deepcopy and pickle copy too. So each hook is an object
-whose copy is a function that does nothing, and a copied model is a plain model.
+deepcopy and pickle copy hooks with their modules. So each hook is an object whose copy is a function that
+does nothing, and a copied model is a plain model.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def keep_out_of_graphs() -> None:
     """Make torch.compile break its graphs where the package `infinity` is called, and never trace into it.
 
     A graph that was traced through the package would later run without its hooks and page faults, and compute
-    with wrong data. Only the first call in a process does anything, because torch then takes 80 ms to compile
-    its regular expression of excluded packages.
+    with wrong data. Only the first call does anything: torch then takes 80 ms to compile its regular
+    expression of excluded packages.
     """
     import torch._dynamo.trace_rules as rules  # torch loads it late, when the first optimizer is made
 
@@ -45,7 +45,7 @@ def keep_out_of_graphs() -> None:
 
 
 def inert(*_: Any, **__: Any) -> None:
-    """The function that takes a hook's place in a copy of the model: it does nothing."""
+    """Replaces a hook in a copy of the model."""
 
 
 class Hook:
@@ -75,9 +75,8 @@ def _inert() -> Callable[..., None]:
 
 
 class RefuseDDP:
-    """A substitute for the list of parameters that DistributedDataParallel is to ignore.
-
-    Iterating over it raises ConfigError, so that DistributedDataParallel refuses an offloaded model.
+    """The list of parameters that DistributedDataParallel is to ignore. Iterating over it raises ConfigError,
+    so that DistributedDataParallel refuses an offloaded model.
     """
 
     def __iter__(self) -> Any:
@@ -94,7 +93,7 @@ class RefuseDDP:
 
 
 class ModuleHooks:
-    """All hooks that the runtime adds to the modules of one model; `remove` takes the hooks out again."""
+    """The hooks that the runtime adds to the modules of one model."""
 
     def __init__(
         self,
@@ -109,9 +108,8 @@ class ModuleHooks:
         """Add the hooks to the model.
 
         pager: fetches the pages that a module needs. module_units: path of a module -> indices of the units
-        that hold its direct parameters. inputs: casts arguments of the model's forward. check_copy: function
-        that raises an error if a module's state_dict does not fit in RAM. forward_done: function that is
-        called after each forward of the model.
+        of its direct parameters. inputs: casts arguments of the model's forward. check_copy: raises an error
+        if a module's state_dict does not fit in RAM. forward_done: called after each forward of the model.
         """
         keep_out_of_graphs()
         admit()
@@ -126,8 +124,8 @@ class ModuleHooks:
         self._tree = _tree(model)
         self._handles: list[RemovableHandle] = []
         self._loading: list[RemovableHandle] = []
-        """The hooks by which loading into a closed model raises the error that it is closed, instead of an
-        error that lists every parameter.
+        """The hooks that make loading into a closed model raise an error that says so, instead of one that
+        lists every parameter.
         """
         modules = dict(named_modules(model, remove_duplicate=False))
         for path, units in module_units.items():
@@ -142,9 +140,8 @@ class ModuleHooks:
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
 
     def remove(self, *, all_of_them: bool = False) -> None:
-        """Take the hooks out of the model, except those that make load_state_dict() raise after closing.
-
-        all_of_them: whether to take these out, too.
+        """Remove the hooks from the model. Without `all_of_them`, those that make load_state_dict() raise
+        after closing stay.
         """
         for handle in (*self._handles, *(self._loading if all_of_them else ())):
             handle.remove()
@@ -191,9 +188,8 @@ class ModuleHooks:
         return CastOperands(PagedParameter, self._inputs.dtype)
 
     def _cast_in_backward(self) -> None:
-        """From now on, cast operands in modules that a backward calls again, too.
-
-        Most models do not need these hooks, which would cost time in every call of a module.
+        """From now on, cast operands also in modules that a backward calls again. Most models do not need
+        these hooks, which would cost time in every call of a module.
         """
         self._casts_in_backward = True
         self._handles += hook_recomputation(self._model, Hook(self._recompute), Hook(self._end_recompute))
@@ -219,9 +215,8 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """Return the frame of torch's code that called the running `Hook`.
-
-    The function that a Hook calls must call this directly, because the result is the frame three calls up.
+    """Return the frame of torch's code that called the running `Hook`: three calls up, so that the Hook's
+    function must call this directly.
     """
     return sys._getframe(3)
 
@@ -244,7 +239,6 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def _tree(model: nn.Module) -> list[torch.Tensor]:
-    """List every parameter in the order of model.modules()."""
     return [
         parameter
         for module in model.modules()
@@ -255,9 +249,7 @@ def _tree(model: nn.Module) -> list[torch.Tensor]:
 
 def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
     """Whether no parameter was added, removed or replaced between two results of `_tree`.
-
-    torch.func.functional_call puts tensors that are no Parameters in the place of parameters for the time of
-    a call.
+    torch.func.functional_call replaces parameters by tensors that are not Parameters during a call.
     """
     if len(before) != len(now):
         return False
@@ -266,7 +258,7 @@ def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
 
 
 def _changed(model: nn.Module, before: list[torch.Tensor]) -> str:
-    """What `_same` has found, as a phrase. before: the parameters at offload."""
+    """Describe the change that `_same` has found. before: the parameters at offload."""
     known = {id(each) for each in before}
     for name, each in model.named_parameters(remove_duplicate=False):
         if id(each) not in known and isinstance(each, nn.Parameter):
@@ -275,7 +267,7 @@ def _changed(model: nn.Module, before: list[torch.Tensor]) -> str:
 
 
 def _refuse_tracing() -> None:
-    """Raise ConfigError if torch makes a graph of the operations that are called, for another program."""
+    """Raise ConfigError if torch is recording operations into a graph for another program."""
     jit: Any = torch.jit  # has no types for this function
     if jit.is_tracing() or _is_exporting() or get_proxy_mode() is not None:
         raise _traced()
@@ -291,10 +283,10 @@ def _traced() -> ConfigError:
 
 
 def weakly(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function that calls the bound method `method` but does not keep the method's object alive.
-    Once the object is gone, the function does nothing.
+    """Return a function that calls the bound method `method` without keeping its object alive, and does
+    nothing once the object is gone.
 
-    Hooks on gradients need this, because the garbage collector cannot see the references in torch's hooks.
+    Hooks on gradients need this: the garbage collector cannot see the references in torch's hooks.
     """
     reference = weakref.WeakMethod(method)
 

@@ -27,35 +27,31 @@ from infinity.layout.names import named_modules
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
 
 _NAMED = 5
-"""The most names of tensors that an error message lists."""
 
 
 @dataclass(eq=False)
 class Registered:
-    """A parameter or buffer of a model, and every place where it is registered."""
+    """A parameter or buffer of a model, and where it is registered."""
 
     tensor: torch.Tensor
     places: list[tuple[dict[str, torch.Tensor | None], str]] = field(default_factory=list)
-    """For each place the `_parameters` or `_buffers` dictionary of a module, and the tensor's key in it.
-
-    A tied tensor has several places.
+    """The `_parameters` or `_buffers` dictionary of a module, and the tensor's key in it; several for a tied
+    tensor.
     """
     names: list[str] = field(default_factory=list)
     """The tensor's names in state_dict(); the first is the canonical name."""
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register `tensor` in every place, instead of the tensor that is there now.
-
-        Module.__setattr__ is bypassed, because nn.LSTM's would rebuild the LSTM's list of flat weights.
+        """Register `tensor` everywhere instead of the present tensor. Module.__setattr__ is bypassed, because
+        nn.LSTM's would rebuild the LSTM's list of flat weights.
         """
         for place, key in self.places:
             place[key] = tensor
 
 
 def registered(model: nn.Module) -> dict[int, Registered]:
-    """All parameters and buffers of `model`, by id() of the tensor, in the order of named_modules().
-
-    Names are those of infinity/layout/names.py.
+    """All parameters and buffers of `model`, by id(), in the order of named_modules(), with the names of
+    infinity/layout/names.py.
     """
     found: dict[int, Registered] = {}
     for prefix, module in named_modules(model, remove_duplicate=False):
@@ -74,8 +70,8 @@ def registered(model: nn.Module) -> dict[int, Registered]:
 def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
     """Raise ConfigError if an adapter of PEFT is among the tensors with an id() in `wanted`.
 
-    Modules of adapters are ordinary ones, whose initialisers do not give the values that PEFT gives: zeros
-    for one of the two matrices of LoRA, and a copy of a module that is trained as a whole.
+    The initialisers of adapters' modules do not give PEFT's values: zeros for one of the two matrices of
+    LoRA, and a copy of a module that is trained whole.
     """
     base = base_names(model)
     for key, entry in registered(model).items():
@@ -96,18 +92,18 @@ def materialize(
     tensors on the CPU: its `reset_parameters` or `_reset_parameters`, or the `_init_weights(module)` of the
     nearest enclosing model that has this method (transformers). Children come before their parents, in the
     order of registration, which is the order of construction. So with the same seed, a stack of torch.nn
-    modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and the tensors
-    of its descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
+    modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and those of its
+    descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
     nn.Transformer).
 
     fill: function (parameter, values), called once for each parameter on the meta device, tied or not.
-    `parameter` is the model's Parameter, which stays on the meta device. While `fill` runs, a substitute is
-    registered in the parameter's place. `values` has the parameter's shape, strides and dtype, and is dropped
-    after the call. device: where the buffers that replace buffers on the meta device are made. only: the
-    tensors to initialise; None: all. Tensors that are not on the meta device keep their values.
+    `parameter` is the model's Parameter, which stays on the meta device; a substitute is registered in the
+    model meanwhile. `values` has the parameter's shape, strides and dtype, and is dropped after the call.
+    device: where the buffers that replace buffers on the meta device are made. only: the tensors to
+    initialise; None: all. Tensors that are not on the meta device keep their values.
 
-    Raises ConfigError before the first call of `fill` if no initialiser writes some of the tensors; the
-    message names them, or if they are adapters of PEFT. Raises ConfigError later if an initialiser fails.
+    Raises ConfigError before the first call of `fill` if no initialiser writes some of the tensors, which the
+    message names, or if they are adapters of PEFT. Raises ConfigError later if an initialiser fails.
     """
     tensors = registered(model)
     chosen = tensors.keys() if only is None else {id(tensor) for tensor in only}
@@ -137,9 +133,8 @@ def materialize(
 class _Substitutes:
     """Substitutes for a model's tensors, registered in the model from `place` until `clear`.
 
-    Initialisers write to the substitutes instead of the model's own tensors. A substitute is on the meta
-    device, where a write costs nothing and is lost, unless `open` made it real. Each tensor of the model has
-    a key, its id(), which also stands for its substitute.
+    Initialisers write to the substitutes. A substitute is on the meta device, where a write costs nothing and
+    is lost, unless `open` made it real. The id() of the model's tensor is the key of both.
     """
 
     def __init__(self, tensors: dict[int, Registered]) -> None:
@@ -148,14 +143,12 @@ class _Substitutes:
         self._keys: dict[int, int] = {}
 
     def place(self) -> None:
-        """Register a substitute on the meta device in the place of every tensor."""
         for key in self.tensors:
             self.shut(key)
 
     def open(self, key: int) -> None:
-        """Replace the substitute for tensor `key` by a real tensor in RAM.
-
-        A floating-point tensor is filled with NaN, so that elements that no initialiser writes are noticed.
+        """Replace the substitute for tensor `key` by a real tensor in RAM. A floating-point tensor is filled
+        with NaN, so that elements that no initialiser writes are noticed.
         """
         self._place(key, "cpu")
         tensor = self._placed[key][0]
@@ -163,19 +156,16 @@ class _Substitutes:
             tensor.fill_(torch.nan)
 
     def shut(self, key: int) -> None:
-        """Replace the substitute for tensor `key` by a tensor on the meta device, without values."""
         self._place(key, "meta")
 
     def clear(self) -> None:
-        """Register the model's own tensors in the model again."""
+        """Register the model's own tensors again."""
         for entry in self.tensors.values():
             entry.put(entry.tensor)
 
     def run(self, call: Callable[[], Any], own: Iterable[int]) -> set[int]:
-        """Run the initialiser `call`, and return the keys of the tensors that it wrote to.
-
-        own: keys of the tensors of the initialiser's module. Such a key is also returned if the initialiser
-        registered another tensor in the place of the substitute, instead of writing to it.
+        """Run the initialiser `call`, and return the keys of the tensors that it wrote to. own: keys of the
+        tensors of the initialiser's module. Of these, tensors that it replaced by others count, too.
         """
         with _Writes() as writes:
             call()
@@ -232,9 +222,8 @@ class _Writes(TorchDispatchMode):
 
 
 class _AsIfReal(TorchFunctionMode):
-    """A mode in which `is_meta` of every tensor is False.
-
-    If `is_meta` is True, trunc_normal_ and other functions of torch.nn.init do nothing.
+    """A mode in which `is_meta` of every tensor is False. Otherwise trunc_normal_ and other functions of
+    torch.nn.init do nothing.
     """
 
     def __torch_function__(
@@ -266,7 +255,6 @@ class _Step:
 
 def _steps(model: nn.Module, substitutes: _Substitutes, wanted: set[int]) -> list[_Step]:
     """List the modules' initialisers that write to a wanted tensor, in the order in which they must run.
-
     wanted: keys (see _Substitutes) of the tensors that need values.
     """
     owned: dict[int, set[int]] = {}
@@ -323,8 +311,8 @@ def _step_of(
         if own <= step.writes:
             return step
     # Call the method that construction would have run. reset_parameters of a parent without tensors of its
-    # own is left out, because construction need not run it: it is often there for users to start over.
-    # _reset_parameters (nn.Transformer) is only ever run by construction.
+    # own is left out: it is often there for users to start over. _reset_parameters (nn.Transformer) is only
+    # ever run by construction.
     method = getattr(module, "_reset_parameters", None)
     if method is None and own:
         method = getattr(module, "reset_parameters", None)
@@ -337,8 +325,8 @@ def _step_of(
 def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) -> set[int]:
     """Run an initialiser with all tensors on the meta device, and return the keys of what it writes to.
 
-    call: the initialiser. own: keys (see _Substitutes) of the tensors of its module. If `call` fails because
-    it needs real values, it is assumed to write to these. The random number generator's state is restored.
+    call: the initialiser. own: keys of the tensors of its module, which are assumed to be written if `call`
+    fails because it needs real values. The random number generator's state is restored.
     """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -346,9 +334,8 @@ def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) 
             with _AsIfReal():
                 return substitutes.run(call, own)
         except Exception:
-            # Not every initialiser runs without values (item() does not). Such an initialiser is assumed to
-            # write its module's own tensors. The real run shows whether it does so, and its error if it fails
-            # there too.
+            # Not every initialiser runs without values (item() does not). The real run shows whether the
+            # assumption holds, and the error if it fails there too.
             return set(own)
         finally:
             for key in own:
@@ -384,7 +371,6 @@ def _run(
     steps: list[_Step], substitutes: _Substitutes, wanted: set[int]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Run the initialisers in `steps`. Yield (key, values) of a tensor after the last step that writes it.
-
     wanted: keys (see _Substitutes) of the tensors to yield.
     """
     last = {key: index for index, step in enumerate(steps) for key in step.writes}

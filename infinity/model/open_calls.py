@@ -1,7 +1,7 @@
 """Open calls: the calls (forwards, state_dicts) that have begun in each thread and have not ended.
 
-Hooks note the beginning and the end of a call. An end can be missed, because torch calls no hook when Ctrl-C
-interrupts a forward or when a state_dict raises an error.
+Hooks record the beginning and the end of a call. An end can be missed, because torch calls no hook when
+Ctrl-C interrupts a forward or when a state_dict raises an error.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from typing import Any
 
 
 class OpenCalls:
-    """The forwards or state_dicts that have begun and not ended: a list for each thread, innermost last.
+    """The open calls of each thread, innermost last, each with context managers and the stack frame that made
+    it.
 
-    With each call the list keeps a context manager, which is exited when the call ends, and the stack frame
-    that made the call. Once this frame has left the thread's stack, the call is over, even if no hook has
-    noted its end.
+    The context managers are exited when the call ends. Once the frame has left the thread's stack, the call
+    is over, even if no hook has recorded its end.
     """
 
     def __init__(self) -> None:
         self._local = threading.local()
 
     def begin(self, caller: FrameType, *inside: AbstractContextManager[Any] | None) -> None:
-        """Note that a call (a forward or a state_dict) begins in this thread.
-
-        caller: the frame that made the call. inside: context managers to enter now and exit when the call
-        ends. Calls of this thread that turn out to be over are ended first, as `prune` does.
+        """Record that a call begins in this thread, after ending calls that are over (`prune`). caller: the
+        frame that made the call. inside: context managers to enter now and exit when the call ends.
         """
         self.prune()
         stack = ExitStack()
@@ -37,22 +35,20 @@ class OpenCalls:
         self._calls.append((caller, stack))
 
     def end(self) -> None:
-        """Note that this thread's innermost open call has ended, and exit the context manager that `begin`
-        was given for that call. Does nothing if the thread has no open call.
-        """
+        """End this thread's innermost open call, if there is one, and exit its context managers."""
         if self._calls:
             self._calls.pop()[1].close()
 
     def prune(self) -> None:
-        """Find the calls of this thread that are over although no hook has noted their end, and do for each
-        what `end` does. A call is over if the frame that made it has been left.
+        """End the calls of this thread that are over although no hook has recorded it: the frame that made
+        them has been left.
         """
         calls = self._calls
         while calls and _is_left(calls[-1][0]):
             self.end()
 
     def __bool__(self) -> bool:
-        """Whether this thread has an open call. Calls that turn out to be over are ended first."""
+        """Whether this thread has an open call. Calls that are over are ended first."""
         self.prune()
         return bool(self._calls)
 
@@ -65,8 +61,7 @@ class OpenCalls:
 
 
 def _is_left(frame: FrameType) -> bool:
-    """Whether a function has returned or raised. frame: a frame of the function, which is no generator.
-
+    """Whether a function has returned or raised. frame: a frame of the function, which is not a generator.
     Python refuses to clear a frame that runs. Clearing drops the variables of a function that has ended.
     """
     try:

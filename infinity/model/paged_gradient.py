@@ -1,9 +1,9 @@
 """Paged gradient: the value of `p.grad` of a paged parameter that has a gradient, a tensor without bytes.
 
-It has the parameter's shape, strides, dtype and device, and answers what training loops ask of gradients:
+It has the parameter's shape, strides, dtype and device, and supports what training loops do with gradients:
 
-- its 2-norm comes from the sums of squares that its page has, as a float32 scalar at least;
-- a factor by which it is multiplied is noted, and used by the update (`Gradients.agree_on_factor`);
+- its 2-norm comes from the sums of squares of its page, as a float32 scalar at least;
+- a factor by which it is multiplied is stored, and used by the update (`Gradients.agree_on_factor`);
 - zero_() makes it one of zeros, which has no bytes;
 - any other read gets a copy in the gradient's dtype and on its device;
 - any other write raises ConfigError. So does a write to a view of it, such as p.grad[0], which is a copy.
@@ -24,20 +24,18 @@ _aten: Any = torch.ops.aten
 
 
 class StoredGradients(Protocol):
-    """The gradients of all parameters, (index of the unit, index of the parameter in it).
+    """The gradients of all parameters, by (index of the unit, index of the parameter in it).
     `infinity.training_step.TrainingStep` implements it.
     """
 
-    def has_gradient(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient."""
-        ...
+    def has_gradient(self, unit: int, parameter: int) -> bool: ...
 
     def gradient_age(self, unit: int, parameter: int) -> int:
-        """A number that is another one after a parameter's gradient was forgotten or replaced."""
+        """A number that changes whenever a parameter's gradient is dropped or replaced."""
         ...
 
     def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
-        """Forget a parameter's gradient. zeros: whether it has a gradient of zeros then."""
+        """Drop a parameter's gradient. zeros: replace it by a gradient of zeros."""
 
     def set_gradient(self, unit: int, parameter: int, value: torch.Tensor) -> None:
         """Replace a parameter's gradient by a copy of `value`, which has the parameter's shape."""
@@ -58,21 +56,20 @@ class PagedGradient(torch.Tensor):
     """A parameter's gradient, as `p.grad` returns it, or a view of a copy of it. Its bytes are in a page."""
 
     _name: str
-    """Of the parameter, for errors."""
+    """The parameter's, for errors."""
     _stored: StoredGradients
     _key: tuple[int, int]
     """(index of the unit, index of the parameter in it)."""
     _age: int
-    """The gradient's age when this object was made."""
     _view: torch.Tensor | None = None
-    """A view of a copy of the gradient, for which this object stands; None: it stands for the gradient."""
+    """The view of a copy of the gradient that this object represents; None: it represents the gradient."""
 
     @staticmethod
     def __new__(
         cls, like: torch.Tensor, name: str, stored: StoredGradients, key: tuple[int, int]
     ) -> PagedGradient:
-        """like: a tensor with the same shape, strides, dtype and device. name: of the parameter. stored: has
-        the gradient of the parameter `key`, (index of the unit, index of the parameter in it).
+        """like: a tensor with the same shape, strides, dtype and device. name: the parameter's. key: (index
+        of the unit, index of the parameter in it).
         """
         with torch._C.DisableTorchFunctionSubclass():
             gradient: PagedGradient = torch.Tensor._make_wrapper_subclass(
@@ -83,12 +80,12 @@ class PagedGradient(torch.Tensor):
         return gradient
 
     def is_of(self, stored: StoredGradients | None, key: tuple[int, int]) -> bool:
-        """Whether it stands for the gradient that a parameter has now."""
+        """Whether this object represents the parameter's present gradient."""
         same = self._stored is stored and self._key == key and self._view is None
         return same and self._stored.gradient_age(*key) == self._age
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the gradient; of a view of a copy that view, which the caller only reads."""
+        """Return a copy of the gradient, or the view of a copy, which the caller only reads."""
         if self._view is not None:
             return self._view
         found = self._present().read_gradient(*self._key)
@@ -97,11 +94,9 @@ class PagedGradient(torch.Tensor):
         return found.to(self.device, self.dtype)
 
     def norm_now(self) -> float:
-        """The gradient's 2-norm."""
         return self._present().gradient_norm(*self._key)
 
     def scale(self, factor: float) -> PagedGradient:
-        """Multiply the gradient by `factor`, and return it."""
         self._present().scale_gradient(*self._key, factor)
         return self
 
@@ -112,7 +107,6 @@ class PagedGradient(torch.Tensor):
         return self
 
     def alias(self) -> PagedGradient:
-        """Return another object for the same gradient."""
         self._present()
         return PagedGradient(self, self._name, self._stored, self._key)
 
@@ -198,7 +192,7 @@ def _refuse(gradient: PagedGradient, what: str) -> NoReturn:
 def _norm(
     gradient: PagedGradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Carry out linalg.vector_norm for order 2 and all dimensions; NotImplemented for others."""
+    """Implements linalg.vector_norm for order 2 and all dimensions; NotImplemented for others."""
     every = not dim or sorted(each % gradient.ndim for each in dim) == list(range(gradient.ndim))
     if order != 2 or not every or keepdim:
         return NotImplemented
@@ -223,8 +217,8 @@ def _divide(gradient: Any, by: Any) -> Any:
 
 
 def _number(gradient: Any, by: Any) -> float | None:
-    """The one number by which a gradient is to be multiplied; None if it is a tensor of several numbers, or
-    if not the gradient is what is multiplied.
+    """The number by which a gradient is multiplied or divided; None if `by` has several elements or is itself
+    the paged gradient.
     """
     if not isinstance(gradient, PagedGradient) or isinstance(by, PagedGradient):
         return None
@@ -253,7 +247,7 @@ def _zero_all(gradients: Sequence[Any]) -> None:
 
 
 def _unscale_all(gradients: Sequence[Any], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """Carry out what torch.amp.GradScaler calls: `found` becomes 1 if a gradient is not finite."""
+    """Implements what torch.amp.GradScaler calls: `found` becomes 1 if a gradient is not finite."""
     number = float(factor)
     for gradient in gradients:
         if not isinstance(gradient, PagedGradient):
@@ -293,7 +287,6 @@ _OF_METADATA = frozenset(
         _aten.new_empty_strided,
     )
 )
-"""Operations that make a tensor like the gradient, without its values."""
 _ANY: Any = torch.Tensor
 _OF_COPIES: frozenset[Any] = frozenset(
     [_ANY.numpy, _ANY.tolist, _ANY.__array__, _ANY.__deepcopy__, _ANY.__reduce_ex__]

@@ -2,10 +2,10 @@
 
 Operations that need only metadata, such as the shape, fetch no page. `adopt` converts a Parameter in place,
 because optimizers, tied weights and nn.LSTM's list of flat weights refer to the Parameter object itself.
-torch calls `__torch_function__` with each operation on a paged parameter and with its arguments, which may
-be nested in lists, tuples and dictionaries. The pages of all paged parameters among the arguments are
-fetched together. Then the operation runs as if these parameters were plain, with operands that have the
-dtype of the parameters where it demands equal dtypes (infinity/casts/operands.py).
+torch calls `__torch_function__` with each operation on a paged parameter and its arguments. The pages of all
+paged parameters among them, also in nested lists, tuples and dictionaries, are fetched together. Then the
+operation runs as if these parameters were plain, with operands cast to their dtype where it demands equal
+dtypes (infinity/casts/operands.py).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class PageAccess(Protocol):
 
     scale: LossScale
     gradients: StoredGradients | None
-    """The gradients of the parameters; None for inference."""
+    """None for inference."""
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
         """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
 
-        Until the function returns, the pages stay resident where the model computes. places: the places of
-        the paged parameters among the arguments.
+        The pages stay resident until the function returns. places: the places of the paged parameters among
+        the arguments.
         """
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
@@ -62,9 +62,8 @@ class PageAccess(Protocol):
         """Return a copy of the parameter's fp32 master, or of its values if it has no master."""
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
-
-        The runtime notices edits through this view, too.
+        """Return the value of `p.data`: a view of the parameter, with a version counter of its own. The
+        runtime notices edits through it, too.
         """
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
@@ -134,7 +133,7 @@ class PagedParameter(nn.Parameter):
 
     _place: Place
     _refusal: RemovableHandle | None = None
-    """The hook that refuses a gradient, of a parameter that was frozen in offload and requires one now."""
+    """The hook that refuses a gradient of a parameter that was frozen in offload and now requires one."""
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(data, requires_grad)
@@ -164,11 +163,11 @@ class PagedParameter(nn.Parameter):
         return pager.run(func, taken, args, kwargs)
 
     def set_(self, *arguments: Any, **options: Any) -> Any:
-        """Do nothing in a forward if the argument is the parameter itself, as register_parametrization gives
+        """Do nothing in a forward if the argument is the parameter itself, as register_parametrization passes
         it, which PEFT calls in the forward of experts with adapters. Raises ConfigError otherwise: a paged
         parameter cannot be given another storage.
 
-        The method is defined here because torch does not call __torch_function__ for `set_`.
+        torch does not call __torch_function__ for `set_`.
         """
         if options or len(arguments) != 1 or arguments[0] is not self or not self._place.pager.inside:
             _no_other_storage(self)
@@ -176,13 +175,14 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None while the parameter has no gradient; else a tensor without bytes, for a gradient in a page
-        (infinity/model/paged_gradient.py says what it can do). With several ranks it is the average, as for
-        `Runtime.grad`, and what makes reads of that an agreement makes reads of this one.
+        """None without a gradient; else a tensor without bytes, for a gradient in a page
+        (infinity/model/paged_gradient.py says what it supports). With several ranks it is the average, and
+        must be read on the same ranks as `Runtime.grad`.
 
-        Setting the property to None forgets the gradient; with several ranks all do it, after the same
-        backward. A tensor of the parameter's shape is copied to the page as the gradient, from any device and
-        floating dtype. Raises ConfigError for other values, and the errors of `TrainingStep.set_gradient`.
+        Setting the property to None drops the gradient; with several ranks all do it, after the same
+        backward. A tensor of the parameter's shape, on any device and of any floating dtype, is copied to the
+        page as the gradient. Raises ConfigError for other values, and the errors of
+        `TrainingStep.set_gradient`.
         """
         place = self._place
         stored = place.pager.gradients
@@ -212,10 +212,10 @@ class PagedParameter(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Copy the parameter as a plain Parameter with a copy of the values.
+        """Copy the parameter as a plain Parameter of its dtype with a copy of the values.
 
-        The copy has the parameter's dtype. Where an AveragedModel makes the copy, or in `Runtime.masters`, it
-        has the values of the fp32 master ([Note: averages of masters]).
+        If an AveragedModel makes the copy, or in `Runtime.masters`, it has the values of the fp32 master
+        ([Note: averages of masters]).
         """
         if id(self) not in memo:
             place, pager = self._place, self._place.pager
@@ -237,18 +237,14 @@ class PagedParameter(nn.Parameter):
 
 
 def adopt(parameter: nn.Parameter, place: Place) -> None:
-    """Convert a Parameter to a PagedParameter, in place.
-
-    place: the pager, page and index of the parameter's values.
-    """
+    """Convert a Parameter to a PagedParameter, in place. place: where its values are."""
     parameter.__class__ = PagedParameter
     parameter._place = place  # type: ignore[attr-defined]
 
 
 def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Convert a PagedParameter to a plain Parameter, in place, whose memory is that of `values`.
-
-    values: a tensor of the parameter's shape. The parameter's page has ended.
+    """Convert a PagedParameter, whose page has ended, to a plain Parameter, in place. values: its memory from
+    now on, of the parameter's shape.
     """
     assert isinstance(parameter, PagedParameter)
     if parameter._refusal is not None:
@@ -265,7 +261,7 @@ def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient in the tensor's `.grad` slot, or None. Gradient pages are not looked at."""
+    """Return the gradient in the tensor's `.grad` slot, or None. Gradients in pages are ignored."""
     with torch._C.DisableTorchFunctionSubclass():
         gradient: torch.Tensor | None = _TENSOR.grad.__get__(parameter)
         return gradient
@@ -280,9 +276,8 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
-    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device.
-
-    Raises ConfigError if the parameter has no page for a gradient, or the gradient another shape.
+    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device. Raises
+    ConfigError if the parameter has no page for a gradient, or the gradient another shape.
     """
     place = parameter._place
     if place.pager.gradients is None or not place.page.layout.parameters[place.index].trainable:
@@ -315,7 +310,7 @@ _AVERAGE_UPDATED = AveragedModel.update_parameters.__code__
 
 
 def _called_by(code: CodeType, frame: FrameType | None) -> bool:
-    """Whether a function is running. code: the function's. frame: the innermost stack frame to look at."""
+    """Whether the function with `code` is running. frame: the innermost stack frame to look at."""
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
@@ -324,13 +319,12 @@ def _called_by(code: CodeType, frame: FrameType | None) -> bool:
 def _detach(parameter: PagedParameter) -> torch.Tensor:
     """Carry out `parameter.detach()`.
 
-    [Note: averages of masters]
-    The parameters that a model computes with are rounded to bf16 or fp16. An average of them would keep none
-    of the changes that are smaller than the rounding, and torch cannot average values of one dtype into those
-    of another. So torch's AveragedModel, which copies a model with deepcopy and then reads each parameter by
-    `detach()`, gets the fp32 masters: its copy is fp32, and `detach()` gives a copy of the master in RAM, in
-    the dtype of the average that it is for. In fp32, too, the result is a copy: AveragedModel keeps what it
-    reads of all parameters, and views would keep all their pages resident.
+    [Note: averages of masters] The parameters that a model computes with are rounded to bf16 or fp16. An
+    average of them would lose all changes smaller than the rounding, and torch cannot average values of one
+    dtype into those of another. So torch's AveragedModel, which copies a model with deepcopy and then reads
+    each parameter by `detach()`, gets the fp32 masters: its copy is fp32, and `detach()` gives a copy of the
+    master in RAM, in the dtype of the average that it is for. In fp32, too, the result is a copy:
+    AveragedModel keeps what it reads of all parameters, and views would keep all their pages resident.
     """
     place, caller = parameter._place, sys._getframe(2)
     while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
@@ -352,8 +346,9 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
 
 
 def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what carries out `function`, which tells where a parameter's bytes are. Raises ConfigError for
-    safetensors, which reads the bytes of all tensors in the end, when pages may have been moved.
+    """Return an implementation of `function`, which returns where a parameter's bytes are. It raises
+    ConfigError for safetensors, which reads the bytes only after all addresses, when pages may have been
+    moved.
     """
 
     def carried_out(parameter: PagedParameter) -> Any:
@@ -380,8 +375,8 @@ _AVERAGING = frozenset(
 
 
 def _check_average(places: Iterable[Place], args: Any) -> None:
-    """Raise ConfigError if a rounded parameter is to be averaged with fp32 values: in no_grad, and outside of
-    the model's forward. places, args: of an operation of `_AVERAGING`.
+    """Raise ConfigError if a rounded parameter is to be averaged with fp32 values, in no_grad and outside the
+    model's forward. places, args: of an operation of `_AVERAGING`.
     """
     if torch.is_grad_enabled():
         return
@@ -411,9 +406,8 @@ def _collect(values: Iterable[Any], places: dict[int, Place]) -> None:
 def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
     """Run an operation on paged parameters of several runtimes, and return its result.
 
-    Each runtime's `Pager.run` fetches the pages of its own parameters. The calls are nested, so that all
-    pages stay resident until the operation returns. places: the places of all parameters among the
-    arguments.
+    Each runtime's `Pager.run` fetches its own pages. The calls are nested, so that all pages stay resident
+    until the operation returns. places: the places of all parameters among the arguments.
     """
     pager = min((place.pager for place in places), key=id)  # a fixed order, because each `run` takes a lock
     others = [place for place in places if place.pager is not pager]
@@ -476,10 +470,8 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> NoReturn:
-    """Raise ConfigError for the gradient of a parameter that was frozen when its model was offloaded.
-
-    Some libraries let all parameters require gradients for a moment, so this is no error before a gradient
-    comes.
+    """Raise ConfigError for the gradient of a parameter that was frozen when its model was offloaded. Some
+    libraries let all parameters require gradients for a moment, so the error waits for a gradient.
     """
     take_gradient(parameter)
     assert isinstance(parameter, PagedParameter)
@@ -491,28 +483,25 @@ def _refuse_gradient(parameter: torch.Tensor) -> NoReturn:
 
 
 def _autograd_grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Carry out torch.autograd.grad with paged parameters among `outputs` or `inputs`."""
     return torch.autograd.grad(_roots(outputs), _edges(inputs), *args, **kwargs)
 
 
 def _autograd_backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """Carry out torch.autograd.backward with paged parameters among `tensors` or the argument `inputs`."""
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = _edges(kwargs["inputs"])
     torch.autograd.backward(_roots(tensors), *args, **kwargs)
 
 
 def _backward(parameter: PagedParameter, *args: Any, **kwargs: Any) -> None:
-    """Carry out `parameter.backward(*args, **kwargs)` for a paged parameter."""
     _roots(parameter)[0].backward(*args, **kwargs)
 
 
 def _roots(outputs: Any) -> list[Any]:
     """Return `outputs`, from which a backward starts, as a list with a plain view for each paged parameter.
 
-    Torch then does not hand the backward to __torch_function__. The backward does not need the pages of
-    these parameters. It must not run through `Pager.run`, which holds the runtime's lock, because hooks and
-    recomputation that the backward calls in other threads have to fetch pages.
+    Torch then does not call __torch_function__ for the backward. The backward does not need the pages of
+    these parameters, and must not run through `Pager.run`, which holds the runtime's lock: hooks and
+    recomputation that it calls in other threads have to fetch pages.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return [each.view_as(each) if isinstance(each, PagedParameter) else each for each in _listed(outputs)]
@@ -545,9 +534,8 @@ def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _keep_weights_apart(*_: Any, **__: Any) -> None:
-    """Do nothing, in place of torch._cudnn_rnn_flatten_weight.
-
-    nn.LSTM calls that function to move its weights into one storage, which saves cuDNN a copy.
+    """Replaces torch._cudnn_rnn_flatten_weight, with which nn.LSTM moves its weights into one storage to save
+    cuDNN a copy.
     """
 
 

@@ -1,4 +1,4 @@
-"""Pager: fetches parameter pages before modules and operations use them, and tracks the views given out."""
+"""Pager: fetches parameter pages before modules and operations use them, and tracks exported views."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ from infinity.telemetry.stats import Phase
 
 
 class Pager:
-    """Gives modules, operations and autograd access to the parameter pages of one runtime.
-
-    A single lock guards every movement of a page.
-    """
+    """Gives modules, operations and autograd access to the parameter pages of one runtime, under its lock."""
 
     def __init__(
         self,
@@ -48,31 +45,26 @@ class Pager:
     ) -> None:
         """pages: the parameter pages, by index of the unit. addresses: address of the memory where a page is
         resident -> the page. prefetch_engine: brings pages where the model computes, and evicts them. edits:
-        writes to the pages' homes what user code changes in parameters. scale: the loss scale of the
-        gradients that arrive at parameters. health: raises an error once the runtime is closed or lost. heap:
-        counts the bytes of saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
+        writes user code's changes of parameters to the pages' homes. scale: the loss scale of the gradients
+        that arrive at parameters. health: raises an error once the runtime is closed or lost. heap: counts
+        the bytes of saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
         """
         self.pages = pages
         self.addresses = addresses
-        """Address of the memory where a page is resident -> the page.
-
-        The entry of freed memory stays until another page becomes resident at this address.
+        """Address of the memory where a page is resident -> the page. The entry of freed memory stays until
+        another page becomes resident there.
         """
         self.prefetch_engine = prefetch_engine
         self.edits = edits
         self.lock = threading.RLock() if lock is None else lock
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
-        """The calls of the root module's forward that have begun and not ended."""
+        """The open calls of the root module's forward."""
         self.copies = OpenCalls()
-        """The calls of state_dict that have begun and not ended.
-
-        In such a call `p.detach()` of a paged parameter returns a copy in RAM.
-        """
+        """The open calls of state_dict. In them `p.detach()` of a paged parameter returns a copy in RAM."""
         self.scale = scale
         self.refuse = health.check
         self.gradients: StoredGradients | None = None
-        """The gradients of the parameters; None for inference."""
         self.read_master: Callable[[Place], torch.Tensor] | None = None
         """Function that copies a parameter's fp32 master or values to RAM, in fp32; None for inference."""
         self._exact = threading.local()
@@ -81,20 +73,16 @@ class Pager:
     # --- called by modules and operations --------------------------------------------------------------
 
     def access(self, units: Sequence[int]) -> None:
-        """Fetch the pages of `units`, which a module that is about to run will use, and wait for them.
-
-        Raises BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
+        """Fetch the pages of `units`, which a module that is about to run will use, and wait for them. Raises
+        BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
             self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
-
-        Until the function returns, the pages stay resident where the model computes. If the result is a
-        view of a page, later edits through the view are noticed, too. Raises BudgetError if the pages do
-        not fit together, and StorageError if a page cannot be read.
+        """See PageAccess.run. Edits through a view in the result are noticed, too. Raises BudgetError if the
+        pages do not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -104,7 +92,7 @@ class Pager:
             if self._reads_masters and any(is_rounded(place) for place in places):
                 return self._run_on_masters(function, args, kwargs)
             inside, graphs = self.inside, torch.is_grad_enabled()
-            # Models keep what they detach, and change it when they like.
+            # Models keep what they detach, and may change it at any time.
             lends = not inside or function is torch.Tensor.detach
             written: Sequence[Place] = ()
             if lends or not graphs:  # else no operation may change a parameter
@@ -132,8 +120,8 @@ class Pager:
     @contextmanager
     def views(self, parameters: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
         """Context with a view of each paged parameter, as a plain tensor of the parameter's graph, and the
-        others among `parameters` as they are. All pages are fetched before, together. What autograd saves of
-        a view in the context is a reference to its page.
+        others among `parameters` as they are. All pages are fetched together before. Autograd saves
+        references to pages in place of these views.
 
         Raises BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
         """
@@ -151,8 +139,9 @@ class Pager:
             yield views
 
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
-        """Remember the values of a parameter that an operation in place is about to change, so that the fp32
-        masters of elements that it leaves alone are kept. Returns the parameter's place, if it is of ours.
+        """Remember the values of the parameter that an in-place operation is about to change, so that the
+        fp32 masters of unchanged elements are kept. Returns the parameter's place, or [] if it is not one of
+        this runtime.
         """
         name = getattr(function, "__name__", "")
         in_place = name.startswith(("__i", "__setitem")) or (name.endswith("_") and name[-2:] != "__")
@@ -167,7 +156,7 @@ class Pager:
         return found
 
     def _run_on_masters(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operation with copies of fp32 masters in place of parameters; `masters` says more."""
+        """Run an operation with copies of fp32 masters in place of parameters; see `masters`."""
         copies: dict[int, torch.Tensor] = {}
 
         def copied(parameter: PagedParameter) -> torch.Tensor:
@@ -187,7 +176,6 @@ class Pager:
         return result
 
     def reads_masters(self, place: Place) -> bool:
-        """Whether this thread's reads of the parameter give its fp32 master, because of `masters`."""
         return self._reads_masters and is_rounded(place)
 
     @property
@@ -197,7 +185,8 @@ class Pager:
     @contextmanager
     def masters(self) -> Iterator[None]:
         """Context in which this thread's reads of parameters give copies of their fp32 masters, or of their
-        values in fp32 if they have none, and in which no gradients are computed."""
+        values in fp32 if they have none, and in which no gradients are computed.
+        """
         self.refuse()
         self._exact.depth = getattr(self._exact, "depth", 0) + 1
         try:
@@ -208,16 +197,13 @@ class Pager:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, so that trained parameters have fp32 masters."""
         return self.read_master is not None
 
     def master(
         self, place: Place, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """Return a copy of a parameter's fp32 master, or of its values if it has no master.
-
-        dtype, device: of the copy, which has the parameter's shape and strides. Raises BudgetError if it does
-        not fit.
+        """See PageAccess. Raises BudgetError if the copy, of the parameter's shape and strides, does not
+        fit.
         """
         found = self.copy(place, "cpu") if self.read_master is None else self.read_master(place)
         if found.dtype == dtype and found.device == torch.device(device):
@@ -226,7 +212,6 @@ class Pager:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in the root module's forward, or in a backward."""
         return bool(self.forwards) or torch._C._current_graph_task_id() != -1
 
     @property
@@ -235,10 +220,8 @@ class Pager:
         return bool(self.copies)
 
     def begin_forward(self, caller: FrameType, inside: AbstractContextManager[Any] | None = None) -> None:
-        """Note the beginning of a forward of the root module.
-
-        caller: the frame that called the forward. inside: a context manager that is entered until the
-        forward ends.
+        """Record the beginning of a forward of the root module. caller: the frame that called it. inside: a
+        context manager to enter until the forward ends.
         """
         if self._reads_masters:
             raise ConfigError(
@@ -251,7 +234,6 @@ class Pager:
         self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes), inside)
 
     def end_forward(self) -> None:
-        """Note the end of this thread's innermost forward of the root module."""
         self.forwards.end()
         if not self.forwards:
             self.saved_bytes.forward_ends()
@@ -259,12 +241,11 @@ class Pager:
 
     @contextmanager
     def whole(self, units: Sequence[int]) -> Iterator[None]:
-        """Context in which the pages of all `units` stay resident where the model computes.
+        """Context in which the pages of all `units` stay resident.
 
-        At the end of the context, edits of their parameters are written to the pages' homes, or refused with
-        ConfigError if those of other ranks differ (`EditTracker.compare`). The runtime's
-        lock is not held in the context, because autograd's threads, for which code in the context may wait,
-        have to fetch pages too.
+        At its end, edits of their parameters are written to the pages' homes, or refused with ConfigError if
+        those of other ranks differ (`EditTracker.compare`). The runtime's lock is not held in the context,
+        because autograd's threads, for which code in the context may wait, have to fetch pages too.
         """
         with self.lock:
             self.refuse()
@@ -295,10 +276,9 @@ class Pager:
 
     def values(self, place: Place, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Return a parameter's elements [first, first + count), (count,) in memory order, in RAM: a view of
-        its page, or a copy.
+        its page, or a copy, with all edits of user code.
 
-        count: None: all elements from `first` on. The page is where the model computes then, with all edits
-        of user code. The caller holds the lock.
+        count: None: all elements from `first` on. The caller holds the lock.
         """
         page = place.page
         self.prefetch_engine.demand([page.index], AccessKind.FORWARD)
@@ -307,10 +287,7 @@ class Pager:
         return self.prefetch_engine.store.copied_to_host(found)
 
     def lend_data(self, place: Place) -> torch.Tensor:
-        """Return the value of `p.data`: a view of the parameter, with a version counter of the view's own.
-
-        In a call of state_dict, the value is a copy in RAM instead.
-        """
+        """See PageAccess. In a call of state_dict, the value is a copy in RAM."""
         with self.lock:
             self.refuse()
             if self.reads_masters(place):
@@ -328,7 +305,6 @@ class Pager:
             return data
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """Carry out `p.data = value` by copying `value` into the page; the parameter keeps its storage."""
         with self.lock:
             self.refuse()
             if self.reads_masters(place):
@@ -351,11 +327,11 @@ class Pager:
         self.prefetch_engine.settle_for_user([place.page.index for place in places])
 
     def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Keep an alias of each tensor in `result` that is a view of a page, and return `result`.
+        """Track each tensor in `result`, an operation's result, that is a view of a page, and return
+        `result`.
 
-        By the alias (a loan) the runtime notices later edits through the view. In a call of state_dict, a
-        copy of the parameter in RAM is returned instead of a view. result: the result of an operation on
-        parameters. places: the places of these parameters.
+        The runtime notices later edits through such an exported view. In a call of state_dict, a copy of the
+        parameter in RAM is returned instead of a view. places: the places of the operation's parameters.
         """
         for place, view in _views(result, places):
             if self.copying and view is result:
@@ -364,9 +340,7 @@ class Pager:
         return result
 
     def forget(self) -> None:
-        """At the end of the runtime, drop all aliases of views that user code holds (see `_lend`), and the
-        entries of `addresses`. Edits through these views are no longer noticed.
-        """
+        """At the end of the runtime, stop tracking exported views, and drop the entries of `addresses`."""
         self.gradients = None
         self.read_master = None
         self.edits.forget()
@@ -421,10 +395,7 @@ class Pager:
 def _copied(
     place: Place, values: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    """Return a copy of a parameter's values, with their shape and strides.
-
-    Raises BudgetError if a CUDA device has no room for the copy.
-    """
+    """Return a copy of a parameter's values, with their shape and strides. Raises BudgetError."""
     with torch.inference_mode(False), torch.no_grad():
         try:
             copy = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device=device)
@@ -449,10 +420,7 @@ def _kind_now() -> AccessKind:
 
 
 def _views(result: Any, places: Sequence[Place]) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Yield (place, view) for each tensor of an operation's result that is a view of a page.
-
-    places: the places of the operation's parameters.
-    """
+    """Yield (place, view) for each tensor of an operation's result that is a view of a page of `places`."""
     for place in places:
         base, parameter = place.page.residency, place.page.parameters[place.index]
         for each in result if isinstance(result, (list, tuple)) else (result,):

@@ -1,8 +1,7 @@
-"""Placeholder: the tensor that a parameter points at while its page is away, which takes almost no memory.
+"""Placeholder: the tensor that a parameter refers to while its page is away, which takes almost no memory.
 
-One small chunk of memory, filled with bytes 0xff, is mapped again and again over a range of addresses. Only
-this chunk takes memory. Tensors of any shape and strides can lie in the range. Every element can be read, and
-reads as NaN, so that a wrong use is noticed.
+One small chunk of memory, filled with bytes 0xff, is mapped repeatedly over a range of addresses. Tensors of
+any shape and strides can lie in the range. Every element reads as NaN, so that a wrong use is noticed.
 """
 
 from __future__ import annotations
@@ -22,30 +21,25 @@ from infinity.tiers.driver import Driver, current, driver_of
 from infinity.tiers.region import adopt, tensor_over
 
 _NAN_BYTE = 0xFF
-"""A byte of eight one bits. Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""
+"""Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""
 
 _CPU_CHUNK = 1 << 20
-"""Bytes of the repeated chunk of RAM on the CPU; for a long range of addresses the chunk has a multiple of
-these bytes.
-"""
+"""Bytes of the repeated chunk of RAM on the CPU; a long range of addresses takes a multiple of it."""
 
 _MOST_MAPPINGS = 4096
-"""The most mappings of one chunk of memory; a longer range of addresses gets a larger chunk instead.
-
-Linux allows a process some 65,000 mappings.
+"""The most mappings of one chunk of memory; a longer range of addresses gets a larger chunk. Linux allows a
+process some 65,000 mappings.
 """
 
 
 class Placeholders:
-    """Makes the tensors that evicted parameters point at; all of them are views of one storage.
+    """Makes the tensors that evicted parameters refer to; all of them are views of one storage.
 
-    The storage is one small chunk of memory, mapped again and again over a range of addresses. device: the
-    CPU or the CUDA device of the tensors. largest: the most bytes that the elements of one tensor span. The
-    memory is unmapped once this object and the last tensor are gone. A stray write to a tensor is lost: on
-    the CPU it changes the written 4 KiB of addresses only, on CUDA it changes every repetition of the chunk.
-
-    Raises BudgetError if there is no memory for the chunk. Raises InfinityError if the kernel refuses the
-    mapping, and DeviceError if the CUDA driver does.
+    device: the CPU or the CUDA device of the tensors. largest: the most bytes that the elements of one tensor
+    span. The memory is unmapped once this object and the last tensor are gone. A stray write to a tensor is
+    lost: on the CPU it changes the written 4 KiB of addresses only, on CUDA every repetition of the chunk.
+    Raises BudgetError if there is no memory for the chunk, InfinityError if the kernel refuses the mapping,
+    and DeviceError if the CUDA driver does.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -66,13 +60,12 @@ class Placeholders:
         self.nbytes = mapping.nbytes
         """Bytes of addresses that the storage spans; at least `largest`."""
         self.held = mapping.chunk
-        """Bytes of memory that the storage takes, which is the size of the repeated chunk."""
+        """Bytes of memory that the storage takes: those of the repeated chunk."""
 
     def of(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Make a placeholder tensor of this shape, these strides (in elements, none negative) and this dtype.
-
-        In floating-point types its elements read as NaN; in other types all their bits are one. The elements
-        may span at most `largest` bytes.
+        """Make a placeholder of this shape, these strides (in elements, none negative) and this dtype, which
+        spans at most `largest` bytes. In floating-point types it reads as NaN; in other types all bits are
+        one.
         """
         # param.data refuses a tensor that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
@@ -82,17 +75,16 @@ class Placeholders:
 
 
 def _chunk_bytes(largest: int, granule: int) -> int:
-    """Bytes of the chunk of memory to map again and again over `largest` bytes of addresses.
-
-    The result is the smallest multiple of `granule` (bytes) for which _MOST_MAPPINGS mappings are enough.
+    """The smallest multiple of `granule` bytes that _MOST_MAPPINGS mappings repeat over `largest` bytes of
+    addresses.
     """
     return max(1, -(-largest // (_MOST_MAPPINGS * granule))) * granule
 
 
 class CpuMapping:
-    """A range of addresses over which one memory file (memfd) of bytes 0xff is mapped again and again.
+    """A range of at least `largest` bytes of addresses over which one memory file (memfd) of bytes 0xff is
+    mapped repeatedly, privately (MAP_PRIVATE).
 
-    largest: bytes of addresses that the range must have at least. The mappings are private (MAP_PRIVATE).
     Attributes: `address`, where the range begins; `chunk`, the bytes of the file; `nbytes`, the bytes of the
     range, a multiple of `chunk`; `release`, the function that unmaps the range.
     """
@@ -117,8 +109,8 @@ class CpuMapping:
             raise
 
     def _fill(self, libc: ctypes.CDLL) -> None:
-        # The mapping is private, so that a stray write goes to a copy of the 4 KiB that it hits. The write
-        # neither crashes nor reaches the chunk.
+        # The mapping is private, so that a stray write goes to a copy of the 4 KiB that it hits, and not to
+        # the chunk.
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         with os.fdopen(os.memfd_create("infinity-standin", os.MFD_CLOEXEC), "wb") as file:
@@ -156,11 +148,8 @@ def _mapped(address: int | None, nbytes: int) -> int:
 
 
 class DeviceMapping:
-    """A range of addresses over which one allocation of device memory is mapped again and again.
-
-    largest: bytes of addresses that the range must have at least. The memory is filled with bytes 0xff.
-    Attributes: `address`, where the range begins; `chunk`, the bytes of the allocation; `nbytes`, the bytes
-    of the range, a multiple of `chunk`; `release`, the function that unmaps the range, to be called when no
+    """A range of at least `largest` bytes of addresses over which one allocation of device memory, filled
+    with bytes 0xff, is mapped repeatedly. Attributes: as of CpuMapping. `release` is to be called when no
     queued work uses the range any more.
     """
 
@@ -181,12 +170,11 @@ class DeviceMapping:
 
 
 def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
-    """Make a DeviceMapping of at least `largest` bytes of addresses on `device`, and wait for its fill.
-
-    The device memory is freed when the last reference to the mapping is gone.
+    """Make a DeviceMapping of at least `largest` bytes of addresses on `device`, and wait for its fill. The
+    device memory is freed when the last reference to the mapping is gone.
     """
     with current(device):
-        # Earlier failures are raised here, so that they are not blamed on the mapping.
+        # Earlier failures are raised here, and not blamed on the mapping.
         driver.synchronize()
         mapping = DeviceMapping(driver, largest)
         _with_the_last(mapping, functools.partial(_release, device, driver, mapping.release))

@@ -1,4 +1,4 @@
-"""Plain parameters: copies of all parameters of a model, with which the model can do without its runtime."""
+"""Plain parameters: copies of all parameters of a model, so that it can be used without its runtime."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from infinity.system import machine
 
 
 class PlainParameters:
-    """Copies, in host RAM, of the parameters of an offloaded model, in the dtypes that they had before.
-
-    A trained parameter that had another floating-point dtype than its page is converted from its fp32 master.
+    """Copies, in host RAM, of the parameters of an offloaded model, in the dtypes that they had before. A
+    trained parameter that had another floating-point dtype than its page is converted from its fp32 master.
     """
 
     def __init__(self, model: nn.Module, pager: Pager, on_node: int = 1) -> None:
@@ -50,9 +49,8 @@ class PlainParameters:
         return self._pager.copy(place, "cpu")
 
     def give_back(self) -> None:
-        """Make the model's parameters plain Parameters again, the same objects, with the copies as values.
-
-        All of them and all buffers are in RAM then. Called when the pages have ended.
+        """Make the model's parameters plain Parameters again, the same objects, with the copies as values,
+        and move all buffers to RAM. Called when the pages have ended.
         """
         parameters = [each for page in self._pager.pages for each in page.parameters]
         for parameter, values in zip(parameters, self._values, strict=True):

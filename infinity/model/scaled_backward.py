@@ -1,8 +1,8 @@
 """Scaled backward: autograd's engine, with backwards that start from gradients times the loss scale.
 
 Every backward that Python begins goes through `run_backward` of one object, the engine. While a runtime with
-a dynamic loss scale is open in the process, a `ScaledEngine` takes this object's place. It looks through the
-graph of each backward that adds to `.grad`, and scales it if it reaches parameters of such a runtime. See
+a dynamic loss scale is open in the process, a `ScaledEngine` replaces this object. It searches the graph of
+each backward that adds to `.grad`, and scales the backward if it reaches parameters of such a runtime. See
 [Note: scaled backwards] in infinity/model/unscaled_hooks.py.
 """
 
@@ -35,18 +35,17 @@ from infinity.model.unscaled_hooks import (
 )
 
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The type of the nodes that add a gradient to the `.grad` of a leaf, which is their attribute `variable`."""
+"""The type of the nodes that add a gradient to the `.grad` of a leaf, their attribute `variable`."""
 
 _open: weakref.WeakSet[LossScale] = weakref.WeakSet()
-"""The loss scales of all open runtimes of the process that have a dynamic one."""
+"""The dynamic loss scales of all open runtimes of the process."""
 
 _lock = threading.Lock()
 
 
 def scale_backwards(scale: LossScale) -> Callable[[], None]:
-    """Scale the backwards that reach parameters of the runtime with this loss scale, from now on.
-
-    Returns a function that ends this.
+    """Scale the backwards that reach parameters of the runtime with this loss scale, from now on. Returns a
+    function that ends this.
     """
 
     def end() -> None:
@@ -66,7 +65,7 @@ def scale_backwards(scale: LossScale) -> Callable[[], None]:
 
 
 class ScaledEngine:
-    """Stands for autograd's engine, and scales backwards that reach parameters of runtimes in `_open`."""
+    """Replaces autograd's engine, and scales backwards that reach parameters of runtimes in `_open`."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -75,7 +74,6 @@ class ScaledEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, roots: Sequence[Any], gradients: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward. Arguments, result and errors are those of torch's engine."""
         backward = current()
         if backward is not None and not isinstance(torch._C._current_autograd_node(), BackwardCFunction):
             backward = None  # not a Function that goes on with its gradients, but a recomputed forward
@@ -102,7 +100,6 @@ class _Graph:
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self.in_fp16 = any(isinstance(each, torch.Tensor) and each.dtype == torch.float16 for each in roots)
-        """Whether a backward starts from gradients in fp16."""
         self.nodes = {
             each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node
             for each in roots
@@ -133,14 +130,13 @@ class _Graph:
         if self.in_fp16:
             for scale in scales:
                 scale.limit_to_fp16()
-        # What the smaller scale lets underflow in the other model is less of a loss than an overflow.
+        # With two scales, underflow in one model is a smaller loss than overflow in the other.
         return _Outermost(min(scale.value for scale in scales))
 
 
 def _may_be_read(leaf: torch.Tensor) -> bool:
-    """Whether a Function may have made the leaf to read its gradient, as torch.utils.checkpoint does.
-
-    A hook that runs after accumulation is the user's, on a leaf of the user's, and gets its true gradient.
+    """Whether a Function may have made the leaf to read its gradient, as torch.utils.checkpoint does. A leaf
+    with a hook that runs after accumulation is the user's, and gets its true gradient.
     """
     return not isinstance(leaf, PagedParameter) and not leaf._post_accumulate_grad_hooks
 
@@ -153,14 +149,14 @@ def _scale_of(leaf: torch.Tensor) -> LossScale | None:
 
 
 class _Outermost(ScaledBackward):
-    """A scaled backward that runs in no other one."""
+    """A scaled backward that does not run inside another one."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(scale)
         self._handles: list[Any] = []
         self._entered = False
         self._retained: set[tuple[Node, int]] = set()
-        """(node, number of its output) of the tensors whose retained gradients are made true."""
+        """(node, number of its output) of the tensors whose retained gradients are unscaled."""
         self._later: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
         """id() of a leaf -> (the leaf, its former gradient): the present one is scaled until `end`."""
 
@@ -187,7 +183,6 @@ class _Outermost(ScaledBackward):
         self._entered = True
 
     def end(self) -> None:
-        """Note that the backward has ended, maybe by an error."""
         self.ended = True
         for handle in self._handles:
             handle.remove()
@@ -197,7 +192,7 @@ class _Outermost(ScaledBackward):
                 leaf.grad = _sum(former, None if leaf.grad is None else leaf.grad / self.scale)
 
     def _rescale(self, leaf: Any, scale: float) -> None:
-        """Have the gradients that come to the node of a leaf be larger than true ones by `scale`."""
+        """Scale the gradients that arrive at the node of a leaf by `scale`, relative to true ones."""
         self.leaf_scales[leaf] = scale
 
         def rescale(gradients: tuple[torch.Tensor | None, ...]) -> Any:
@@ -208,10 +203,8 @@ class _Outermost(ScaledBackward):
         self._handles.append(leaf.register_prehook(ScaledHook(rescale)))
 
     def _divide_later(self, leaf: torch.Tensor) -> None:
-        """Divide the gradient of a leaf at the end.
-
-        The leaf is in a graph that a Function has made in its backward. The Function may read the leaf's
-        gradient and go on with it.
+        """Divide the gradient of a leaf at the end. The leaf is in a graph that a Function has made in its
+        backward. The Function may read the leaf's gradient and compute with it.
         """
         noted = self._later.get(id(leaf))
         if noted is None or noted[0]() is not leaf:

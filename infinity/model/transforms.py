@@ -2,9 +2,9 @@
 
 A transform such as torch.func.grad allows no saved-tensor hooks, and its wrappers of tensors take no part in
 __torch_function__. Autograd cannot save references to pages there, and would save the Parameter itself, which
-shows its placeholder once its page has left. So operations in a transform get views of pages in place of
-paged parameters, and so do the transforms themselves. Each view keeps its page's memory leased until the
-graph that holds it is gone.
+refers to its placeholder once its page is evicted. So operations in a transform, and the transforms
+themselves, get views of pages in place of paged parameters. Each view keeps its page's memory leased until
+the graph that holds it is gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Function = Callable[..., Any]
 def admit() -> None:
     """Change functions of torch so that transforms take paged parameters, and run in their model's forward.
 
-    What has no paged parameters, and is outside of such a forward, does what it did before. Only the first
-    call in a process does anything.
+    Without paged parameters and outside such a forward they do what they did before. Only the first call in a
+    process does anything.
     """
     _change(eager_transforms, "_wrap_for_grad", _taking_views)  # grad, vjp and jvp wrap tensors with it
     _change(vmap, "_add_batch_dim", _taking_views)

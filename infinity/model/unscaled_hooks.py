@@ -1,15 +1,15 @@
 """Unscaled hooks: hooks on gradients, which get true gradients in a backward that runs with a loss scale.
 
-[Note: scaled backwards]
-In fp16, a backward that reaches parameters of a runtime starts from gradients that are multiplied by the
-runtime's loss scale (infinity/model/scaled_backward.py). So all gradients in it are larger by this factor,
-however the loss was computed from the parameters. Where user code gets a gradient, the factor is taken out:
+[Note: scaled backwards] In fp16, a backward that reaches parameters of a runtime starts from gradients that
+are multiplied by the runtime's loss scale (infinity/model/scaled_backward.py). So all gradients in it are
+larger by this factor, however the loss was computed from the parameters. Where user code gets a gradient, it
+is unscaled:
 
 - A hook gets gradients that are divided by the scale, in their own dtype. What it returns, and what it
-  changes in place, is multiplied by the scale. A gradient that the hook leaves alone goes on as it is, with
-  the bits that would underflow without the scale.
-- The gradient of a leaf that is no parameter of the runtime is divided before it is added to `.grad`, and so
-  is the gradient that a tensor retains.
+  changes in place, is multiplied by the scale. A gradient that the hook does not change keeps its bits, some
+  of which would underflow without the scale.
+- The gradient of a leaf that is not a parameter of the runtime is divided before it is added to `.grad`, and
+  so is the gradient that a tensor retains.
 - torch.autograd.grad is not scaled at all.
 
 The backward of a torch.autograd.Function gets scaled gradients, as with torch.amp.GradScaler. That is right
@@ -19,7 +19,7 @@ The hooks are those of tensors and of autograd's nodes. Hooks on the backward of
 nodes, and torch.autograd.graph.register_multi_grad_hook of hooks of tensors.
 
 Hooks also run in threads of autograd, and a backward may run in a hook or a Function of another backward. So
-the running backward is noted in the thread-local state of torch, which autograd hands on to its threads.
+the running backward is stored in the thread-local state of torch, which autograd hands on to its threads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ScaledBackward:
         self.scale = scale
         """The factor by which gradients are larger than true ones: a power of two."""
         self.leaf_scales: dict[Node, float] = {}
-        """The factor behind the node of a leaf where the factor changes just before the node runs."""
+        """Node of a leaf -> the factor of the gradients that leave it, where it differs from `scale`."""
         self.ended = False
 
 
@@ -84,7 +84,7 @@ def _note(backward: ScaledBackward | None) -> None:
 
 @functools.cache
 def _steals() -> bool:
-    """Whether torch gives up a reference to a noted object that it has not taken, as older torch does."""
+    """Whether torch releases a reference to a stored object that it has not acquired, as older torch does."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
@@ -166,7 +166,6 @@ def retained() -> list[torch.Tensor]:
 
 
 def retain(tensor: torch.Tensor) -> None:
-    """Have `retained` list a tensor whose gradient autograd retains."""
     _retained.append(weakref.ref(tensor))
 
 
@@ -178,7 +177,7 @@ def _is_made(found: object) -> bool:
 
 
 def take_older() -> None:
-    """Have the hooks and retained gradients that tensors have now be as those that are to come.
+    """Unscale the hooks and retained gradients that tensors have already.
 
     Hooks of autograd's nodes cannot be found, nor those of tensors that are gone while their graph lives. The
     hooks of leaves are found in each backward.
@@ -203,9 +202,8 @@ def hook_registration(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def node_hook_registration(original: Callable[..., Any]) -> Any:
-    """Return a substitute for torch.autograd.Function._register_hook, whose hooks get true gradients.
-
-    torch calls that function for register_hook and register_prehook of every node, those in C++ included.
+    """Return a substitute for torch.autograd.Function._register_hook, whose hooks get true gradients. torch
+    calls that function for register_hook and register_prehook of every node, those in C++ included.
     """
 
     @functools.wraps(original)
@@ -228,7 +226,7 @@ def retention(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_plain(function: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Any:
-    """Return function(tensor, *args). A paged parameter does not bring its page for that."""
+    """Return function(tensor, *args) without fetching the page of a paged parameter."""
     if not isinstance(tensor, PagedParameter):
         return function(tensor, *args)
     with torch._C.DisableTorchFunctionSubclass():
@@ -236,7 +234,7 @@ def _as_plain(function: Callable[..., Any], tensor: torch.Tensor, *args: Any) ->
 
 
 class Replacement:
-    """Puts a substitute in the place of an attribute of a class of torch, and the attribute back."""
+    """Replaces an attribute of a class of torch by a substitute, and restores the attribute."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """owner: the class. name: the attribute. make: returns the substitute of the attribute's value."""
@@ -247,7 +245,7 @@ class Replacement:
         self._mine: Any = None
 
     def put(self) -> None:
-        """Put the substitute in the attribute's place. Does nothing if it is there."""
+        """Set the substitute, unless it is set."""
         if self._mine is not None and vars(self._owner).get(self._name) is self._mine:
             return
         self._before = vars(self._owner).get(self._name)
@@ -255,7 +253,7 @@ class Replacement:
         setattr(self._owner, self._name, self._mine)
 
     def take_away(self) -> None:
-        """Put the attribute back, unless someone else has put another value in its place."""
+        """Restore the attribute, unless someone else has set another value."""
         if vars(self._owner).get(self._name) is not self._mine:
             return
         if self._before is None:
