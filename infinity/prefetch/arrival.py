@@ -1,22 +1,19 @@
 """Arrival: the transfer of a parameter page from its home to the memory where the model computes.
 
-[Note: what is due when]
-The disk takes requests in the order of their deadlines. A demanded page gets a deadline in the past, so its
-reads go before all queued requests, even before reads of pages that were fetched ahead long ago. Pages that
-are fetched ahead have deadlines in the order of their use. A write that is requested at the same moment has a
-later deadline, because no caller waits for a write. A page is read in pieces, and all reads get the page's
-deadline. A request that is already queued keeps its deadline when the page becomes more urgent.
+[Note: what is due when] The disk takes requests in the order of their deadlines. Reads of a demanded page
+have a deadline in the past and go before all queued requests. Pages that are fetched ahead have deadlines in
+the order of their use. A write requested at the same moment has a later deadline, because no caller waits for
+it. All reads of a page have the page's deadline. A request that is already queued keeps its deadline when the
+page becomes more urgent.
 
-[Note: two hops]
-If the device has memory of its own, a page at home on NVMe takes two hops through transit buffers: from disk
-to host, and from host to device. An `Arrival` is the pipeline of these hops. `advance` moves the pipeline on
-without blocking, so that the second hop of one page overlaps the first hop of the next page whenever the
-engine is called. On unified memory, and from a home in host RAM, there is only one hop.
+[Note: two hops] If the device has memory of its own, a page at home on NVMe takes two hops through transit
+buffers: from disk to host, and from host to device. An `Arrival` is the pipeline of these hops. `advance`
+moves it on without blocking, so that the second hop of one page overlaps the first hop of the next. On
+unified memory, and from a home in host RAM, there is one hop.
 
-[Note: parts of others]
-With several ranks a home may have only this rank's part of the page. The other parts come from the ranks
-that hold them, over the network, and take the place of reads: directly where the model computes if the CPU
-can write there, else through transit buffers. A wait for them gives the runtime's lock up
+[Note: parts of others] With several ranks a home may have only this rank's part of the page. The other parts
+are pulled over the network from the ranks that own them: directly into the memory where the model computes if
+the CPU can write there, else into transit buffers. A wait for them releases the runtime's lock
 (infinity/pages/remote.py).
 """
 
@@ -38,18 +35,16 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Joined, Lane, Transfer
 
 _OVERDUE = -60.0
-"""Seconds from the request of a demanded page to the I/O deadline of its reads. The number is negative, so
-that the deadline is in the past.
-"""
+"""Seconds from the request of a demanded page to the I/O deadline of its reads: in the past."""
 _APART, _MOST = 1e-3, 50
 """_APART: seconds between the deadlines of successive pages that are fetched ahead. _MOST: the most such
-intervals; all later pages share the last deadline. The product, 0.05 seconds, is half of the `write_slack`
-that infinity.aio.Engine adds to the deadline of a write.
+intervals; later pages share the last deadline. The product, 0.05 s, is half of the `write_slack` that
+infinity.aio.Engine adds to the deadline of a write.
 """
 
 
 _Leg = tuple[int | None, int, int, int]
-"""A range of the page that one request brings, up to a transit buffer full: (owner, at, start, nbytes).
+"""A range of the page that one request brings, at most one transit buffer long: (owner, at, start, nbytes).
 
 owner: the rank that sends the bytes; None: they are read from the home. at: bytes from the start of the home,
 or for another rank's bytes from the start of the page. start: bytes from the start of the page.
@@ -79,8 +74,8 @@ class Arrival:
         ahead: int | None = None,
         remote: RemotePages | None = None,
     ) -> None:
-        """into: the lease of the device memory for the page, which the arrival keeps from now on, or the
-        memory itself, uint8 (page.nbytes,), if the page had it before.
+        """into: the lease of the device memory for the page, which the arrival keeps, or the memory itself,
+        uint8 (page.nbytes,), if the page had it before.
 
         ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
         was demanded. remote: brings the parts of the page that the home lacks or that are outdated there;
@@ -104,13 +99,12 @@ class Arrival:
         self.abandoned = False
         """Whether `abandon` was called, even if Ctrl-C ended that call."""
         self._failure: InfinityError | None = None
-        """The error of a failed transfer, to be raised by `finish`; None while no transfer has failed."""
+        """The error of a failed transfer, which `finish` raises; None if none has failed."""
         self.local: Transfer | None = None
         """The transfer from the home, if the CPU can use the memory that it fills; else None."""
 
     def start(self) -> None:
         """Begin the transfers that need no transit buffer, and list the others for `advance`. Called once.
-
         Raises StorageError if a read cannot be requested.
         """
         page, store, remote = self.page, self._store, self._remote
@@ -133,12 +127,11 @@ class Arrival:
         return Edge.HOST_TO_DEVICE
 
     def advance(self, *, block: bool) -> bool:
-        """Begin all transfers of the page that can begin now, and return whether a transit buffer came
-        free.
+        """Begin all transfers of the page that can begin now. Returns whether a transit buffer became free.
 
         Every transit buffer that the disk has filled is copied to the device, and more of the page is read
-        into free transit buffers. block: wait until the oldest transit buffer has been filled and copied.
-        If a transfer fails, True is returned and the error is kept for `finish` to raise.
+        into free transit buffers. block: wait until the oldest transit buffer has been filled and copied. If
+        a transfer fails, True is returned, and `finish` raises the error.
         """
         try:
             return self._advance(block)
@@ -175,10 +168,10 @@ class Arrival:
         return freed
 
     def waits_for_buffer(self) -> bool:
-        """Make the page urgent, and return whether it still has no transit buffer because none is free.
+        """Make the page urgent. Returns whether it still has no transit buffer because none is free.
 
-        The page's later reads get the deadline of a demanded page, so that they go to the disk before reads
-        of pages that are fetched ahead. If a transit buffer is free, the page takes it and begins to read.
+        The page's later reads get the deadline of a demanded page. If a transit buffer is free, a read into
+        it begins.
         """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
         if self._todo and not self._buffers:
@@ -187,9 +180,7 @@ class Arrival:
 
     def finish(self) -> torch.Tensor:
         """Wait until the model may compute with the page; returns its device memory, uint8 (page.nbytes,).
-
-        Must not be called while `waits_for_buffer` returns True. Raises the error of a failed transfer, such
-        as StorageError.
+        Must not be called while `waits_for_buffer` returns True. Raises the error of a failed transfer.
         """
         while self._todo or self._buffers:
             self.advance(block=True)
@@ -202,9 +193,8 @@ class Arrival:
         return self.residency
 
     def abandon(self) -> None:
-        """Give the page up: begin no more transfers, and wait until none writes to the page's device memory.
-
-        Errors of these transfers are ignored.
+        """Begin no more transfers, and wait until none writes to the page's device memory. Their errors are
+        ignored.
         """
         self.abandoned = True
         self._drop()
@@ -235,7 +225,6 @@ class Arrival:
         return self.final
 
     def _read_directly(self) -> None:
-        """Begin all transfers of the page into memory that the CPU shares with the device."""
         page, store = self.page, self._store
         if self._remote is None:
             self.local = self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)

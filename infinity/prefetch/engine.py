@@ -1,9 +1,8 @@
 """Prefetch engine: brings parameter pages to the device before they are used, within the budget.
 
-A demand names the units that one operation or module needs. The engine records these units in the trace and
-starts to fetch the missing pages. Then it starts to fetch the pages that the trace expects next, as far as
-the budget allows. It waits for the missing pages only. A page stays on the device until its room is needed.
-The schedule chooses the pages to evict.
+A demand names the units that one operation or module needs. The engine records them in the trace, starts to
+fetch the missing pages, and then those that the trace expects next, as far as the budget allows. It waits for
+the missing pages only. A page is evicted when its room is needed, in the order that the schedule chooses.
 """
 
 from __future__ import annotations
@@ -31,14 +30,13 @@ from infinity.tiers import Lease
 from infinity.tiers.link import User
 
 _NAMED = 4
-"""Number of units that an error names."""
 
 
 class Updates:
     """What the engine demands of optimizer updates, so that parameters are used with their new values.
 
-    infinity/optim/scheduler.py implements it. This class itself is for a model that is not trained: no unit
-    ever has an update.
+    infinity/optim/scheduler.py implements it. This class serves a model that is not trained: it has no
+    updates.
     """
 
     def pending(self, unit: int) -> bool:
@@ -46,16 +44,14 @@ class Updates:
         return False
 
     def begun(self, unit: int) -> bool:
-        """Whether the unit has a pending update, and a part of this update is under way."""
         return False
 
     def complete(self, unit: int) -> None:
         """Finish the unit's pending update. Raises StorageError."""
 
     def release(self, unit: int) -> None:
-        """Wait until no update and no copy uses the device memory of the unit's page.
-
-        Called before the page leaves this memory, and before it arrives in new memory.
+        """Wait until no update and no copy uses the device memory of the unit's page. Called before the page
+        is evicted from this memory, and before it arrives in new memory.
         """
 
     def finish_copies(self) -> None:
@@ -71,8 +67,8 @@ class Updates:
 class PrefetchEngine:
     """Decides which parameter pages are resident, and moves pages from their homes to the device.
 
-    PRESENT, ARRIVING and AWAY are the values of Presence: the page is in device memory, on its way, or at
-    home only. Methods are called under the runtime's lock.
+    PRESENT, ARRIVING and AWAY are values of Presence: in device memory, on its way, or at home only. Methods
+    are called under the runtime's lock.
     """
 
     def __init__(
@@ -91,18 +87,17 @@ class PrefetchEngine:
         self.meter = meter
         self._sizes = [0 if page.permanent else page.nbytes for page in pages]
         self._moves = any(self._sizes)
-        """Whether the engine has pages to move: at least one page is not permanently on the device."""
+        """Whether at least one page is not permanently on the device."""
         self._resident: OrderedDict[int, None] = OrderedDict()
-        """Units whose pages are PRESENT or ARRIVING and can be evicted, least recently used first.
-
-        An ordered set: the dictionary's values are None.
+        """Units whose pages are PRESENT or ARRIVING and can be evicted, least recently used first: an ordered
+        set.
         """
         self._arrivals: dict[int, Arrival] = {}
         self._held: dict[int, int] = {}
-        """For each unit, the number of calls of `hold` that `let_go` has not ended yet."""
+        """Unit -> number of calls of `hold` that `let_go` has not ended yet."""
         self._current: tuple[int, ...] = ()
-        """The units of the most recent demand in this step, followed by its AccessKind. Empty if the step had
-        no demand yet.
+        """The units of the most recent demand in this step, followed by its AccessKind; empty before the
+        first.
         """
         self._deferred = False
         """Whether the last attempt to fetch ahead left out a page with an unfinished update or write."""
@@ -117,9 +112,8 @@ class PrefetchEngine:
         """Bring the pages of all `units` to the device, wait for them, and begin to fetch the next pages.
 
         All these pages are PRESENT at the same time. kind: the purpose of the use, for the trace. Raises
-        BudgetError if the pages do not fit together; its `needed` is a budget in bytes that is enough.
-        Raises StorageError if a page cannot be read. A page that has no room or cannot be read is AWAY
-        afterwards.
+        BudgetError, with a sufficient budget in bytes in `needed`, if the pages do not fit together, and
+        StorageError. Pages that have no room or cannot be read are AWAY then.
         """
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._demand(units, kind)
@@ -143,7 +137,7 @@ class PrefetchEngine:
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
         for unit in units:
-            if self.pages[unit].presence is Presence.ARRIVING and self._given_up(unit):
+            if self.pages[unit].presence is Presence.ARRIVING and self._is_abandoned(unit):
                 self._turn_back(unit)
         for _ in range(2):  # twice, because making room for the last unit may have evicted the first
             for unit in units:
@@ -160,12 +154,11 @@ class PrefetchEngine:
             self._note_use(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
-        """Bring the pages of all `units` to the device as `demand` does, and evict them last until
-        `let_go`.
+        """Bring the pages of all `units` to the device as `demand` does, and evict them last until `let_go`.
 
-        A held page leaves only if another demand has no room otherwise. Edits that user code made to the
-        page are then written home, and the next operation on the page brings it back. kind: the purpose of
-        the use, for the trace. Raises the errors of `demand`.
+        A held page is evicted only if another demand has no room otherwise. User code's edits of the page are
+        then written home, and the next operation on the page brings it back. kind: the purpose of the use,
+        for the trace. Raises the errors of `demand`.
         """
         self.demand(units, kind)
         for unit in units:
@@ -181,8 +174,8 @@ class PrefetchEngine:
                 del self._held[unit]
 
     def yielding(self, function: Callable[..., Any], units: Sequence[int], lock: Any) -> Callable[..., Any]:
-        """Return a function that does what `function` does, while the pages of `units` stay present and, with
-        several ranks, other threads may have the runtime's lock. lock: the runtime's lock.
+        """Return a function that does what `function` does, while the pages of `units` stay present. With
+        several ranks, other threads can take the runtime's lock, `lock`, during the call.
         """
         return function
 
@@ -195,15 +188,15 @@ class PrefetchEngine:
     def settle_for_user(self, units: Sequence[int]) -> None:
         """Wait until user code may change the pages of `units` without changing what a pending commit holds.
 
-        The updates of the commit's step are finished too, so that a changed page can be written home.
-        Writes that read the memory of these pages have ended afterwards, with the bytes of their checksums.
+        The updates of the commit's step are finished too, so that a changed page can be written home. Writes
+        that read the memory of these pages, and the checksums of their bytes, are complete on return.
         """
         self.updates.complete_awaited()
         for unit in units:
             self.store.settle_for_user(self.pages[unit].home)
 
     def land_all(self) -> None:
-        """Wait until every page that is ARRIVING is PRESENT. Raises StorageError if a page cannot be read."""
+        """Wait until every page that is ARRIVING is PRESENT. Raises StorageError."""
         for unit in list(self._arrivals):
             self.land(unit)
 
@@ -213,8 +206,8 @@ class PrefetchEngine:
         self.look_ahead()
 
     def next_step(self) -> list[int]:
-        """Tell the trace that the step has ended. Returns the units in the order of their expected first
-        use in the next step.
+        """Tell the trace that the step has ended. Returns the units in the order of their expected first use
+        in the next step.
         """
         self.trace.step_done()
         self._current = ()
@@ -225,19 +218,19 @@ class PrefetchEngine:
         self._look_ahead((), set(self._held))
 
     def homes_replaced(self) -> None:
-        """Note that all homes have got values of another run. No page is on its way.
+        """All homes have got values of another run, and no page is on its way.
 
-        Called before the pages in the memory where the model computes get these values. With several ranks,
-        a page of which other ranks have parts leaves this memory instead; see `bring_exposed`.
+        Called before the resident pages get these values. With several ranks, a page of which other ranks
+        have parts is evicted instead; see `bring_exposed`.
         """
 
     def bring_exposed(self) -> None:
-        """Bring the pages that `homes_replaced` has made leave while user code holds views of their bytes,
-        so that these views have the new values. All ranks have replaced their homes.
+        """Bring back the pages that `homes_replaced` has evicted while user code holds views of their bytes,
+        so that the views have the new values. Called when all ranks have replaced their homes.
         """
 
     def abandon(self) -> None:
-        """Stop fetching: pages that are ARRIVING become AWAY. Wait until no transfer to the device runs."""
+        """Stop fetching: pages that are ARRIVING become AWAY. Waits until no transfer to the device runs."""
         for unit in list(self._arrivals):
             self._turn_back(unit)
 
@@ -248,27 +241,26 @@ class PrefetchEngine:
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
         """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
 
-        The page is ARRIVING afterwards. If views still keep the page's earlier device memory alive, this
-        memory is used again, and the page is PRESENT at once. pinned: units to evict last. ahead: for a
-        page that is fetched ahead, the number of fetches that are more urgent; None: the page was demanded.
+        The page is ARRIVING afterwards, or PRESENT if views have kept its earlier device memory alive, which
+        is then used again. pinned: units to evict last. ahead: as in Arrival.
         """
         page = self.pages[unit]
         if self.store.device.shares_host and not (self._parts and page.home.in_place):
             self.updates.release(unit)
         else:
             self.updates.complete(unit)
-        ghost = page.living()
-        if ghost is not None and self._up_to_date(page):
+        kept = page.living()
+        if kept is not None and self._up_to_date(page):
             self._resident[unit] = None  # first: a page that is PRESENT and not listed would never leave
             page.arrive()
-            page.land(ghost)
+            page.land(kept)
             return
-        lease = None if ghost is not None else self._lease(unit, pinned)
+        lease = None if kept is not None else self._lease(unit, pinned)
         page.arrive()
         self._resident[unit] = None
         try:
             remote = None if self._remote is None else self._remote_for(page)
-            into = ghost if lease is None else lease
+            into = kept if lease is None else lease
             assert into is not None
             arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
             arrival.start()
@@ -281,20 +273,20 @@ class PrefetchEngine:
             raise
 
     def _up_to_date(self, page: ParameterPage) -> bool:
-        """Whether a page that has left device memory, and whose bytes live on there, can be used again."""
+        """Whether the bytes of an evicted page that views keep alive in device memory can be used again."""
         return True
 
     def _remote_for(self, page: ParameterPage) -> RemotePages | None:
-        """What brings the parts of a page that its home lacks, or has outdated; None if it has all."""
+        """What brings the parts of a page that its home lacks, or that are outdated there; None if it has
+        all.
+        """
         return None
 
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
 
-        A page whose arrival was abandoned is AWAY afterwards.
-
-        for_host: also block the CPU until the copy from the page's home has ended, so that the CPU may write
-        to the home.
+        A page whose arrival was abandoned is AWAY afterwards. for_host: also block the CPU until the copy
+        from the page's home has ended, so that the CPU may write to the home.
         """
         arrival = self._arrivals.get(unit)
         if arrival is None:
@@ -317,16 +309,16 @@ class PrefetchEngine:
         if unit in self._arrivals:
             del self._arrivals[unit]  # last, so that an interrupted landing is repeated
 
-    def _given_up(self, unit: int) -> bool:
-        """Whether nothing brings an ARRIVING page, because Ctrl-C interrupted an earlier call."""
+    def _is_abandoned(self, unit: int) -> bool:
+        """Whether an ARRIVING page has no transfers, because Ctrl-C interrupted an earlier call."""
         arrival = self._arrivals.get(unit)
         return arrival is None or arrival.abandoned
 
     def _turn_back(self, unit: int) -> None:
         """Give up the fetch of an ARRIVING page, which is AWAY afterwards.
 
-        Ctrl-C may end the wait for transfers under way. The page is still ARRIVING then, and its arrival is
-        marked as `abandoned`. The next use of the page calls this method again.
+        If Ctrl-C ends the wait for transfers, the page is still ARRIVING, and its arrival is marked as
+        `abandoned`. The next use of the page calls this method again.
         """
         self.updates.release(unit)
         arrival = self._arrivals.get(unit)
@@ -350,9 +342,8 @@ class PrefetchEngine:
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
-        """Tell a checker of memory accesses, which only tests have, that computation reads a unit's page.
-
-        Called when the page is demanded and when it leaves.
+        """Tell the checker of memory accesses, which only tests have, that computation reads a unit's page.
+        Called when the page is demanded and when it is evicted.
         """
         residency = self.pages[unit].residency
         if residency is not None:
@@ -396,9 +387,9 @@ class PrefetchEngine:
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
         """Lease device memory for the unit's page, making room step by step.
 
-        Pages that the trace expects to be used latest are evicted first, then all other pages that are not
-        pinned, at last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room
-        even then.
+        Pages that the trace expects to be used latest are evicted first, then all others that are not pinned,
+        at last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room even
+        then.
         """
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
@@ -406,17 +397,17 @@ class PrefetchEngine:
             spare = victims(nbytes - free, self._upcoming(()), self._sizes, self._resident, pinned)
             for victim in spare:
                 self._evict(victim)
-        presses = (
+        ways = (
             self._evict_others,
             self._settle_transfers,
             self._reclaim,
             self._collect,
             self._evict_pinned,
         )
-        for press in presses:
+        for make_room in ways:
             if pool.largest_free >= nbytes:
                 break
-            press(pinned)
+            make_room(pinned)
         try:
             return pool.lease(nbytes)
         except BudgetError as error:
@@ -440,20 +431,19 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the pinned pages too, which lie so that no gap between them has room for a missing page.
-
-        `demand` then brings the pages of its units again, one after the other, into the emptied pool.
+        """Evict the pinned pages too: the gaps between them may be too small for the missing page. `demand`
+        then brings the pages of its units again, one after the other, into the emptied pool.
         """
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)
 
     def _does_not_fit(self, units: set[int]) -> BudgetError:
-        """Make the error for units whose pages have no room together, after all that can leave has left.
+        """Make the error for units whose pages do not fit together after everything else has been evicted.
 
-        If something keeps pages in memory, what it keeps may grow to all parameters: a list of views does
-        with each parameter, and so does a graph of autograd. The error's `needed` is then a budget with which
-        all parameters are resident, and the cure also tells the budget for what is kept now. Otherwise
-        `needed` is a budget for the pages of these units, and of any others that are as many.
+        If views or autograd's graph keep evicted pages in memory, they may go on until they keep all
+        parameters: a list of views does. The error's `needed` is then a budget with which all parameters are
+        resident, and the cure also names the budget for what is kept now. Otherwise `needed` is the budget
+        for the pages of these units, and of any others that are as many.
         """
         pool, plan, tier = self.store.resident, self.store.plan, self.store.plan.computes_in.value
         held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
@@ -461,12 +451,14 @@ class PrefetchEngine:
             needed = resident_budget(plan, self._names(units))
             kept, other = "", "use fewer parameters together"
         else:
-            living = {unit for unit in range(len(self.pages)) if self._lives_on(unit)}
-            lent = {unit for unit in living if self._edits.lent(unit)}
+            living = {unit for unit in range(len(self.pages)) if self._is_kept(unit)}
+            exported = {unit for unit in living if self._edits.lent(unit)}
             holder = (
-                "views that your code holds" if lent else "autograd's graph, or by views made in a forward"
+                "views that your code holds"
+                if exported
+                else "autograd's graph, or by views made in a forward"
             )
-            kept = f", of which {format_size(held)} are kept by {holder} ({self._named(lent or living)})"
+            kept = f", of which {format_size(held)} are kept by {holder} ({self._named(exported or living)})"
             needed = resident_budget(plan, None)
             now = resident_budget(plan, self._names(units | living))
             other = "let go of such views"
@@ -485,8 +477,8 @@ class PrefetchEngine:
             tier=tier,
         )
 
-    def _lives_on(self, unit: int) -> bool:
-        """Whether something keeps the bytes of a page that has left the memory where the model computes."""
+    def _is_kept(self, unit: int) -> bool:
+        """Whether views or autograd's graph keep the bytes of an evicted page in device memory."""
         if not self._sizes[unit] or unit in self._resident:
             return False
         return self.pages[unit].living() is not None

@@ -4,11 +4,11 @@ A page arrives from two sides: this rank's part from its home, the other parts f
 Two kinds of homes differ in what makes a page outdated:
 
 - A home with this rank's part alone (parameters partitioned). Whatever arrived before a step is outdated
-  after it, so `stepped` has all pages leave device memory.
-- A home with the whole page. After a step the parts of others there are those of the step before: the unit is
-  behind. Its next arrival, or for a permanent page a refresh in place, brings these parts once.
+  after it, so `stepped` evicts all pages.
+- A home with the whole page. After a step the parts of other ranks there are those of the step before. The
+  next arrival, or for a permanent page a refresh in place, brings these parts once.
 
-Pages are fetched ahead within a step only: what comes after a step must not be fetched before it.
+Pages are fetched ahead within a step only, because they change at its end.
 """
 
 from __future__ import annotations
@@ -30,26 +30,24 @@ from infinity.tiers import Tier
 from infinity.tiers.link import Transfer
 
 _LOOKED_AT = 64
-"""Number of coming uses among which these pages are looked for."""
+"""Number of coming uses that are searched for permanent pages to refresh."""
 _OUTDATED = -1
-"""`ParameterPage.filled_at` of a page whose bytes in memory, if it still has any, are not those of a step."""
+"""`ParameterPage.filled_at` of a page whose bytes in memory, if any, must not be used."""
 _REFRESHED_AHEAD = 2
-"""Number of permanent pages whose parts of others are fetched before they are used."""
+"""The most permanent pages that are refreshed before they are used."""
 
 
 class _Part(NamedTuple):
     """Bytes of another rank on their way into a permanent page."""
 
     there: torch.Tensor
-    """Where they go: a view of the page's home, uint8."""
+    """Their destination: a view of the page's home, uint8."""
     here: torch.Tensor
-    """Where they arrive, in RAM: the same memory, if the CPU can write it."""
+    """Where they arrive, in RAM: the destination itself, if the CPU can write it."""
     transfer: Transfer
 
 
 class RankedEngine(PrefetchEngine):
-    """The prefetch engine of a rank among several. See PrefetchEngine."""
-
     def __init__(self, *arguments: Any, remote: RemotePages, own_parts: bool, **options: Any) -> None:
         """remote: brings the parts of pages that other ranks own. own_parts: whether homes with whole pages
         have values in this rank's own parts alone now, as after a resumption. arguments, options: of
@@ -63,22 +61,23 @@ class RankedEngine(PrefetchEngine):
         self._behind: set[int] = set()
         """Units whose home has the whole page, with parts of other ranks from before the last step."""
         self._busy: Counter[int] = Counter()
-        """Unit -> number of operations that run with its page, while others may have the runtime's lock."""
+        """Unit -> number of operations that compute with its page while other threads may have the runtime's
+        lock.
+        """
         self._refreshes: dict[int, list[_Part]] = {}
-        """Unit -> parts of other ranks on their way into its page, which is permanent."""
+        """Unit of a permanent page -> parts of other ranks on their way into it."""
         if own_parts:
             self._others_have_changed(range(len(self.pages)))
 
     def _others_have_changed(self, units: Collection[int]) -> None:
-        """Note that homes with whole pages lack what other ranks have of the units."""
+        """Note that homes with whole pages have outdated parts of other ranks in these units."""
         if self._whole and not self.store.plan.share.whole_states:
             self._behind.update(units)
             self._others.published([self.pages[unit] for unit in units])
 
     def stepped(self, updated: Collection[int]) -> None:
-        """Note that a step has been decided, which updates the units `updated` on all ranks.
-
-        Pages leave device memory if their next use needs bytes that other ranks now have.
+        """Evict the pages whose next use needs bytes that other ranks have updated. updated: the units that
+        the step updates on all ranks.
         """
         self._others_have_changed(updated)
         for unit in list(self._resident):
@@ -152,8 +151,8 @@ class RankedEngine(PrefetchEngine):
             if page.permanent:
                 self._others.keep(page)
             elif self.store.device.shares_host:
-                # An update is written from the memory that user code may change now. What comes home, and so
-                # to other ranks, must not have edits that these have not made.
+                # An update is written home from the memory that user code may change now. The home, and so
+                # other ranks, must not get edits that the other ranks have not made.
                 page.home.settle(0, page.home.nbytes, writing=False)
 
     def _up_to_date(self, page: ParameterPage) -> bool:
@@ -184,7 +183,9 @@ class RankedEngine(PrefetchEngine):
     # --- parts of others in whole homes -----------------------------------------------------------------
 
     def _keep_others(self, page: ParameterPage) -> None:
-        """Write home what an arrival brought from other ranks, so that it is there for later arrivals."""
+        """Write to the home what an arrival brought from other ranks, so that later arrivals read it
+        there.
+        """
         assert page.residency is not None
         for span in page.shard.others_chunks:
             source = page.residency[span.start : span.start + span.nbytes]
@@ -192,7 +193,7 @@ class RankedEngine(PrefetchEngine):
         self._behind.discard(page.index)
 
     def _begin_refresh(self, unit: int) -> None:
-        """Begin to bring the parts of other ranks into a permanent page whose unit is behind."""
+        """Begin to bring the parts of other ranks into a permanent page, if they are outdated there."""
         if unit not in self._behind or unit in self._refreshes:
             return
         page = self.pages[unit]
@@ -209,7 +210,9 @@ class RankedEngine(PrefetchEngine):
             yield _Part(there, here, self._others.fetch(span.owner, page, start, here))
 
     def _refresh(self, unit: int) -> None:
-        """Bring the parts of other ranks into a permanent page whose unit is behind, and wait for them."""
+        """Bring the parts of other ranks into a permanent page, if they are outdated there, and wait for
+        them.
+        """
         page = self.pages[unit]
         if unit not in self._behind or not page.permanent:
             return

@@ -13,23 +13,18 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 LOOKAHEAD = 256
-"""The largest number of coming uses among which `schedule` looks for units to fetch."""
+"""The most coming uses among which `schedule` looks for units to fetch."""
 
 HORIZON = 1024
-"""The largest number of coming uses among which the next use of a unit is searched.
-
-A unit whose next use is later counts as never used.
-"""
+"""The most coming uses among which the next use of a unit is searched; a later one counts as never."""
 
 
 class Schedule(NamedTuple):
-    """The fetches to start now, and the evictions that make room for them."""
-
     fetch: tuple[int, ...]
-    """Units to fetch, in the order of their use."""
+    """In the order of their use."""
 
     evict: tuple[int, ...]
-    """Units to evict, furthest next use first."""
+    """The furthest next use first. They make room for the fetches."""
 
 
 def schedule(
@@ -41,14 +36,13 @@ def schedule(
     *,
     reserve: int = 0,
 ) -> Schedule:
-    """Choose the units to fetch for the coming uses, as many as fit, and the units to evict for these
-    fetches.
+    """Choose the units to fetch for the coming uses, as many as fit, and the units to evict for them.
 
-    upcoming: units in the order of their use, beginning with the current unit. A unit may occur several
-    times; the iterable is consumed as far as needed. sizes: bytes of each unit's page; 0 for a permanent
-    page, which is neither fetched nor evicted. resident: units whose pages are present or arriving, each
-    once, least recently used first. pinned: units that may not be evicted. capacity: bytes that all pages
-    may take together. reserve: bytes of `capacity` to leave free.
+    upcoming: units in the order of their use, beginning with the current unit; they may repeat. Consumed as
+    far as needed. sizes: bytes of each unit's page; 0 for a permanent page, which is neither fetched nor
+    evicted. resident: units whose pages are present or arriving, each once, least recently used first.
+    pinned: units that may not be evicted. capacity: bytes that all pages may take together. reserve: bytes of
+    `capacity` to leave free.
 
     The units to fetch are the missing units in the longest prefix of `upcoming` that fits beside the pinned
     units. The prefix has at most LOOKAHEAD uses, and none of its units is evicted. If no unit is missing,
@@ -87,12 +81,11 @@ def victims(
     resident: Collection[int],
     pinned: Collection[int],
 ) -> tuple[int, ...]:
-    """Choose units to evict, to free `needed` bytes for a unit that is needed now.
+    """Choose units to evict, to free `needed` bytes, in the order in which to evict them.
 
-    Returns the units in the order in which to evict them. Units that do not occur in `upcoming` are evicted
-    first, in the order of `resident`. Then come the units that do occur, furthest next use first. If the
-    units that may be evicted have fewer bytes than `needed`, all of them are returned. upcoming, sizes,
-    resident, pinned: as in `schedule`.
+    Units that are not in `upcoming` come first, in the order of `resident`, then the others, furthest next
+    use first. If the units that may be evicted have fewer bytes than `needed`, all of them are returned.
+    upcoming, sizes, resident, pinned: as in `schedule`.
     """
     if needed <= 0:
         return ()
@@ -113,11 +106,10 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 
 
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Choose units from `candidates`, in their order, until the pages of those chosen have at least `needed`
-    bytes together. Returns all candidates if they have fewer bytes.
+    """Choose units from `candidates`, in their order, with at least `needed` bytes in sum, or all of them.
 
-    At the end, a unit is left out again if the other chosen units have enough bytes without it. sizes: bytes
-    of each unit's page; units with 0 bytes are never chosen.
+    Units that turn out not to be needed for the sum are left out again. sizes: bytes of each unit's page;
+    units with 0 bytes are never chosen.
     """
     chosen: list[int] = []
     excess = -needed

@@ -13,17 +13,13 @@ from itertools import chain
 from typing import NamedTuple
 
 MOST_ACCESSES = 1 << 18
-"""The most accesses that are recorded in one step. The next access begins a new step of the trace.
-
-This bounds the memory that the trace takes in a loop that never calls `step`.
+"""The most accesses that are recorded in one step; the next one begins a new step of the trace. This bounds
+the memory of the trace in a loop that never calls `step`.
 """
 
 
 class AccessKind(IntEnum):
-    """The purpose for which a unit is used: the model's forward, its backward, or an optimizer update.
-
-    The class is an IntEnum because its members are hashed often, and members of an Enum hash slowly.
-    """
+    """The purpose for which a unit is used. An IntEnum, because members of an Enum hash slowly."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -31,14 +27,12 @@ class AccessKind(IntEnum):
 
 
 class Access(NamedTuple):
-    """One use of one unit: the unit's index and the purpose of the use."""
-
     unit: int
     kind: AccessKind
 
 
 class _Sequence:
-    """A list of accesses that can look up at which positions an access, or a pair of neighbours, occurs."""
+    """A list of accesses, with an index of the positions of each access and each pair of neighbours."""
 
     def __init__(self) -> None:
         self.entries: list[Access] = []
@@ -58,18 +52,12 @@ class _Sequence:
         self.trains = self.trains or access.kind != AccessKind.FORWARD
 
     def find(self, access: Access, start: int) -> int | None:
-        """The first position of `access` at or after index `start`, or else the first position before
-        `start`.
-
-        None if the access does not occur.
-        """
+        """The first position of `access` at or after `start`, or else before it; None if there is none."""
         return _at_or_after(self._places.get(access), start)
 
     def find_after(self, previous: Access | None, access: Access, start: int) -> int | None:
-        """The first position at or after index `start` at which `access` directly follows `previous`.
-
-        If there is none, the first such position before `start` is returned. previous: None looks for an
-        access that begins the step. Returns None if the two accesses never follow each other.
+        """The first position of `access` directly after `previous`, at or after `start`, or else before it;
+        None if there is none. previous: None for an access that begins the step.
         """
         return _at_or_after(self._places_after.get((previous, access)), start)
 
@@ -84,8 +72,8 @@ def _at_or_after(places: list[int] | None, start: int) -> int | None:
 class Trace:
     """Records the accesses of the running step, and follows the step along the order of an earlier step.
 
-    Only one thread may record. Other threads may iterate over `upcoming` meanwhile, because a learned order
-    never changes in place.
+    Only one thread may record. Others may iterate over `upcoming` meanwhile: a learned order never changes in
+    place.
     """
 
     def __init__(self, *, window: int = 8) -> None:
@@ -105,13 +93,13 @@ class Trace:
     def record(self, access: Access) -> bool:
         """Record that `access` happens now; returns whether it was expected here.
 
-        Accesses are expected in the learned order, which is the order of an earlier step. Four kinds of
-        accesses are expected: the next access of the learned order; one of the `window` accesses after the
-        next, if the accesses between are skipped; an access that was skipped just before and comes late; a
-        repeat of the previous access. Any other access is a divergence. The trace then goes on after the
-        next place of the learned order where the same two accesses follow each other. Without such a place
-        it goes on after the next place of `access`. If `access` does not occur at all, the trace stays where
-        it is. The search wraps around from the end to the start. The amortised time is O(log length).
+        Four kinds of accesses are expected: the next access of the learned order, which is the order of an
+        earlier step; one of the `window` accesses after the next, if the accesses between are skipped; an
+        access that was skipped just before and comes late; a repeat of the previous access. After any other
+        access the trace goes on behind the next position in the learned order where the same two accesses
+        follow each other, or else behind the next position of `access`. If `access` does not occur, the trace
+        stays where it is. The search wraps around from the end to the start. The amortised time is O(log
+        length).
         """
         previous = self._recorded.last
         if access == previous:
@@ -124,9 +112,9 @@ class Trace:
     def step_done(self) -> None:
         """End the step: the recorded order becomes the learned order, which is followed from its start.
 
-        If the learned order contains a backward or an update, a recording without either, such as an
-        evaluation between steps, does not replace it: the forwards in the learned order predict the next
-        evaluation too. An empty recording replaces nothing.
+        A recording without a backward or an update, such as an evaluation between steps, does not replace a
+        learned order that has one: its forwards predict the next evaluation too. An empty recording replaces
+        nothing.
         """
         if self._recorded.entries and (self._recorded.trains or not self._learned.trains):
             self._learned = self._recorded
@@ -140,10 +128,8 @@ class Trace:
         return self._learned.trains
 
     def upcoming(self, limit: int, *, wrap: bool = True) -> Iterator[Access]:
-        """Return an iterator over the accesses that are expected next, in order.
-
-        After the end of the learned order they go on at its start, unless `wrap` is False. There are at most
-        `limit` accesses, and at most as many as the learned order has.
+        """Return an iterator over the accesses that are expected next, in order: at most `limit`, and at most
+        as many as the learned order has. After its end they go on at its start, unless `wrap` is False.
         """
         entries, cursor = self._learned.entries, self._cursor
         if not wrap:
