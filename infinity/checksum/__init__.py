@@ -25,15 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["MOST_THREADS", "block_count", "crc32c", "crc32c_blocks", "implementation", "implementations"]
 
 MOST_THREADS: int = _checksum.MOST_THREADS
-"""The largest number of threads that `crc32c_blocks` takes."""
 
 _IMPLEMENTATIONS = tuple(_checksum.implementations())
 
 
 def implementations() -> tuple[str, ...]:
-    """The implementations that this machine can run, the fastest first.
-
-    They are "sse4.2" on x86-64 and "armv8" on AArch64, if the CPU has the instruction, and "table" anywhere.
+    """The implementations that this machine can run, the fastest first. They are "sse4.2" on x86-64 and
+    "armv8" on AArch64, if the CPU has the instruction, and "table" anywhere.
     """
     return _IMPLEMENTATIONS
 

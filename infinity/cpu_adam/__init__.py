@@ -13,13 +13,12 @@ after the other. A `Segment` gives the range of one parameter and its hyper-para
     ...                               # the GIL is free meanwhile
     bad = ticket.result().nonfinite   # segments with a non-finite gradient
 
-An element with a non-finite gradient or state becomes non-finite and remains non-finite. Every NaN is stored
-as 0x7FC00000. Results have the same bits on every instruction set, with any number of threads, and for any
-chunk size, offset and alignment. The jobs of one pool behave as if they ran in the order of submission.
+An element with a non-finite gradient or state becomes non-finite and remains so. Every NaN is stored as
+0x7FC00000. Results have the same bits on every instruction set, with any number of threads, and for any chunk
+size, offset and alignment. The jobs of one pool behave as if they ran in the order of submission.
 
-Arrays are contiguous CPU tensors, or `MemorySpan` objects (an address, a dtype and a count) for memory that
-no tensor describes. The pool keeps the arrays alive. The caller must not use the arrays until the ticket is
-done.
+Arrays are contiguous CPU tensors, or `MemorySpan` objects. The pool keeps them alive. The caller must not use
+them until the ticket is done.
 """
 
 from infinity.cpu_adam.form import UpdateForm

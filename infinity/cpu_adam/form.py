@@ -1,7 +1,7 @@
-"""The form of an update: the dtypes and the length of an update's arrays, and where in memory they lie.
+"""Update form: the dtypes and the length of an update's arrays, and where in memory they lie.
 
-The thread pool checks the arrays of an update that is submitted in full. From this update a form is made.
-Later updates of the same form are submitted by `ThreadPool.submit_again`, without checks of their arrays.
+An update that is submitted in full has its arrays checked. Later updates of the same form are submitted by
+`ThreadPool.submit_again`, without checks.
 """
 
 from __future__ import annotations
@@ -26,34 +26,26 @@ _FIELDS = (
     "second_scale",
     "average",
 )
-"""The names of the fields of `Update` that hold arrays, in the order of `UpdateForm.places`."""
+"""The fields of `Update` that hold arrays, in the order of `UpdateForm.places`."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateForm:
-    """The dtypes and the length of an update's arrays, and the tensor and offset at which each one lies.
-
-    A form has no hyper-parameters. It is made once, from a chunk's first update, and serves all later updates
-    of the same chunk.
-    """
+    """The dtypes and the length of an update's arrays, and where each one lies; without hyper-parameters."""
 
     elements: int
     grad_dtype: _cpu_adam.Dtype
     format: _cpu_adam.ParameterFormat
     moments: _cpu_adam.MomentFormat
     places: tuple[tuple[int, int] | None, ...]
-    """The place of each array, in the order of _FIELDS: (index of a tensor, offset in bytes in this tensor).
-
-    The index is that of the tensor in `memory` (see `of`) in which the array lies. The place is None if the
-    update does not have the array.
+    """For each of _FIELDS (index of a tensor in `memory`, see `of`, offset in bytes in this tensor), or None
+    for a missing array.
     """
 
     @staticmethod
     def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """Make the form of an update, with which later updates of the same arrays can be submitted.
-
-        work: an update that was submitted to a pool, which has checked its arrays. memory: the contiguous CPU
-        tensors in which the arrays of `work` lie.
+        """Make the form of an update whose arrays a pool has checked. memory: the contiguous CPU tensors in
+        which the arrays of `work` lie.
         """
         assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
         bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
@@ -78,8 +70,8 @@ class UpdateForm:
     def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
         """Return the addresses of an update's arrays, in the order of `places`; 0 for a missing array.
 
-        memory: the contiguous CPU tensors in which the arrays lie, in the order and of the sizes of the
-        tensors that were given to `of`.
+        memory: the contiguous CPU tensors in which the arrays lie, in the order and of the sizes given to
+        `of`.
         """
         begins = [each.data_ptr() for each in memory]
         return [0 if each is None else begins[each[0]] + each[1] for each in self.places]

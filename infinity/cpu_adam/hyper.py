@@ -39,10 +39,7 @@ class AdamW(Adam):
 
 @dataclass(frozen=True, kw_only=True)
 class SGD:
-    """SGD as in torch.optim.SGD.
-
-    If `momentum` is not 0, the array `cpu_adam.Update.first_moment` is the momentum buffer.
-    """
+    """SGD as in torch.optim.SGD, with its momentum buffer in `cpu_adam.Update.first_moment`."""
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -50,10 +47,7 @@ class SGD:
     weight_decay: float = 0.0
     nesterov: bool = False
     first_step: bool
-    """Whether the momentum buffer has no content yet.
-
-    If so, the update stores the gradient in the buffer, without dampening.
-    """
+    """Whether the momentum buffer is empty. The update then stores the gradient in it, without dampening."""
     maximize: bool = False
 
     def native(self) -> _cpu_adam.SgdHyper:
@@ -70,10 +64,10 @@ class SGD:
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad:
-    """Adagrad as in torch.optim.Adagrad.
+    """Adagrad as in torch.optim.Adagrad, with the sum of squared gradients in
+    `cpu_adam.Update.second_moment`.
 
-    The array `cpu_adam.Update.second_moment` is the sum of squared gradients. Before the first update the
-    caller has to fill the array with the initial accumulator value.
+    Before the first update the caller fills this array with the initial accumulator value.
     """
 
     lr: float = 1e-2
@@ -91,10 +85,8 @@ class Adagrad:
 
 @dataclass(frozen=True, kw_only=True)
 class Lion:
-    """Lion (arXiv:2302.06675, algorithm 2), with decoupled weight decay.
-
-    The array `cpu_adam.Update.first_moment` is the mean of gradients. A gradient or mean that is not finite
-    makes the parameter NaN.
+    """Lion (arXiv:2302.06675, algorithm 2), with decoupled weight decay. A gradient or mean that is not
+    finite makes the parameter NaN. `cpu_adam.Update.first_moment` is the mean of gradients.
     """
 
     lr: float = 1e-4
@@ -111,4 +103,4 @@ Hyper: TypeAlias = Adam | SGD | Adagrad | Lion
 NativeHyper: TypeAlias = (
     _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper | _cpu_adam.LionHyper
 )
-"""Hyper-parameters as an object of the native core. The method `native` of a `Hyper` makes the object."""
+"""Hyper-parameters as an object of the native core, made by `Hyper.native`."""

@@ -1,7 +1,4 @@
-"""Pages: checks of the arrays and segments of a thread pool's job, and their conversion to native types.
-
-A segment is a range of elements of the arrays that belongs to one parameter.
-"""
+"""Job checks: the arrays and segments of a thread pool's job, checked and converted to native types."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ def parameter_format(work: Update) -> _cpu_adam.ParameterFormat:
 
 
 def moment_dtype(work: Update) -> torch.dtype:
-    """The dtype of the moments of `work`; float32 if there are no moments.
-
-    Raises ConfigError if the two moments have different dtypes, or a dtype that moments cannot have.
+    """The dtype of the moments of `work`; float32 if there are none. Raises ConfigError if they differ or if
+    moments cannot have the dtype.
     """
     dtypes = {each.dtype for each in (work.first_moment, work.second_moment) if each is not None}
     if len(dtypes) > 1 or not dtypes <= set(MOMENT_FORMATS):
@@ -63,10 +59,8 @@ def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int
 
 
 class Page:
-    """The arrays of one job of a thread pool, such as an update. `add` checks each array.
-
-    `elements` is the length that all arrays must have. `owners` holds the objects that own the arrays'
-    memory.
+    """The arrays of one job of a thread pool. `elements` is the length of all, `owners` the objects that own
+    their memory.
     """
 
     def __init__(self) -> None:
@@ -76,9 +70,9 @@ class Page:
     def add(self, name: str, array: Array | None, *dtypes: torch.dtype, per: int = 1) -> int:
         """Check an array and return its address; 0 if `array` is None.
 
-        name: the name of the array in error messages. dtypes: the dtypes that are allowed. per: number of
-        elements of the other arrays that share one entry of this array. Raises ConfigError if the array has
-        a wrong device, layout, dtype or length.
+        name: for error messages. dtypes: the dtypes that are allowed. per: number of elements of the other
+        arrays that share one entry of this array. Raises ConfigError for a wrong device, layout, dtype or
+        length.
         """
         if array is None:
             return 0

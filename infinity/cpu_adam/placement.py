@@ -14,19 +14,16 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def default_cpus() -> tuple[int, ...]:
-    """The CPUs on which a `ThreadPool` runs its threads by default.
-
-    These are CPUs of the affinity mask: one CPU of each physical core, and at most as many as the cgroup's
-    CPU quota allows. Of four or more CPUs, an eighth (at least one CPU) is left to the training thread.
+    """The CPUs on which a `ThreadPool` runs its threads by default: one CPU of each physical core in the
+    affinity mask, and at most as many as the cgroup's CPU quota allows. Of four or more CPUs, an eighth (at
+    least one) is left to the training thread.
     """
     return leave_room(one_per_core(sorted(os.sched_getaffinity(0))), machine.cpu().quota)
 
 
 def one_per_core(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """The first CPU in `cpus` of every physical core. topology: the folder of sysfs that describes CPUs.
-
-    Two hyperthreads of one core are not used, because updates are limited by memory bandwidth, which a
-    second hyperthread does not increase.
+    """The first CPU in `cpus` of every physical core. topology: the folder of sysfs that describes CPUs. A
+    second hyperthread of a core would not help, because updates are limited by memory bandwidth.
     """
     kept: list[int] = []
     seen: set[str] = set()
@@ -44,10 +41,9 @@ def one_per_core(cpus: Iterable[int], topology: Path = _TOPOLOGY) -> tuple[int, 
 def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
     """The CPUs out of `cores` (one CPU of each core) that the update uses.
 
-    quota: the CPU time that the cgroup grants, in CPUs; None: no limit. The first cores are left to the
-    training thread, since interrupts and single-threaded work tend to run on the first cores. If fewer than
-    four CPUs may be used, the update uses all of these CPUs: an update on one of two CPUs would take twice
-    as long.
+    quota: the CPU time of the cgroup, in CPUs; None: no limit. The first cores are left to the training
+    thread, since interrupts and single-threaded work tend to run there. Of fewer than four CPUs the update
+    uses all: on one of two it would take twice as long.
     """
     usable = max(1, math.floor(min(len(cores), quota or math.inf)))
     left = 0 if usable < 4 else max(1, usable // 8)
@@ -55,11 +51,11 @@ def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
 
 
 def place(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
-    """Return the number of the CPU on which each thread of a pool runs, one entry for each thread.
+    """Return the number of the CPU of each thread of a pool.
 
-    threads: number of threads; None: one for each CPU. cpus: numbers of the CPUs; None: `default_cpus()`. If
-    there are more threads than CPUs, the CPUs are used again from the first on. Raises ConfigError for CPUs
-    that this process may not use, and if `cpus` is empty.
+    threads: number of threads; None: one for each CPU. cpus: numbers of the CPUs, which repeat if there are
+    more threads; None: `default_cpus()`. Raises ConfigError for CPUs that this process may not use, and for
+    no CPU.
     """
     chosen = list(default_cpus() if cpus is None else cpus)
     allowed = os.sched_getaffinity(0)

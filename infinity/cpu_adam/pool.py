@@ -1,8 +1,4 @@
-"""The thread pool: runs optimizer updates and other work over arrays as jobs, and returns a ticket for each.
-
-The kinds of work are updates, gradient passes and memory-bandwidth tests: Update, Gradient and Stream in
-infinity/cpu_adam/work.py.
-"""
+"""Thread pool: runs the work of infinity/cpu_adam/work.py as jobs, and returns a ticket for each."""
 
 from __future__ import annotations
 
@@ -42,25 +38,20 @@ from infinity.system.closing import Closing
 _NO_AVERAGE = AverageStep(False, 0.0)
 
 DEFAULT_CHUNK: int = _cpu_adam.DEFAULT_CHUNK
-"""Default of ThreadPool's argument `chunk`: how many elements of a job a thread processes at a time."""
+"""The default number of elements of a job that a thread processes at a time."""
 
 _R = TypeVar("_R")
 
 
 def runnable_isas() -> tuple[str, ...]:
-    """The instruction sets for which kernels were compiled and which this machine can run, the best first.
-
-    The last entry is always "scalar". A pool uses the first entry, unless its argument `isa` or the
-    environment variable INFINITY_ISA names another entry.
+    """The instruction sets that this machine can run, the best first and "scalar" last. A pool uses the
+    first, unless its argument `isa` or the environment variable INFINITY_ISA names another.
     """
     return tuple(_cpu_adam.runnable_isas())
 
 
 class Ticket(Generic[_R]):
-    """A handle of a job that was submitted to a pool.
-
-    The job is finished even if the caller drops the ticket.
-    """
+    """A handle of a job of a pool. The job is finished even if the caller drops the ticket."""
 
     def __init__(
         self,
@@ -76,19 +67,16 @@ class Ticket(Generic[_R]):
         return self._native.done()
 
     def times(self) -> tuple[int, int] | None:
-        """The times (began, ended) of the job, in nanoseconds of time.perf_counter_ns().
-
-        Returns None if the job is not done.
-        """
+        """When the job began and ended, in nanoseconds of time.perf_counter_ns(); None if it is not done."""
         return self._native.times()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Block without the GIL until the job is done (returns True) or `timeout` seconds pass (False).
 
         Meanwhile the calling thread works on the job and on jobs queued before it, so the call may last a
-        little longer than `timeout`. Signal handlers run during the wait. An exception of a handler, such as
-        KeyboardInterrupt, ends the wait but not the job. Raises ConfigError in a forked child process if the
-        job was not done at the time of the fork.
+        little longer than `timeout`. An exception of a signal handler, such as KeyboardInterrupt, ends the
+        wait but not the job. Raises ConfigError in a forked child process if the job was not done at the time
+        of the fork.
         """
         done = self._native.wait(timeout)
         if done:
@@ -96,9 +84,8 @@ class Ticket(Generic[_R]):
         return done
 
     def result(self, timeout: float | None = None) -> _R:
-        """Wait for the job and return its result.
-
-        Raises TimeoutError if the job is not done within `timeout` seconds, and the errors of `wait`.
+        """Wait for the job and return its result. Raises TimeoutError after `timeout` seconds, and the errors
+        of `wait`.
         """
         if not self.wait(timeout):
             raise TimeoutError(f"The job was not done within {timeout} s.")
@@ -109,15 +96,14 @@ class ThreadPool(Closing):
     """A pool of pinned threads that run the jobs of infinity/cpu_adam/work.py without taking the GIL.
 
     threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
-    `default_cpus()`. If there are more threads than CPUs, several threads share a CPU. isa: the name of an
-    instruction set; None: the set that the environment variable INFINITY_ISA names, or else the best set of
-    `runnable_isas()`. chunk: the number of elements that a thread processes at a time, a multiple of
-    `infinity.cpu_adam.BLOCK`. Neither `isa` nor `chunk` changes a bit of any result.
+    `default_cpus()`. With more threads than CPUs, several share a CPU. isa: an instruction set; None: the one
+    that the environment variable INFINITY_ISA names, or else the first of `runnable_isas()`. chunk: the
+    number of elements that a thread processes at a time, a multiple of `infinity.cpu_adam.BLOCK`. Neither
+    `isa` nor `chunk` changes a bit of any result.
 
-    openmp: whether a thread that waits for a job computes the job together with its own OpenMP threads, those
-    with which torch computes. OpenMP's threads are often awake while the pool's threads sleep. If the pool
-    has more threads than OpenMP has, the pool's threads compute instead. Raises ConfigError for values that
-    cannot be used.
+    openmp: whether a thread that waits for a job computes it with its own OpenMP threads, those with which
+    torch computes: they are often awake while the pool's threads sleep. If the pool has more threads than
+    OpenMP, the pool's threads compute instead. Raises ConfigError for values that cannot be used.
 
     The pool is a context manager, and `close` finishes all queued jobs. In a forked child process every call
     raises ConfigError.
@@ -146,7 +132,7 @@ class ThreadPool(Closing):
 
     @property
     def cpus(self) -> tuple[int, ...]:
-        """The number of the CPU to which each thread is pinned, one entry for each thread."""
+        """The CPU to which each thread is pinned."""
         return tuple(self._native.cpus)
 
     @property
@@ -164,13 +150,12 @@ class ThreadPool(Closing):
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
         """Queue the work as a job, and return a ticket at once.
 
-        awaited: whether the caller will wait for the job next. If so, the calling thread takes part in the
-        job when it waits, as in `run`, and the pool's threads may be left asleep until then.
+        awaited: whether the caller will wait for the job next. The calling thread then takes part in the job
+        when it waits, as in `run`, and the pool's threads may be left asleep until then.
 
         Raises ConfigError, before any array of `work` is changed, if an array has a wrong dtype, device,
-        length or layout, if arrays overlap, if segments (ranges of the arrays, one or more for each
-        parameter) overlap or lie outside of the arrays, if a hyper-parameter is out of range, or if the
-        pool is closed.
+        length or layout, if arrays overlap, if segments overlap or lie outside the arrays, if a
+        hyper-parameter is out of range, or if the pool is closed.
         """
         if isinstance(work, Update):
             return self._submit_update(work, awaited)
@@ -199,10 +184,9 @@ class ThreadPool(Closing):
 
         form: made by `UpdateForm.of` from the earlier update. addresses: the addresses of this update's
         arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
-        fields of `Segment`. hypers: hyper-parameters made by `Hyper.native`. scale, average_step: as in
-        `Update`. owners: the tensors that own the arrays' memory; they are kept alive during the job.
-        awaited: as in `submit`. Raises ConfigError if the pool is closed, or if a hyper-parameter or a
-        segment is out of range.
+        fields of `Segment`. hypers: made by `Hyper.native`. scale, average_step: as in `Update`. owners: the
+        tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
+        Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale, average = addresses
         native = self._native.submit_update(
@@ -238,14 +222,13 @@ class ThreadPool(Closing):
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
         """Submit the work, wait for the job and return its result.
 
-        The calling thread takes part in the work. It does a small job without other threads. If the pool
-        was made with `openmp`, and the calling thread has at least as many OpenMP threads as the pool has
-        threads, they do any larger job together. In both cases no thread of the pool is woken.
+        The calling thread takes part in the work, and does a small job alone. If the pool was made with
+        `openmp`, and the calling thread has at least as many OpenMP threads as the pool has threads, they do
+        any larger job. In both cases no thread of the pool is woken.
         """
         return self.submit(work, awaited=True).result()
 
     def close(self) -> None:
-        """Finish all queued jobs and end the threads. Another call does nothing."""
         self._native.close()
 
     def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
@@ -337,6 +320,6 @@ _open_pools: weakref.WeakSet[ThreadPool] = weakref.WeakSet()
 
 @atexit.register
 def _close_pools() -> None:
-    # At the end of the interpreter the memory of tensors is freed. No thread may use the memory after that.
+    # The memory of tensors is freed at the end of the interpreter. No thread may use it after that.
     for pool in list(_open_pools):
         pool.close()

@@ -1,6 +1,5 @@
-"""Stream speed: the rate at which the threads of a `ThreadPool` read and write memory without arithmetic.
-
-No update can be faster than this rate.
+"""Stream speed: the rate at which the threads of a `ThreadPool` read and write memory without arithmetic,
+which no update can exceed.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ _ELEMENTS = 16 << 20
 
 
 def stream_speed(*, repeats: int = 5) -> float:
-    """Measure the bytes per second, reads plus writes, that a default `ThreadPool` moves in place.
-
-    The threads read and write two fp32 arrays of 0.13 GB in total. The result is the median of `repeats`
-    passes. This rate limits every update, and is below the bandwidth in the memory's data sheet.
+    """Measure the bytes per second, reads plus writes, that a default `ThreadPool` moves in place: the median
+    of `repeats` passes over two fp32 arrays of 0.13 GB in total. It is below the bandwidth in the memory's
+    data sheet.
     """
     arrays = [torch.zeros(_ELEMENTS, dtype=torch.float32, device="cpu") for _ in range(2)]
     with ThreadPool() as pool:

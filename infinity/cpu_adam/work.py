@@ -1,7 +1,4 @@
-"""Work for a thread pool, and its results: `Update`, `Gradient` (passes over gradients) and `Stream`.
-
-A stream is a pass over arrays without arithmetic, for measuring memory bandwidth.
-"""
+"""Work for a thread pool, and its results: `Update`, `Gradient` (passes over gradients) and `Stream`."""
 
 from __future__ import annotations
 
@@ -17,10 +14,8 @@ from infinity import _cpu_adam
 from infinity.cpu_adam.hyper import Hyper
 
 BLOCK: int = _cpu_adam.BLOCK
-"""Number of elements in a block, for which one sum of squares is computed.
-
-Segments may split a parameter only at multiples of this number of elements, counted from the parameter's
-first element.
+"""Number of elements for which one sum of squares is computed. Segments may split a parameter only at
+multiples of it, counted from the parameter's first element.
 """
 
 CODE_BLOCK: int = _cpu_adam.CODE_BLOCK
@@ -31,16 +26,15 @@ AVERAGED: int = _cpu_adam.AVERAGED
 """The value of `Segment.hyper` of a segment that is averaged and not updated."""
 
 AverageStep: TypeAlias = _cpu_adam.AverageStep
-"""How averages change in a step. AverageStep(begins, weight) -> the average becomes the master if it
-`begins`, or else torch.lerp(average, master, weight).
+"""How averages change in a step. AverageStep(begins, weight): the average becomes the master if it `begins`,
+or else torch.lerp(average, master, weight).
 """
 
 
 @dataclass(frozen=True)
 class MemorySpan:
-    """An array in memory that no tensor describes: `count` elements of `dtype` at `address`.
-
-    The address is in bytes. A pool keeps the object `owner` alive until the job that uses the span is done.
+    """An array in memory that no tensor describes: `count` elements of `dtype` at `address`, in bytes. A pool
+    keeps the object `owner` alive until the job that uses the span is done.
     """
 
     address: int
@@ -56,24 +50,21 @@ Array: TypeAlias = torch.Tensor | MemorySpan
 class Segment:
     """A range of the arrays of a page, elements [start, start + count), which belongs to one parameter.
 
-    With bfloat16 or int8 moments, an update rounds up or down by random bits. The random bits of an element
-    are a function of `seed` and of the element's index in its parameter, modulo 2**32. If every segment of a
-    parameter has the right `index`, the random bits do not depend on how the parameter is split into
-    segments.
+    With bfloat16 or int8 moments, an update rounds stochastically. The random bits of an element are a
+    function of `seed` and of the element's index in its parameter, modulo 2**32, so they do not depend on how
+    the parameter is split into segments.
     """
 
     start: int
     count: int
     hyper: int = 0
-    """Index of the segment's hyper-parameters in `Update.hypers`; AVERAGED for a segment that is not updated,
-    and whose masters are averaged as those of the others.
-
-    Only updates use `hyper`, `index` and `seed`.
+    """Index of the segment's hyper-parameters in `Update.hypers`; AVERAGED for a segment that is only
+    averaged. Only updates use `hyper`, `index` and `seed`.
     """
     index: int = 0
     """Index, in the parameter, of the segment's first element."""
     seed: int = 0
-    """The seed of stochastic rounding: a number of 32 bits, different for every parameter and step."""
+    """The seed of stochastic rounding: 32 bits, different for every parameter and step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,18 +86,18 @@ class Update:
     """
 
     grad: Array | None
-    """The gradient: float32, bfloat16 or float16. It is only read. None if all segments are only averaged."""
+    """float32, bfloat16 or float16, only read. None if all segments are only averaged."""
     parameter: Array
     """The float32 masters; or, if `remainder` is given, the bfloat16 parameters. Updated in place."""
     segments: Sequence[Segment]
     hypers: Sequence[Hyper]
     accumulated: Array | None = None
-    """An accumulated gradient, float32, which is added to `grad`. It is only read."""
+    """float32, only read, added to `grad`."""
     remainder: Array | None = None
     """The 16 bits of each fp32 master that the bfloat16 parameter lacks, as int16; None with fp32 masters.
 
-    The bits of a master are (bits of parameter << 16) + remainder. The update reads and writes the array.
-    Whoever changes the parameter in another way has to set the remainder to zero.
+    The bits of a master are (bits of parameter << 16) + remainder. Whoever changes the parameter in another
+    way has to set the remainder to zero.
     """
     copy: Array | None = None
     """The array to which a copy of the updated fp32 master is written: float32, bfloat16 or float16.
@@ -119,60 +110,50 @@ class Update:
     second_moment: Array | None = None
     """Adam's mean of squares or Adagrad's sum of squares: float32, bfloat16 or uint8 (int8 codes)."""
     first_scale: Array | None = None
-    """The biased exponents of the first moment's int8 codes, uint8 (ceil(n / CODE_BLOCK),) for n elements.
-
-    The exponent of the block that starts at element i is entry i // CODE_BLOCK.
+    """The biased exponents of the first moment's int8 codes, uint8 (ceil(n / CODE_BLOCK),) for n elements:
+    entry i // CODE_BLOCK is that of element i.
     """
     second_scale: Array | None = None
-    """The biased exponents of the second moment's int8 codes, uint8 (ceil(n / CODE_BLOCK),) for n elements.
-
-    The exponent of the block that starts at element i is entry i // CODE_BLOCK.
-    """
+    """As `first_scale`, for the second moment."""
     scale: float = 1.0
     """The factor by which gradients are multiplied, for unscaling (loss scale) and clipping together."""
     average: Array | None = None
-    """Running averages of the masters, float32; None if there are none.
-
-    After the update of a segment its average becomes torch.lerp(average, master, average_step.weight).
+    """Running averages of the masters, float32; None if there are none. After the update of a segment its
+    average becomes torch.lerp(average, master, average_step.weight).
     """
     average_step: AverageStep | None = None
-    """How averages change; None if there are none."""
 
 
 @dataclass(frozen=True)
 class UpdateResult:
     nonfinite: tuple[int, ...]
-    """Indices of the segments in which a scaled gradient was not finite.
-
-    These segments were updated like all others. To skip a step, check the sums of a `Gradient` pass before
-    the update.
+    """Indices of the segments in which a scaled gradient was not finite. They were updated like all others:
+    to skip a step, check the sums of a `Gradient` pass before the update.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One pass over the gradients of a page, which adds, squares or copies the gradients.
+    """One pass over the gradients of a page, which adds, squares or copies them.
 
-    The pass computes x = grad, or x = grad + accumulated. It can store x in `accumulated`, sum the squares
-    of x * scale (fp32), and copy `grad`. Squares are summed in fp64 over blocks of BLOCK elements, which are
-    counted from the start of each segment.
+    The pass computes x = grad, or x = grad + accumulated. It can store x in `accumulated` (float32), sum the
+    squares of x * scale (fp32), and copy `grad` (float32, bfloat16 or float16). Squares are summed in fp64
+    over blocks of BLOCK elements, which are counted from the start of each segment.
     """
 
     grad: Array
-    """The gradient: float32, bfloat16 or float16. It is only read."""
     segments: Sequence[Segment]
     accumulated: Array | None = None
-    """The accumulated gradient, float32."""
     add: bool = True
-    """Whether `accumulated` is added to `grad`. Set False for the first gradient of a step, for which
-    `accumulated` has no content yet.
+    """Whether `accumulated` is added to `grad`. False for the first gradient of a step, when `accumulated`
+    has no content yet.
     """
     store: bool = False
-    """Whether the result of the pass, `grad` or `grad + accumulated`, is stored in `accumulated`."""
+    """Whether `grad` or `grad + accumulated` is stored in `accumulated`."""
     copy: Array | None = None
     """An array of the same dtype as `grad`, to which `grad` is copied bit by bit."""
     squares: bool = False
-    """Whether the sums of squares that `GradientResult.blocks` returns are computed."""
+    """Whether the sums of squares in `GradientResult.blocks` are computed."""
     scale: float = 1.0
     """The factor by which x is multiplied before it is squared. x is stored without this factor."""
 
@@ -189,11 +170,11 @@ class GradientResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A pass that reads and writes arrays as an update does, but without arithmetic.
+    """A pass that reads and writes arrays as an update does, but without arithmetic: its speed is an upper
+    limit for an update over arrays of the same sizes.
 
-    The speed of the pass is an upper limit for the speed of an update over arrays of the same sizes. All
-    arrays have the same length in elements; any dtype is allowed. The contents of `read_write` arrays (each
-    value is combined with a constant by xor) and of `write` arrays are destroyed.
+    All arrays have the same length in elements; any dtype is allowed. The contents of `read_write` arrays
+    (each value is combined with a constant by xor) and of `write` arrays are destroyed.
     """
 
     read: Sequence[Array] = ()
@@ -206,7 +187,7 @@ class Stream:
 
     @property
     def bytes_moved(self) -> int:
-        """Number of bytes that the pass reads plus number of bytes that it writes."""
+        """Bytes that the pass reads plus bytes that it writes."""
         once = sum(_bytes(each) for each in (*self.read, *self.write))
         return once + 2 * sum(_bytes(each) for each in self.read_write)
 

@@ -1,7 +1,7 @@
-"""The device's kernels: compiling the kernels for the updates of a run, caching them, and launching them.
+"""Device kernels: compiles the kernels for the updates of a run, caches them, and launches them.
 
-The kernels are compiled from the source of the CPU's kernels (by csrc/cpu_adam/device.cu), so that their
-results have the same bits as on the CPU.
+They are compiled from the source of the CPU's kernels (csrc/cpu_adam/device.cu), so their results have the
+same bits as on the CPU.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ RULES = _enumerators(_cpu_adam.Rule)
 DTYPES = _enumerators(_cpu_adam.Dtype)
 PARAMETERS = _enumerators(_cpu_adam.ParameterFormat)
 MOMENTS = _enumerators(_cpu_adam.MomentFormat)
-"""Names of the enumerators of `MomentFormat` in csrc/cpu_adam/formats.hpp, in the order of their values.
-
-RULES, DTYPES and PARAMETERS hold the names of the enumerators of `Rule`, `Dtype` and `ParameterFormat`.
+"""RULES, DTYPES, PARAMETERS, MOMENTS: the enumerators of `Rule`, `Dtype`, `ParameterFormat` and
+`MomentFormat` in csrc/cpu_adam/formats.hpp, in the order of their values.
 """
 
 KERNELS = ("infinity_update", "infinity_squares")
@@ -44,7 +43,6 @@ _PACKAGE = Path(__file__).parents[1]
 _SOURCE = "device.cu"
 _WARP = 32
 _BLOCK = 256
-"""Number of threads in a thread block of CUDA."""
 _OPTIONS = (
     "--std=c++17",
     "--device-as-default-execution-space",
@@ -59,9 +57,8 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"', re.MULTILINE)
 
 
 class UpdateKind(NamedTuple):
-    """A combination of an update rule and data formats, for which a kernel is compiled.
-
-    The fields are indices into RULES, DTYPES, PARAMETERS and MOMENTS.
+    """An update rule and data formats, for which a kernel is compiled: indices into RULES, DTYPES, PARAMETERS
+    and MOMENTS.
     """
 
     rule: int
@@ -82,45 +79,37 @@ _RULES_OF = {
     "Adagrad": (_cpu_adam.Rule.ADAGRAD,),
     "Lion": (_cpu_adam.Rule.LION,),
 }
-"""The update rules that the groups of a torch optimizer may need, by the name of the optimizer's class."""
+"""The name of a torch optimizer's class -> the update rules that its groups may need."""
 _MASTERS = {
     torch.float32: _cpu_adam.ParameterFormat.PLAIN,
     torch.float16: _cpu_adam.ParameterFormat.PLAIN_F16,
     torch.bfloat16: _cpu_adam.ParameterFormat.SPLIT,
 }
-"""How a parameter and its fp32 master are stored, by the dtype of the parameter in its page."""
+"""The dtype of a parameter in its page -> how the parameter and its fp32 master are stored."""
 
 
 def kinds_of(
     optimizer: str, gradient: torch.dtype, parameter: torch.dtype, moments: torch.dtype
 ) -> set[UpdateKind]:
-    """The kinds of updates that a torch optimizer may need.
-
-    optimizer: the name of the optimizer's class. gradient, parameter, moments: dtypes in which gradient
-    pages, parameter pages and optimizer pages hold these values.
+    """The kinds of updates that a torch optimizer may need. optimizer: the name of the optimizer's class.
+    gradient, parameter, moments: dtypes in the gradient pages, parameter pages and optimizer pages.
     """
     formats = GRAD_DTYPES[gradient].value, _MASTERS[parameter].value, MOMENT_FORMATS[moments].value
     return {UpdateKind(rule.value, *formats) for rule in _RULES_OF[optimizer]}
 
 
 class Kernels:
-    """The kernels that are loaded on one device, for the kinds of updates that were required so far."""
-
     def __init__(self, device: torch.device, kinds: Iterable[UpdateKind]) -> None:
-        """Load kernels for updates of `kinds`. Raises the same errors as `require`.
-
-        device: the device on which the kernels run. Kernels for the CPU are compiled with the package, for
-        all kinds.
+        """Load kernels for updates of `kinds` on `device`. Raises the errors of `require`. Kernels for the
+        CPU are compiled with the package, for all kinds.
         """
         self.device = device
         self._modules: dict[frozenset[UpdateKind], dict[str, _Function]] = {}
         self.require(kinds)
 
     def require(self, kinds: Iterable[UpdateKind]) -> None:
-        """Compile and load kernels that can do updates of all `kinds` in one launch.
-
-        Kernels that are already loaded are used again. Raises KernelError if the kernels cannot be compiled,
-        and DeviceError if the device does not accept the kernels.
+        """Load kernels that can do updates of all `kinds` in one launch, and compile them if necessary.
+        Raises KernelError if they cannot be compiled, and DeviceError if the device does not accept them.
         """
         self._functions(frozenset(kinds))
 
@@ -129,14 +118,14 @@ class Kernels:
     ) -> None:
         """Queue the kernel `name`, one of KERNELS, on torch's current stream.
 
-        warps: the least number of warps (32 threads each) to launch. arguments: the bytes of the kernel's
-        argument, a struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises
-        the same errors as `require`.
+        warps: the fewest warps (32 threads each) to launch. arguments: the bytes of the kernel's argument, a
+        struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises the errors
+        of `require`.
         """
         self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
     def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
-        """Find or load a CUDA module with kernels for all `kinds`; return the module's kernels by name."""
+        """Find or load a CUDA module with kernels for all `kinds`. Returns its kernels by name."""
         for known, functions in self._modules.items():
             if kinds <= known or self.device.type == "cpu":
                 return functions
@@ -152,15 +141,14 @@ class Kernels:
 
 
 def can_compile() -> bool:
-    """Whether NVRTC, the compiler for the device's kernels, is available."""
     return find_nvrtc() is not None
 
 
 def image(kinds: Iterable[UpdateKind], architecture: str) -> bytes:
-    """Return the compiled kernels for `kinds`, from the user's cache, or else compile and cache them.
+    """Return the compiled kernels for `kinds`, from the user's cache if they are there.
 
-    The result is a cubin for a real architecture such as "sm_90", or PTX for a virtual architecture such as
-    "compute_90". Raises KernelError if the kernels cannot be compiled.
+    architecture: a real one such as "sm_90" gives a cubin, a virtual one such as "compute_90" gives PTX.
+    Raises KernelError if the kernels cannot be compiled.
     """
     nvrtc = find_nvrtc()
     assert nvrtc is not None, "the plan checks can_compile() first"
@@ -190,13 +178,13 @@ def source(kinds: Iterable[UpdateKind]) -> tuple[str, dict[str, str]]:
 
 @functools.cache
 def _folder() -> Path:
-    """The folder with the sources of the kernels, in the installed package or in the source tree."""
+    """The folder of the kernels' sources, in the installed package or in the source tree."""
     installed = _PACKAGE / "kernels"
     return installed if installed.is_dir() else _PACKAGE.parent / "csrc" / "cpu_adam"
 
 
 def host_library() -> Path:
-    """The path of the shared library that holds the kernels compiled for the CPU."""
+    """The shared library of the kernels compiled for the CPU."""
     return _PACKAGE / "libinfinity_host_kernels.so"
 
 

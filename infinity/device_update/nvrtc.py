@@ -15,12 +15,9 @@ import torch
 from infinity.errors import KernelError
 
 _MAJORS = (13, 12, 11)
-"""Major versions of libnvrtc that are looked for, from the newest to the oldest."""
 
 
 class Nvrtc:
-    """A loaded NVRTC library."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -31,8 +28,8 @@ class Nvrtc:
     def compile(self, source: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
         """Compile CUDA source to a cubin, or to PTX if the options name a virtual architecture.
 
-        headers: the texts of included files, by the names in the `#include` lines. options: command line
-        options of NVRTC. Raises KernelError, with the log of the compiler, if the source cannot be compiled.
+        headers: name in an `#include` line -> text of the file. options: command line options of NVRTC.
+        Raises KernelError with the compiler's log.
         """
         program = ctypes.c_void_p()
         names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
@@ -70,10 +67,7 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc | None:
-    """Load NVRTC, in the major version of torch's CUDA if possible. Returns None if no NVRTC is found.
-
-    Later calls return the same object.
-    """
+    """Load NVRTC, in the major version of torch's CUDA if possible; None if there is none."""
     for library, builtins in _candidates():
         try:
             for each in builtins:  # otherwise NVRTC looks for builtins only in the loader's paths
@@ -85,11 +79,10 @@ def find_nvrtc() -> Nvrtc | None:
 
 
 def _candidates() -> Iterator[tuple[str, list[str]]]:
-    """Yield candidates for NVRTC, the best first, as (path or name of the library, paths of its builtins).
+    """Yield (path or name of the library, paths of the builtins that NVRTC opens), the best candidate first.
 
-    The builtins are libraries that NVRTC opens. Libraries in NVIDIA's wheels come first, followed by
-    libraries that the dynamic loader finds. Among both, the major version of torch's CUDA comes first, then
-    the newest version.
+    Libraries in NVIDIA's wheels come before those that the dynamic loader finds. Among both, the major
+    version of torch's CUDA comes first, then the newest version.
     """
     found = [
         (_major(library.name), library)

@@ -1,8 +1,7 @@
 """Device table: where the pieces of all parameters that the device updates lie, written once for a run.
 
-A chunk is a range of a unit's page that one job updates. A piece is the part of a parameter that lies in one
-chunk. The numpy dtypes here describe the structs of the native core; see [Note: device tables] in
-csrc/cpu_adam/device.hpp.
+A piece is the part of a parameter that lies in one chunk. The numpy dtypes describe the structs of the native
+core; see [Note: device tables] in csrc/cpu_adam/device.hpp.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, pa
 from infinity.device_update.workspace import PIECE_BYTES, WorkspaceSize
 
 TILE: int = _cpu_adam.TILE
-"""Number of elements that one warp updates. The elements that a parameter has in one chunk are divided into
-tiles of this many; the last tile may have fewer.
+"""Number of elements that one warp updates. A piece is divided into tiles of this size; the last may be
+shorter.
 """
 MOST_HYPERS: int = _cpu_adam.MOST_HYPERS
-"""Greatest number of different sets of hyper-parameters in one launch of the update kernel."""
+"""The most different sets of hyper-parameters in one launch of the update kernel."""
 MOST_PARAMETERS: int = _cpu_adam.MOST_PARAMETERS
-"""Greatest number of consecutive parameters of a DeviceTable that one launch of the update kernel covers."""
+"""The most consecutive parameters of a DeviceTable that one launch of the update kernel covers."""
 FOLDED_BYTES: int = _cpu_adam.FOLDED_BYTES
 
 _Struct: TypeAlias = "npt.NDArray[np.void]"
@@ -66,32 +65,31 @@ SQUARES_LAUNCH = np.dtype(
 
 @dataclass(frozen=True, slots=True)
 class DeviceChunk:
-    """The arrays of one chunk (a range of a unit's page) on the device, and the parameters that lie in it."""
+    """The arrays of one chunk on the device, and the parameters that lie in it."""
 
     work: Update
     """The arrays of the chunk, and one segment for each piece of a parameter.
 
     Each array has at most 2**32 - 1 elements, and `accumulated` is None. Only `start`, `count` and `index` of
-    a segment are used, because hyper-parameters and seeds are given anew for every update.
+    a segment are used; hyper-parameters and seeds are given for each update.
     """
     parameters: Sequence[Hashable]
-    """For each segment of `work`, the key of the parameter to which the segment belongs."""
+    """The key of the parameter of each segment of `work`."""
 
 
 class DeviceTable:
-    """A table in the device's memory that says where each piece of some chunks lies, sorted by parameter.
-
-    Its methods make the arguments of the kernels that use the table.
+    """A table in the device's memory that says where each piece of some chunks lies, sorted by parameter. Its
+    methods make the arguments of the kernels that use the table.
     """
 
     def __init__(self, chunks: Sequence[DeviceChunk], memory: torch.Tensor) -> None:
-        """Write the table of `chunks` into `memory`. Returns after the table has been written.
+        """Write the table of `chunks` into `memory`, and wait until it is there.
 
-        memory: a uint8 tensor on the device, with at least `WorkspaceSize.nbytes` elements for these chunks.
-        While the table is used, the caller keeps the tensor and writes nothing else into the tensor.
+        memory: a uint8 tensor on the device, with at least `WorkspaceSize.nbytes` elements for these chunks,
+        which the caller keeps and leaves unchanged while the table is used.
         """
         self.rows: dict[Hashable, int] = {}
-        """Key of a parameter -> the parameter's index in this table."""
+        """Key of a parameter -> its index in this table."""
         for chunk in chunks:
             for whose in chunk.parameters:
                 self.rows.setdefault(whose, len(self.rows))
@@ -103,22 +101,14 @@ class DeviceTable:
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
-        """Running sums of the numbers of tiles, int64 (pieces + 1,). A tile is TILE elements, for one warp.
-
-        Entry i is the number of tiles before piece i. The last entry is the number of all tiles.
-        """
+        """Number of tiles before each piece, and at the end of all: int64 (pieces + 1,)."""
         self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
-        """Running sums of the numbers of pieces, int64 (parameters + 1,).
-
-        Entry i is the number of pieces before parameter i. The last entry is the number of all pieces.
-        """
+        """Number of pieces before each parameter, and at the end of all: int64 (parameters + 1,)."""
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self._blocks_before = blocks[self.pieces]
         self.kinds = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in pieces}
-        """The different formats of pieces: tuples (gradient, parameter, moments) of the numbers that
-        `UpdateKind` has in its fields of these names.
-        """
+        """The formats that occur: tuples (gradient, parameter, moments) of the numbers in `UpdateKind`."""
         contents = (
             pieces,
             self.tiles.astype(np.uint32),
@@ -132,29 +122,22 @@ class DeviceTable:
         self._addresses = [part.data_ptr() for part in parts]
 
     def squares(self, memory: torch.Tensor) -> torch.Tensor:
-        """The sum of squares of each block of BLOCK gradient elements, float64 (blocks,), as a view of
-        `memory`.
-
-        The sums are valid after the launch of `squares_launch`. memory: the tensor that was given to the
-        constructor.
+        """The sum of squares of each block of BLOCK gradient elements, float64 (blocks,), a view of `memory`.
+        Valid after the launch of `squares_launch`. memory: the tensor given to the constructor.
         """
         return memory[: 8 * self.blocks].view(torch.float64)
 
     def place(self, whose: Hashable) -> slice:
-        """Where the result of `squares` has the sums of a parameter's blocks, in the parameter's order.
-
-        whose: the parameter's key, one of `DeviceChunk.parameters`.
-        """
+        """The range of a parameter's blocks in the result of `squares`. whose: the parameter's key."""
         row = self.rows[whose]
         return slice(int(self._blocks_before[row]), int(self._blocks_before[row + 1]))
 
     def update_launch(self, first: int, end: int) -> _Struct:
-        """Make the argument of the update kernel for the parameters [first, end) of the table.
+        """Make the argument of the update kernel for the parameters [first, end) of the table, as in `rows`.
 
-        first, end: indices as in `rows`. Returns a scalar array of the numpy dtype UPDATE_LAUNCH. It marks
-        all parameters as having no update. The caller writes the updates into its fields: `hypers`, sets of
-        hyper-parameters; `hyper`, for each parameter the index of its set; `seeds`, for each parameter the
-        seed of stochastic rounding.
+        Returns a scalar array of the numpy dtype UPDATE_LAUNCH in which no parameter has an update. The
+        caller sets `hypers`, sets of hyper-parameters; `hyper`, for each parameter the index of its set;
+        `seeds`, for each parameter the seed of stochastic rounding.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[1], self._addresses[2]
@@ -165,8 +148,8 @@ class DeviceTable:
     def squares_launch(self) -> _Struct:
         """Make the argument of the kernel that sums the squares of each block of BLOCK gradient elements.
 
-        Returns a scalar array of the numpy dtype SQUARES_LAUNCH. The kernel needs one warp for each of the
-        `blocks` blocks.
+        Returns a scalar array of the numpy dtype SQUARES_LAUNCH. The kernel needs a warp for each of `blocks`
+        blocks.
         """
         launch = np.zeros((), SQUARES_LAUNCH)
         launch["pieces"], launch["blocks"] = self._addresses[1], self._addresses[3]
@@ -174,7 +157,9 @@ class DeviceTable:
         return launch
 
     def _describe(self, chunk: DeviceChunk, pieces: _Struct) -> None:
-        """Write addresses, ranges and formats of the pieces of `chunk` into `pieces`, their table entries."""
+        """Write the addresses, ranges and formats of the pieces of `chunk` into `pieces`, their table
+        entries.
+        """
         work = chunk.work
         arrays = (
             *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),

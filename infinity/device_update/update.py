@@ -1,8 +1,7 @@
 """Device updates: optimizer updates of pages on the device, with the same bits as on the CPU.
 
-The kernels are compiled from the source of the CPU's kernels, and one thread computes one element
-([Note: one source] in csrc/cpu_adam/vec_warp.hpp). A step takes one launch for the sums of squares of all
-gradients, and one launch for the update of each unit.
+One thread computes one element ([Note: one source] in csrc/cpu_adam/vec_warp.hpp). A step takes one launch
+for the sums of squares of all gradients, and one launch for the update of each unit.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, DeviceChu
 
 
 class ParameterUpdate(NamedTuple):
-    """The hyper-parameters and the seed for the update of one parameter in one step."""
-
     hyper: Hyper
     seed: int
-    """The seed of stochastic rounding, a number of 32 bits; see cpu_adam.Segment."""
+    """The seed of stochastic rounding, 32 bits; see cpu_adam.Segment."""
 
 
 class DeviceUpdates:
     """Updates, on the device, of chunks whose arrays stay at the same addresses for a whole run."""
 
     def __init__(self, chunks: Sequence[DeviceChunk], memory: torch.Tensor, kernels: Kernels) -> None:
-        """Write a DeviceTable, which tells kernels where the arrays of `chunks` lie, into `memory`.
-
-        memory: a uint8 tensor on the device with at least `WorkspaceSize.nbytes` elements for `chunks`.
-        kernels: the kernels for the updates.
+        """Write the DeviceTable of `chunks` into `memory`, a uint8 tensor on the device with at least
+        `WorkspaceSize.nbytes` elements for `chunks`.
         """
         self.table = DeviceTable(chunks, memory)
         self.kernels = kernels
@@ -44,10 +39,10 @@ class DeviceUpdates:
         """Queue an optimizer step on the device for some of the parameters; other parameters do not change.
 
         updates: a parameter's key, as in `DeviceChunk.parameters` -> its update. scale: the factor of the
-        gradients, as in cpu_adam.Update. Gradients that are not finite are used like all others, as on the
-        CPU, and are not reported. The call allocates no memory on the device and does not wait for the
-        device. One launch is enough if the parameters' indices (`DeviceTable.rows`) span at most
-        MOST_PARAMETERS and they have at most MOST_HYPERS different hyper-parameters.
+        gradients, as in cpu_adam.Update. Gradients that are not finite are used like all others and are not
+        reported. The call allocates no device memory and does not wait for the device. One launch is enough
+        if the parameters' indices (`DeviceTable.rows`) span at most MOST_PARAMETERS and they have at most
+        MOST_HYPERS different hyper-parameters.
         """
         self.order()
         rows = sorted(
@@ -59,18 +54,16 @@ class DeviceUpdates:
     def measure(self) -> None:
         """Queue the computation of the sum of squares of each block of BLOCK elements of each gradient.
 
-        `DeviceTable.squares` gives the sums. The sum of a block is finite if and only if all its elements are
-        finite, because the square of any finite element is far below the largest value of float64.
+        `DeviceTable.squares` gives the sums. A sum is finite if and only if all elements of its block are,
+        because the square of any finite element is far below the largest float64.
         """
         self.order()
         table = self.table
         self.kernels.launch("infinity_squares", table.blocks, table.squares_launch().tobytes())
 
     def order(self) -> None:
-        """Make torch's current stream wait for the stream that was current at the previous call.
-
-        A backward pass may use several streams, which all read and write the same gradients on the device.
-        On the CPU the call does nothing.
+        """Make torch's current stream wait for the stream that was current at the previous call. A backward
+        may use several streams, which all read and write the same gradients. Does nothing on the CPU.
         """
         if self.kernels.device.type != "cuda":
             return
@@ -98,10 +91,8 @@ class DeviceUpdates:
 
 
 def _launches(rows: Sequence[tuple[int, ParameterUpdate]]) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
-    """Divide `rows` into as few launches as MOST_PARAMETERS and MOST_HYPERS allow.
-
-    rows: pairs (index of a parameter in the DeviceTable, its update), sorted by index. Yields the pairs of
-    each launch.
+    """Divide `rows` into as few launches as MOST_PARAMETERS and MOST_HYPERS allow. rows: pairs (index of a
+    parameter in the DeviceTable, its update), sorted by index. Yields the pairs of each launch.
     """
     start = 0
     hypers: set[Hyper] = set()

@@ -1,8 +1,7 @@
-"""The workspace of device updates: memory on the device that the plan reserves beside the pages.
+"""Device workspace: memory on the device that the plan reserves beside the pages for updates.
 
-A piece is the part of a parameter that lies in one chunk. The workspace holds a table of all pieces
-(infinity/device_update/table.py) and the sum of squares of each block of BLOCK gradient elements. This module
-computes sizes only.
+It holds a table of all pieces (infinity/device_update/table.py) and the sum of squares of each block of BLOCK
+gradient elements. This module computes sizes only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from infinity.layout.chunks import UnitLayout
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
-"""Size in bytes of an entry of a `DeviceTable`, which describes one piece of a parameter."""
+"""Bytes of an entry of a `DeviceTable`, which describes one piece of a parameter."""
 _LENGTH = 256
 """The length of every part of the workspace is a multiple of this number of bytes."""
 
@@ -32,11 +31,9 @@ class WorkspaceSize:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Sizes in bytes of the four parts of the workspace, in the order in which they lie.
-
-        The parts are: the sum of squares of each block, the table's entry of each piece, the number of tiles
-        before each piece, and the number of blocks before each piece. A tile is the elements that one warp
-        updates.
+        """Bytes of the four parts of the workspace, in order: the sum of squares of each block, the table's
+        entry of each piece, the number of tiles (elements of one warp) before each piece, and the number of
+        blocks before each piece.
         """
         counts = (
             8 * self.blocks,
@@ -48,12 +45,11 @@ class WorkspaceSize:
 
     @property
     def nbytes(self) -> int:
-        """Size of the workspace in bytes: a multiple of 4096."""
+        """A multiple of 4096."""
         return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
 def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
-    """The size of the workspace that updates of all parameters of `units` need."""
     pieces = [piece for unit in units for chunk in unit.chunks for piece in chunk.pieces]
     return WorkspaceSize(
         pieces=len(pieces),
@@ -62,9 +58,7 @@ def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
 
 
 def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
-    """Return the size of workspace that is enough for updates of parameters of these sizes, wherever the
-    ends of chunks cut the parameters into pieces.
-
+    """Return a workspace that is enough for parameters of these sizes, wherever chunks cut them into pieces.
     sizes: number of elements of each parameter. chunk_elements: length of a chunk in elements.
     """
     counts = list(sizes)

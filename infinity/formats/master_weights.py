@@ -2,9 +2,9 @@
 
 Let u be the 32 bits of the master as an integer. The bits of the parameter are (u + 0x8000) >> 16: the
 magnitude of the master is rounded to bfloat16, and ties are rounded up. The remainder is the signed
-difference, so that u = (parameter << 16) + remainder for every u. Ties could not be rounded to even: a tie
+difference, so that u = (parameter << 16) + remainder for every u. Ties are not rounded to even, because a tie
 that is rounded down would have the remainder 0x8000, which int16 cannot hold. 32-bit arithmetic that wraps
-around is sufficient in both directions, because only NaNs overflow, and NaNs are handled separately.
+around is sufficient, because only NaNs overflow, and NaNs are handled separately.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ _BLOCK = 1 << 17
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split flat float32 masters into bfloat16 parameters and int16 remainders of the same shape.
-
-    A NaN becomes a bfloat16 NaN with the remainder 0.
+    """Split flat float32 masters into bfloat16 parameters and int16 remainders of the same shape. A NaN
+    becomes a bfloat16 NaN with the remainder 0.
     """
     parameter = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
     remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
@@ -51,7 +50,7 @@ def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether flat float32 masters round to the values of a parameter of the same shape, in any dtype."""
+    """Whether flat float32 masters round to the values of a parameter of the same shape."""
     return torch.equal(rounded(master, parameter.dtype), parameter)
 
 

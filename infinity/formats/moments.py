@@ -1,13 +1,12 @@
 """Moments: the formats of an optimizer's moments in pages, and the codec of the int8 format.
 
-The format "fp32" stores float32 values, and "bf16" stores bfloat16 values. The format "int8" stores one
-byte, the code, for each element, and one biased exponent e for each block of CODE_BLOCK elements, where
-blocks are counted from the parameter's first element. The unit of a block is `s = 2**(e - 127 - span)`. A
-code c stands for the value `(y - 1) * s`, where y is the float32 number whose bits are the bits of 1.0 plus
-`c << 20`. A code therefore has three bits of mantissa. A code of a first moment (span 15) has four bits of
-exponent, and the highest bit of the byte is the sign. A code of a second moment (span 31) has five bits of
-exponent and no sign. This is the mu-law of ITU-T G.711 with more segments. If e is 255, all elements of the
-block are NaN.
+The format "fp32" stores float32 values, and "bf16" stores bfloat16 values. The format "int8" stores one byte,
+the code, for each element, and one biased exponent e for each block of CODE_BLOCK elements, counted from the
+parameter's first element. The unit of a block is `s = 2**(e - 127 - span)`. A code c stands for the value `(y
+- 1) * s`, where y is the float32 number whose bits are the bits of 1.0 plus `c << 20`. A code therefore has
+three bits of mantissa. A code of a first moment (span 15) has four bits of exponent, and its highest bit is
+the sign. A code of a second moment (span 31) has five bits of exponent and no sign. This is the mu-law of
+ITU-T G.711 with more segments. If e is 255, all elements of the block are NaN.
 
 The update kernels use the same codec, but round stochastically; see [Note: int8 codes] in
 csrc/cpu_adam/moments.inl. The functions here serve reads and writes outside of updates. They round to the
@@ -24,21 +23,13 @@ from infinity import _cpu_adam
 from infinity.cpu_adam import CODE_BLOCK
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-"""The dtype in which the elements of a moment are stored, by the format's name in `Precision.states`."""
+"""The dtype of a moment's elements, by the format's name in `Precision.states`."""
 
 FIRST_SPAN: int = _cpu_adam.FIRST_SPAN
-"""The span of first moments in the int8 format: the number that sets the units of their blocks.
-
-A block with the biased exponent e has the unit `2**(e - 127 - span)`, by which its decoded codes are
-multiplied. Codes of first moments have a sign bit.
-"""
+"""The span of first moments in the int8 format."""
 
 SECOND_SPAN: int = _cpu_adam.SECOND_SPAN
-"""The number that sets the scale of a block of second moments in the int8 format.
-
-A block with the biased exponent e has the scale `2**(e - 127 - SECOND_SPAN)`. A decoded code times the scale
-is the second moment. Codes of second moments have no sign bit. A second moment above 0 is never rounded to 0.
-"""
+"""The span of second moments in the int8 format. A second moment above 0 is never rounded to 0."""
 
 _SHIFT: int = _cpu_adam.CODE_BIT
 _ONE = 0x3F800000
@@ -70,10 +61,8 @@ def encode(values: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def decode(codes: torch.Tensor, exponents: torch.Tensor, span: int) -> torch.Tensor:
-    """Decode values of the int8 format to float32 CPU values of shape (n,).
-
-    codes: uint8 (n,). exponents: biased exponents of the blocks, uint8 (ceil(n / CODE_BLOCK),). span: the
-    span with which the values were encoded.
+    """Decode values of the int8 format to float32 CPU values of shape (n,). codes: uint8 (n,). exponents:
+    biased exponents of the blocks, uint8 (ceil(n / CODE_BLOCK),). span: as in `encode`.
     """
     values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
     for place, blocks in _components(codes.numel()):
@@ -105,12 +94,11 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
-    """Choose the biased exponent of each block of an int8 moment; return the exponents, int32 (rows,).
+    """Return the biased exponent of each block of an int8 moment, int32 (rows,).
 
-    A block gets the biased exponent of its largest element as a float32, but at least span + 1. If that
-    element is so near the next power of two that it would be rounded up to it, the block gets the next
-    exponent. magnitude: absolute values, float32 (rows, CODE_BLOCK), one block in each row. span: as in
-    `encode`.
+    It is that of the block's largest element as a float32, but at least span + 1; or the next one, if that
+    element would be rounded up to the next power of two. magnitude: absolute values, float32 (rows,
+    CODE_BLOCK), one block in each row. span: as in `encode`.
     """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
@@ -119,9 +107,8 @@ def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
 def _nearest(magnitude: torch.Tensor, exponent: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the int8 code nearest to each magnitude, for blocks whose exponents are given.
 
-    Returns (codes without the sign bit, int32 (rows, CODE_BLOCK); the sum over each row of the squared errors
-    of the decoded values, float64 (rows,)). magnitude: absolute values, float32 (rows, CODE_BLOCK), one block
-    in each row. exponent: the rows' biased exponents, int32 (rows,). span: as in `encode`.
+    Returns (codes without the sign bit, int32 (rows, CODE_BLOCK); the sum of squared errors of each row,
+    float64 (rows,)). magnitude, span: as in `_exponent`. exponent: the rows' biased exponents, int32 (rows,).
     """
     unit = _unit(exponent, span).unsqueeze(1)
     y = (magnitude.double() / unit.double() + 1).to(torch.float32)
@@ -137,10 +124,8 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """The unit of each block, float32: the factor s by which decoded codes are multiplied.
-
-    exponent: the blocks' biased exponents, int32. The exponent 255 gives NaN. Exponents below span + 1, such
-    as 0 in a page of zeros, count as span + 1.
+    """The unit of each block, float32. exponent: the blocks' biased exponents, int32; 255 gives NaN, and less
+    than span + 1, such as 0 in a page of zeros, counts as span + 1.
     """
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
@@ -148,7 +133,6 @@ def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
     """Divide a moment of `count` elements into parts of at most _BLOCKS blocks, to be converted one by one.
-
     Yields for each part (slice into the moment's elements, slice into the exponents of its blocks).
     """
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):

@@ -20,15 +20,15 @@ from infinity.config import round_up
 from infinity.tiers import PAGE_ALIGNMENT
 
 _COPIES = 6
-"""Number of copies of a matrix in fp32 that an update takes in RAM at most: the gradient, the momentum, the
-master, and the matrices of the iteration, or one of the first three while it is put together from parts.
+"""The most copies of a matrix in fp32 that an update takes in RAM: gradient, momentum, master, and the
+matrices of the iteration or one of the first three while it is gathered from chunks.
 """
 _COPIES_ON_DEVICE = 3
-"""The same for a device that computes the iteration alone, which takes at most five matrices in bf16."""
+"""The same for a device that runs only the iteration, which takes at most five matrices in bf16."""
 
 
 def bytes_in_ram(elements: int) -> int:
-    """Bytes of RAM, beside pages, in which a matrix of `elements` elements is updated."""
+    """Bytes of RAM, beside pages, that the update of a matrix of `elements` elements takes."""
     return round_up(_COPIES * 4 * elements, PAGE_ALIGNMENT)
 
 
@@ -53,9 +53,8 @@ class Muon:
     def update(
         self, master: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, device: torch.device
     ) -> None:
-        """Update a matrix and its momentum in place; `gradient` is overwritten.
-
-        All three are float32 (rows, columns) in RAM. device: where the iteration runs.
+        """Update a matrix and its momentum in place; `gradient` is overwritten. All three are float32 (rows,
+        columns) in RAM. device: where the iteration runs.
         """
         momentum.lerp_(gradient, 1 - self.momentum)
         blend = gradient.lerp_(momentum, self.momentum) if self.nesterov else momentum
@@ -64,7 +63,9 @@ class Muon:
         master.add_(direction, alpha=-self._rate(master.shape))
 
     def _orthogonal(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The iteration. matrix: bfloat16, which is overwritten. Returns a matrix of its shape and dtype."""
+        """Run the iteration on a bfloat16 matrix, which is overwritten. Returns a matrix of its shape and
+        dtype.
+        """
         a, b, c = self.ns_coefficients
         tall = matrix.size(0) > matrix.size(1)
         x = matrix.T if tall else matrix

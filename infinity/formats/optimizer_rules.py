@@ -39,39 +39,34 @@ class StateArray:
     """The name and dtype of a flat array that an optimizer page holds for each chunk."""
 
     name: str
-    """The name of the array.
-
-    "master" holds the fp32 masters of fp16 parameters. "remainder" holds the low 16 bits of fp32 masters,
-    which bf16 parameters lack (infinity/formats/master_weights.py). The array of a moment is named by the
-    moment's key in torch's state, such as "exp_avg". A moment of int8 codes has a second array for the
-    exponents of the codes, named by the same key with ".scale" appended. AVERAGE holds the running averages
-    of masters.
+    """"master": the fp32 masters of fp16 parameters. "remainder": the low 16 bits of fp32 masters, which bf16
+    parameters lack (infinity/formats/master_weights.py). A moment's key in torch's state, such as "exp_avg":
+    the moment; with ".scale" appended, the exponents of its int8 codes. AVERAGE: the running averages of
+    masters.
     """
     dtype: torch.dtype
     per: int = 1
     """Number of parameter elements that share one entry of the array."""
 
     def entries(self, start: int, count: int) -> tuple[int, int]:
-        """The entries of the array that belong to the chunk's elements [start, start + count).
-
-        start: a multiple of `per`. Returns (index of the first entry, number of entries).
+        """Return (index of the first entry, number of entries) for the chunk's elements [start, start +
+        count). start: a multiple of `per`.
         """
         return start // self.per, -(-count // self.per)
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The places of one chunk's state arrays in an optimizer page."""
+    """The layout of one chunk's state arrays in an optimizer page."""
 
     arrays: tuple[StateArray, ...]
     count: int
-    """Number of elements in the chunk."""
     offsets: tuple[int, ...] = field(init=False)
-    """Distance in bytes from the start of the chunk's states to each array of `arrays`; multiples of 4096."""
+    """Bytes from the start of the chunk's states to each array of `arrays`; multiples of 4096."""
     sizes: tuple[int, ...] = field(init=False)
-    """Size in bytes of each array of `arrays`, without padding."""
+    """Bytes of each array of `arrays`, without padding."""
     nbytes: int = field(init=False)
-    """Size in bytes of all arrays with padding: a multiple of 4096; 0 if there are no arrays."""
+    """Bytes of all arrays with padding: a multiple of 4096; 0 if there are no arrays."""
 
     def __post_init__(self) -> None:
         offsets, sizes, end = [], [], 0
@@ -85,10 +80,8 @@ class StateFormat:
         object.__setattr__(self, "nbytes", end)
 
     def place(self, name: str, start: int, count: int) -> tuple[int, int]:
-        """Where the array `name` holds its entries for the chunk's elements [start, start + count).
-
-        Returns (distance from the start of the chunk's states, size), both in bytes. Raises KeyError if
-        there is no array of this name.
+        """Return (bytes from the start of the chunk's states, bytes) of the entries of the array `name` for
+        the chunk's elements [start, start + count). Raises KeyError if there is no such array.
         """
         for array, offset in zip(self.arrays, self.offsets, strict=True):
             if array.name == name:
@@ -98,12 +91,11 @@ class StateFormat:
 
 
 def scale_of(moment: str) -> str:
-    """The name of the array that holds the exponents of the int8 codes of `moment`."""
+    """The name of the array with the exponents of the int8 codes of `moment`."""
     return f"{moment}.scale"
 
 
 def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
-    """The places of the state arrays `arrays` of a chunk of `count` elements."""
     return StateFormat(tuple(arrays), count)
 
 
@@ -135,28 +127,25 @@ def state_arrays(
 class Rule:
     """The update rule of an optimizer: its states, and the hyper-parameters of its updates.
 
-    `Rule.of` makes a rule; each family of optimizers has a subclass. A rule stores only options that
-    determine which states there are. Learning rates and all other options are read from the optimizer's
-    `param_groups` at every update.
+    `Rule.of` makes a rule. It stores only the options that determine which states there are. Learning rates
+    and all other options are read from the optimizer's `param_groups` at every update.
     """
 
     name: str
     """The name of the optimizer's class: that in torch.optim, or "Lion"."""
     moments: tuple[str, ...] = ()
-    """The keys of the moments in torch's state, in the order in which a page holds the moments."""
+    """The keys of the moments in torch's state, in the order of a page."""
     first_moment: str | None = None
     """The key of the moment that is passed as `cpu_adam.Update.first_moment`; None if there is none."""
     second_moment: str | None = None
-    """The key of the moment that is passed as `cpu_adam.Update.second_moment`; None if there is none."""
+    """The same for `second_moment`."""
     counts_steps: bool = False
     """Whether torch's state of a parameter has an entry "step", the number of updates."""
     from_the_start: bool = False
-    """Whether torch creates all states in the optimizer's constructor.
-
-    Otherwise torch creates the states of a parameter at the parameter's first update.
+    """Whether torch creates all states in the optimizer's constructor, and not at a parameter's first update.
     """
     states: str = "fp32"
-    """The format of the moments: "fp32", "bf16" or "int8", as in `Precision.states`."""
+    """The format of the moments, as in `Precision.states`."""
     average: float | None = None
     """The decay of the running averages of masters; None if there are none."""
     matrix: int = 0
@@ -171,8 +160,8 @@ class Rule:
 
         An 8-bit optimizer of bitsandbytes has moments in "int8". Raises UnsupportedOptimizer if the
         optimizer's type is not exactly AdamW, Adam, SGD, Adagrad or Muon of torch.optim or one of
-        `other_optimizers.NAMES`, or if an option is not implemented here. Raises ConfigError if the value
-        of an option is out of range, and for the reasons of `other_optimizers.recognised`.
+        `other_optimizers.NAMES`, or if an option is not implemented here. Raises ConfigError if the value of
+        an option is out of range, and the errors of `other_optimizers.recognised`.
         """
         known = [each for each in ("AdamW", "Adam", "SGD", "Adagrad", "Muon") if hasattr(torch.optim, each)]
         kind = type(optimizer)
@@ -194,15 +183,13 @@ class Rule:
 
     def arrays(self, dtype: torch.dtype) -> tuple[StateArray, ...]:
         """The arrays of an optimizer page, for parameters whose dtype in their parameter page is `dtype`.
-
         Raises ConfigError if parameters of this dtype cannot be trained.
         """
         return state_arrays(dtype, self.moments, self.states, average=self.average is not None)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The moments of a chunk, with the exponents of int8 codes, as arguments of `cpu_adam.Update`.
-
-        arrays: all state arrays of the chunk, by name. The result's keys are names of fields of `Update`.
+        """The moments of a chunk, with the exponents of int8 codes, by the names of fields of
+        `cpu_adam.Update`. arrays: all state arrays of the chunk, by name.
         """
         found = {}
         for which, moment in (("first", self.first_moment), ("second", self.second_moment)):
@@ -213,7 +200,7 @@ class Rule:
         return found
 
     def check(self, groups: Sequence[Group]) -> None:
-        """Check the options of all groups before anything is updated. Raises the same errors as `hyper`."""
+        """Check the options of all groups before anything is updated. Raises the errors of `hyper`."""
         for group in groups:
             self.hyper(group, 1, True)
 
@@ -221,14 +208,14 @@ class Rule:
         """The hyper-parameters for an update of parameters in `group`, from the group's current options.
 
         step: the number of the update, 1 for a parameter's first update. first: whether the parameter's
-        momentum buffer has no content yet. Raises UnsupportedOptimizer if an option is not implemented here.
-        Raises ConfigError if a value is out of range, or needs a moment that is not in `moments`.
+        momentum buffer is empty. Raises UnsupportedOptimizer if an option is not implemented here, and
+        ConfigError if a value is out of range, or needs a moment that is not in `moments`.
         """
         raise NotImplementedError
 
     def whole(self, group: Group) -> Muon:
-        """The options of an update of whole matrices in `group`, for a rule with a `matrix`; instead of
-        `hyper`, with the same errors.
+        """The options of an update of whole matrices in `group`, instead of `hyper` for a rule with a
+        `matrix`, with the same errors.
         """
         raise NotImplementedError
 
@@ -237,14 +224,13 @@ class Rule:
         return self.moments
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a group's options as the torch optimizer has them after loading a state dict.
-
-        group: that group in the state dict.
+        """Return the options that the torch optimizer has after it has loaded the group `group` of a state
+        dict.
         """
         return group
 
     def initial(self, moment: str) -> float:
-        """The value that all elements of the moment `moment` have before the first update."""
+        """The value of all elements of the moment `moment` before the first update."""
         return 0.0
 
 
@@ -264,8 +250,8 @@ class _AdamRule(Rule):
         )
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        # torch's AdamW keeps its decoupled weight decay, even if it loads a state dict of Adam. That of torch
-        # 2.6, which is no Adam, has no such option.
+        # torch's AdamW keeps its decoupled weight decay, even if it loads a state dict of Adam. In torch 2.6
+        # AdamW is not a subclass of Adam and has no such option.
         optional = self.name == "AdamW" and issubclass(torch.optim.AdamW, torch.optim.Adam)
         return {**group, "decoupled_weight_decay": True} if optional else group
 
@@ -304,9 +290,8 @@ class _SgdRule(Rule):
 @dataclass(frozen=True, kw_only=True)
 class _AdagradRule(Rule):
     accumulator: float
-    """The initial value of all sums of squares.
-
-    torch takes the value from the constructor's argument, even for a group that names another value.
+    """The initial value of all sums of squares: the constructor's argument, even if a group names another
+    value.
     """
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:
@@ -443,8 +428,8 @@ def _refuse(optimizer: str, group: Group, *options: str) -> None:
 def _number(name: str, value: Any, *, least: float = 0.0, below: float = math.inf) -> float:
     """Convert an option's value, a number or a tensor of one element, to a finite float in [least, below).
 
-    name: the name of the option, for error messages. Raises ConfigError if the value is not a number in this
-    range, and UnsupportedOptimizer if the value is a tensor that requires gradients.
+    name: for error messages. Raises ConfigError if the value is not a number in this range, and
+    UnsupportedOptimizer if it is a tensor that requires gradients.
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:

@@ -1,4 +1,4 @@
-"""Optimizers of other packages that have a rule here, recognised by their classes' names.
+"""Other optimizers: those of other packages that have a rule here, recognised by the names of their classes.
 
 No package is imported: an optimizer that exists has imported its own.
 """
@@ -27,7 +27,7 @@ def recognised(optimizer: torch.optim.Optimizer, states: str) -> tuple[str, str]
     """Return (the name of the optimizer's rule, the format of its moments); None for an unknown class.
 
     The format is "int8" for an 8-bit optimizer of bitsandbytes, and otherwise `states`, which is as in
-    `Precision.states`. Raises UnsupportedOptimizer for an option that has no equal here. Raises ConfigError
+    `Precision.states`. Raises UnsupportedOptimizer for an option that has no equivalent here, and ConfigError
     if the optimizer of bitsandbytes has taken a step, or if it has 8 bits and `states` is "bf16".
     """
     path = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -36,7 +36,7 @@ def recognised(optimizer: torch.optim.Optimizer, states: str) -> tuple[str, str]
         return _LION_PYTORCH[path], states
     if path not in _BITSANDBYTES:
         return None
-    # Options beside the groups. Some versions lack some of them.
+    # Options outside the groups. Some versions lack some of them.
     options: Any = getattr(optimizer, "args", None)
     for name, plain in (("percentile_clipping", 100), ("max_unorm", 0.0), ("skip_zeros", False)):
         _refuse(path, name, getattr(options, name, plain), plain)
@@ -56,8 +56,8 @@ def recognised(optimizer: torch.optim.Optimizer, states: str) -> tuple[str, str]
 
 
 def _check_overrides(optimizer: Any, path: str) -> None:
-    """Refuse options that bitsandbytes' GlobalOptimManager has for single parameters. The number of bits
-    alone changes nothing here: all moments have one format.
+    """Refuse options that bitsandbytes' GlobalOptimManager has for single parameters. The number of bits is
+    accepted: all moments have one format here.
     """
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     manager = getattr(optimizer, "mng", None)
