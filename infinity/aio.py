@@ -1,20 +1,20 @@
-"""Asynchronous file I/O for the NVMe tier: one engine per path, one future per request.
+"""Asynchronous file I/O: one engine per path, one future per request, for the NVMe tier.
 
 An `Engine` has a submission thread of its own and a backend: the first of io_uring, libaio and plain threads
 that works in the engine's directory. Requests may have any size, offset and address, and are cut into blocks.
-Blocks that O_DIRECT does not take go through the page cache, and `Engine.stats` counts their bytes. Every
-result is checked. Short transfers are continued, EAGAIN and EINTR are retried. Any other error is raised by
-the future of its request, and leaves the engine usable.
+Blocks that O_DIRECT does not take go through the page cache, and `Engine.stats` counts their bytes. Short
+transfers are continued, EAGAIN and EINTR are retried. Any other error is raised by the future of its request,
+and leaves the engine usable.
 
 What the caller must know:
 
 - A request's buffer belongs to the engine until the request's future is done. The engine keeps the buffer's
   owner alive, even if the future is dropped.
 - Requests that are in flight together are not ordered, whether they overlap or not. If a request must come
-  after another request, wait for the other request first. `sync` makes those writes durable whose futures
-  were done when `sync` was called.
-- `wait` and `result` raise the request's error. If a future is dropped without a call of `wait` or `result`,
-  its error only counts in `Engine.stats.failures`.
+  after another, wait for the other first. `sync` makes those writes durable whose futures were done when
+  `sync` was called.
+- `wait` and `result` raise the request's error. The error of a future that is dropped without them only
+  counts in `Engine.stats.failures`.
 - In a forked child every request raises ConfigError. Make new engines in the child.
 """
 
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 _MOST_STRIPES = 65536
-"""The largest weight of a file in a Volume; see `Volume`."""
 
 BACKENDS = ("io_uring", "libaio", "threads")
 """Names of the backends, in the order in which they are tried."""
@@ -63,11 +62,9 @@ class BackendReport:
 
     name: str
     ok: bool
-    """Whether the backend works."""
     direct: bool
-    """Whether the backend works with O_DIRECT."""
     reason: str
-    """The reason why the backend does not work, or works only through the page cache; otherwise empty."""
+    """Why the backend does not work, or works only through the page cache; "" otherwise."""
     features: str
     """Optional features of the kernel that the backend found and uses, as text for users."""
 
@@ -79,10 +76,10 @@ class DirectoryReport:
     direct: bool
     """Whether the file system says that it supports O_DIRECT."""
     memory_alignment: int
-    """Number of bytes that memory addresses must be multiples of for O_DIRECT."""
+    """Memory addresses must be multiples of this many bytes for O_DIRECT."""
     offset_alignment: int
-    """Number of bytes, at least a page, that offsets and lengths must be multiples of for O_DIRECT. See the
-    note "unaligned parts" in csrc/aio/file.hpp.
+    """Offsets and lengths must be multiples of this many bytes, at least a page, for O_DIRECT. See the note
+    "unaligned parts" in csrc/aio/file.hpp.
     """
     backends: tuple[BackendReport, ...]
 
@@ -93,13 +90,13 @@ class Facts:
 
     chosen: BackendReport
     rejected: tuple[BackendReport, ...]
-    """Backends that were tried before the chosen backend and did not work."""
+    """Backends that were tried before the chosen one and did not work."""
     depth: int
     block_bytes: int
     registered_bytes: int
     """Bytes of the buffers that are registered with the kernel, by `register_buffer`."""
     registration_failure: str
-    """The reason why the last call of `register_buffer` failed; empty if it did not fail."""
+    """Why the last call of `register_buffer` failed; "" if it did not."""
 
     @property
     def backend(self) -> str:
@@ -111,8 +108,8 @@ class EngineStats:
     """Counts since the engine was made, for reads, writes and syncs.
 
     A request is one call of `read`, `write` or `sync`, and is cut into blocks. A transfer is one submission
-    of a block to the kernel, so a block that is submitted again counts again. Bytes are those that the
-    kernel has moved.
+    of a block to the kernel, so a block that is submitted again counts again. Bytes are those that the kernel
+    has moved.
     """
 
     read_requests: int
@@ -128,31 +125,26 @@ class EngineStats:
     sync_transfers: int
     sync_busy_seconds: float
     failures: int
-    """Number of requests that ended with an error, including those whose futures were never waited for."""
+    """Requests that ended with an error, including those whose futures were never waited for."""
     retries: int
-    """Number of transfers that were submitted again after EAGAIN, after EINTR, or after a write of zero
-    bytes.
-    """
+    """Transfers that were submitted again after EAGAIN, after EINTR, or after a write of zero bytes."""
     short_transfers: int
     buffered_bytes: int
     """Bytes that went through the page cache instead of O_DIRECT."""
     verified_bytes: int
-    """Bytes of reads that were those of their checksums, which were known; see `Engine.open`."""
+    """Bytes of reads that were compared with their checksums; see `Engine.open`."""
     queue_peak: int
-    """The largest number of requests that waited in the engine's queue at one time."""
+    """The most requests that waited in the engine's queue at one time."""
     in_flight_peak: int
-    """The largest number of transfers that were in flight at one time."""
     waits: int
-    """Number of times that the submission thread called its backend to submit transfers and to wait for
-    completions.
-    """
+    """Calls of the submission thread to its backend, to submit transfers and to wait for completions."""
 
 
 def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
     """Test every backend by writing and reading back a few pages of a temporary file in `directory`.
 
     directory: None tests the backends on a file in memory, which shows only that their system calls are
-    allowed. Raises StorageError where no file can be made, StorageFull where the file system is full.
+    allowed. Raises StorageError if no file can be made, StorageFull if the file system is full.
     """
     found = _aio.probe(None if directory is None else os.fspath(directory))
     backends = tuple(BackendReport(**report) for report in found.pop("backends"))
@@ -162,15 +154,15 @@ def probe(directory: str | os.PathLike[str] | None) -> DirectoryReport:
 class Engine(_aio.Engine):
     """Asynchronous I/O on one device.
 
-    directory: any directory on the device, in which backends are tested; None tests them on a file in
-    memory. backend: "auto" or one of BACKENDS. "auto" takes the backend that the environment variable
-    INFINITY_AIO names, or else the first backend that works. block_bytes: requests are cut into blocks of
-    this many bytes. depth: the most blocks in flight.
+    directory: any directory on the device, in which backends are tested; None tests them on a file in memory.
+    backend: "auto" or one of BACKENDS. "auto" takes the backend that the environment variable INFINITY_AIO
+    names, or else the first backend that works. block_bytes: requests are cut into blocks of this many bytes.
+    depth: the most blocks in flight.
 
     write_slack: seconds that are added to the deadlines of writes. Blocks go out in the order of their
-    deadlines. Unless the call names a deadline, it is the moment of the request for a read, and
-    `write_slack` seconds later for a write. Reads therefore go ahead of writes, and writes never starve.
-    faults: faults to inject between the engine and its backend, for tests.
+    deadlines. Unless the call names a deadline, it is the moment of the request for a read, and `write_slack`
+    seconds later for a write. So reads go ahead of writes, and writes never starve. faults: faults to inject
+    between the engine and its backend, for tests.
 
     Raises ConfigError (with the reason) for an unknown or unavailable backend, StorageError for a directory
     that cannot be written, StorageFull for a directory without room.
@@ -208,10 +200,10 @@ class Engine(_aio.Engine):
         write: False opens the file for reading only. verify: whether reads are compared with what was written
         through this File. The engine then keeps a CRC-32C of each 4096 bytes that are written or read, up to
         the present size of the file: 4 bytes of RAM each. Nobody else may write to the file, and 4096 bytes
-        that were not written yet must stay those of their first read. Not compared are 4096 bytes of which a
-        read covers a part, or of which only a part was written last.
+        that were not written yet must not change after their first read. Not compared are 4096 bytes of which
+        a read covers a part, or of which only a part was written last.
 
-        Raises StorageError (with errno) where the system refuses, ConfigError for pipes and other types of
+        Raises StorageError (with errno) if the system refuses, ConfigError for pipes and other types of
         files.
         """
         return super().open(os.fspath(path), write, verify)
@@ -242,8 +234,8 @@ class Volume(_aio.Volume):
     parts: pairs of (file, weight), where weight is an int from 1 to 65536. The range is cut into stripes of
     `stripe_bytes` bytes. A pattern of as many stripes as the sum of the weights repeats over the range, and
     `weight` stripes of each repetition lie in the pair's file. base: offset in every file, in bytes, at which
-    its stripes begin. The attribute `map`, a StripeMap, says where each byte lies. It follows from the
-    weights, `stripe_bytes` and `base` alone, so it can be rebuilt from them.
+    its stripes begin. The attribute `map`, a StripeMap, says where each byte lies, and follows from the
+    weights, `stripe_bytes` and `base` alone.
 
     `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """

@@ -1,4 +1,4 @@
-"""The user's cache: small files of this package, each of which is replaced as a whole."""
+"""User's cache: small files of this package, each of which is replaced as a whole."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ def cache_file(name: str) -> Path:
 
 
 class JsonFile(Generic[Content]):
-    """A JSON file in the user's cache. The constructor reads it into the attribute `content`.
-
-    A file that is absent or cannot be used counts as empty.
+    """A JSON file in the user's cache, read into `content`. A file that is absent or cannot be used counts as
+    empty.
     """
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
         """Read the cached file `name`.
 
-        understand: a function that turns the parsed JSON into the content. For JSON that does not have the
-        form in which `save` writes, the function raises ValueError (with the reason as text), TypeError,
-        KeyError or AttributeError. empty: the content if the file is absent, or cannot be read or understood.
+        understand: turns the parsed JSON into the content. For JSON in another form than `save` writes it
+        raises ValueError (with the reason as text), TypeError, KeyError or AttributeError. empty: the content
+        if the file is absent, or cannot be read or understood.
         """
         self.path = cache_file(name)
         self.content = empty
         self.ignored: str | None = None
-        """The reason why an existing file counts as empty; None where the file is absent or was read."""
+        """Why an existing file counts as empty; None if the file is absent or was read."""
         try:
             self.content = understand(json.loads(_content(self.path)))
         except FileNotFoundError:
@@ -52,15 +51,14 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file with `content` as JSON, in one step; the attribute `content` stays as it was read.
-
+        """Replace the file with `content` as JSON, in one step; the attribute `content` does not change.
         Returns whether the operating system allowed it; no error is raised.
         """
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """The content of a file; None where the file is absent, empty, or cannot be read."""
+    """The content of a file; None if the file is absent, empty, or cannot be read."""
     try:
         return _content(path) or None
     except OSError:
@@ -68,7 +66,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def _content(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError; for a FIFO, too, which would make the reader wait."""
+    """Read a regular file. Raises OSError, for a FIFO as well: reading it would wait for a writer."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
@@ -76,9 +74,8 @@ def _content(path: Path) -> bytes:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Replace a file in one step, so that no reader sees a partial file.
-
-    Returns whether the operating system allowed it; no error is raised.
+    """Replace a file in one step, so that no reader sees a partial file. Returns whether the operating system
+    allowed it; no error is raised.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

@@ -17,7 +17,7 @@ from infinity.system import machine
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """The text of a path. Raises ConfigError for a value that cannot be a path, of whatever type."""
+    """The text of a path. Raises ConfigError for a value of any type that cannot be a path."""
     try:
         text = os.fspath(path)
         if not isinstance(text, str):
@@ -32,8 +32,8 @@ def path_text(path: str | os.PathLike[str]) -> str:
 def check_directory(directory: str | os.PathLike[str]) -> Path:
     """Check that `directory` can hold pages, and return its path without symbolic links.
 
-    Raises StorageError for a directory that is missing, cannot be reached, or is in RAM. Raises ConfigError
-    for a value that cannot be a path.
+    Raises StorageError for a directory that is missing, cannot be reached, or is in RAM, and ConfigError for
+    a value that cannot be a path.
     """
     directory = path_text(directory)
     with storage_errors("open", directory):
@@ -53,14 +53,11 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def make_directory(directory: str | os.PathLike[str], made: list[str]) -> Path:
-    """Make a directory that can hold pages, and its parents, where they are missing. Returns its path without
-    symbolic links.
+    """Make a directory that can hold pages, and its missing parents. Returns its path without symbolic links.
 
-    A directory that is made has mode 0700. Its parents have the modes that the umask leaves, and their owner
-    may use them. Directories that exist are not changed. made: the directories made are appended to it, from
-    the outermost on, also before an error; see `unmake`.
-
-    Raises the errors of `check_directory`, before anything is made, and StorageError.
+    The new directory has mode 0700. New parents have the modes that the umask leaves, and all rights of the
+    owner. made: the new directories are appended to it, the outermost first, also before an error; see
+    `unmake`. Raises the errors of `check_directory`, before anything is made, and StorageError.
     """
     nearest = os.path.join(os.curdir, Path(path_text(directory)))
     missing: list[str] = []
@@ -90,20 +87,18 @@ def unmake(made: list[str]) -> None:
 
 
 def free_bytes(path: str | os.PathLike[str] | int) -> int:
-    """Bytes that this user may still take on a file system.
-
-    path: any path on the file system, or the descriptor of an open file there.
+    """Bytes that this user may still take on a file system. path: any path on the file system, or the
+    descriptor of an open file there.
     """
     room = os.statvfs(path)
     return room.f_bavail * room.f_frsize
 
 
 def preallocate(descriptor: int, nbytes: int, path: str | os.PathLike[str]) -> None:
-    """Take room on disk for `nbytes` bytes of an open file now, so that no later write meets a full disk.
+    """Allocate disk blocks for `nbytes` bytes of an open file, so that no later write meets a full disk.
 
-    Bytes that the file has already stay as they are. path: the file's path or directory, to be named in
-    errors. Raises StorageFull if the file system does not have that much room, StorageError for every other
-    error.
+    Existing bytes of the file do not change. path: the file's path or directory, for errors. Raises
+    StorageFull if the file system lacks the bytes, StorageError for every other error.
     """
     available = free_bytes(descriptor)
     missing = nbytes - os.fstat(descriptor).st_blocks * 512
@@ -130,11 +125,8 @@ def is_at(descriptor: int, path: str | os.PathLike[str]) -> bool:
 
 
 def nameless_file(directory: str) -> int:
-    """Make a file without a name in `directory` and return its descriptor. Raises StorageError if this
-    fails.
-
-    Where the file system cannot make such a file (O_TMPFILE), a file with a name is made, and the name is
-    removed at once.
+    """Make a file without a name in `directory` and return its descriptor. Raises StorageError. Where the
+    file system has no O_TMPFILE, a file with a name is made, and the name is removed at once.
     """
     try:
         with storage_errors("create a file in", directory):

@@ -1,13 +1,12 @@
-"""Disk files: the operations by which files other than pages reach a disk: manifests, slab headers, names.
+"""Disk files: the operations on files other than pages: manifests, slab headers, names.
 
-Every operation goes through a `DiskFiles`, so that tests can record it or make it fail. The I/O engine writes
-pages; its `Faults` does the same for them (infinity/aio.py).
+Every operation goes through a `DiskFiles`, so that tests can record it or make it fail. For pages, which the
+I/O engine writes, its `Faults` does the same (infinity/aio.py).
 
-[Note: what a crash keeps]
-A crash keeps the bytes of a file that were written before the last `sync` of the file began, and any part of
-the bytes that were written later. It keeps the names of a directory (creations, renames, removals) from
-before the last `sync_directory`, and any number of the later changes. So a file is first written and synced,
-then renamed, and then its directory is synced.
+[Note: what a crash keeps] A crash keeps the bytes of a file that were written before the last `sync` of the
+file began, and any part of the bytes that were written later. It keeps the names of a directory (creations,
+renames, removals) from before the last `sync_directory`, and any number of the later changes. So a file is
+first written and synced, then renamed, and then its directory is synced.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _CURES: Mapping[int, str] = {
 
 
 class Observer(Protocol):
-    """What a test is told of each operation of a `DiskFiles`."""
+    """Receives each operation of a `DiskFiles`, for tests."""
 
     def begins(self, operation: str, path: str, *, target: str, offset: int, data: bytes) -> int:
         """Called before an operation, which fails if this call raises OSError. Returns a ticket for `ended`.
 
         operation: "create", "open", "lock", "write", "sync", "rename", "sync directory", "remove" or "read".
-        path: the file or directory. target: the new path of a rename, else "". offset, data: of a write,
-        else 0 and b"".
+        path: the file or directory. target: the new path of a rename, else "". offset, data: of a write, else
+        0 and b"".
         """
         ...
 
@@ -51,16 +50,16 @@ class Observer(Protocol):
 
 
 class DiskFiles:
-    """Operations on files and directories. All raise StorageError, and StorageFull for a full disk."""
+    """Operations on files and directories. All raise StorageError, and StorageFull for a full disk. The
+    argument `path` of operations on a descriptor is for errors.
+    """
 
     def __init__(self, observer: Observer | None = None) -> None:
-        """observer: is told of every operation, and can make it fail; for tests."""
         self._observer = observer
 
     def create(self, path: str | os.PathLike[str], data: bytes) -> None:
-        """Make a new file with mode 0600, write `data` and sync the file.
-
-        If an operation fails, no file is left. Raises StorageError (EEXIST) if the path exists.
+        """Make a new file with mode 0600, write `data` and sync the file. If an operation fails, no file is
+        left. Raises StorageError (EEXIST) if the path exists.
         """
         where = os.fspath(path)
         descriptor = self.create_open(where)
@@ -75,16 +74,14 @@ class DiskFiles:
             os.close(descriptor)
 
     def create_open(self, path: str | os.PathLike[str]) -> int:
-        """Make a new, empty file with mode 0600, and open it to read and write. Returns the descriptor.
-
-        The owner may read and write the file whatever the process's umask is. Raises StorageError (EEXIST) if
-        the path exists.
+        """Make a new, empty file, and open it to read and write. Returns the descriptor. Its mode is 0600,
+        whatever the umask is. Raises StorageError (EEXIST) if the path exists.
         """
         with self._operation("create", os.fspath(path)):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             descriptor = os.open(path, flags, 0o600)
             try:
-                # File systems that keep no modes give more, and refuse to change it.
+                # File systems that keep no modes give more rights, and refuse to change them.
                 if os.fstat(descriptor).st_mode & 0o600 != 0o600:
                     os.fchmod(descriptor, 0o600)
             except OSError:
@@ -94,9 +91,8 @@ class DiskFiles:
             return descriptor
 
     def open(self, path: str | os.PathLike[str]) -> int:
-        """Open a regular file that exists to read and write. Returns the descriptor.
-
-        Raises StorageError for anything else: ELOOP for a symbolic link, EINVAL for a FIFO or a device.
+        """Open a regular file that exists to read and write. Returns the descriptor. Raises StorageError for
+        anything else: ELOOP for a symbolic link, EINVAL for a FIFO or a device.
         """
         with self._operation("open", os.fspath(path)):
             # O_NONBLOCK: a FIFO must not make this call wait.
@@ -107,15 +103,13 @@ class DiskFiles:
             return descriptor
 
     def lock(self, descriptor: int, path: str | os.PathLike[str]) -> None:
-        """Take the POSIX record lock of an open file for this process, without waiting. path: for errors.
-
-        Raises StorageError (EAGAIN or EACCES) if another process has the lock.
+        """Take the POSIX record lock of an open file for this process, without waiting. Raises StorageError
+        (EAGAIN or EACCES) if another process has the lock.
         """
         with self._operation("lock", os.fspath(path)):
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def write(self, descriptor: int, path: str | os.PathLike[str], offset: int, data: bytes) -> None:
-        """Write `data` to an open file at byte `offset`. path: the file's path, for errors."""
         with self._operation("write", os.fspath(path), offset=offset, data=data):
             left = memoryview(data)
             while left:
@@ -123,17 +117,16 @@ class DiskFiles:
                 left, offset = left[done:], offset + done
 
     def sync(self, descriptor: int, path: str | os.PathLike[str]) -> None:
-        """Make the content of an open file durable (fsync). path: the file's path, for errors."""
+        """Make the content of an open file durable (fsync)."""
         with self._operation("sync", os.fspath(path)):
             os.fsync(descriptor)
 
     def rename(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        """Give a file a new name in the same file system. A file that has this name is replaced."""
+        """Rename a file within its file system. A file that has the new name is replaced."""
         with self._operation("rename", os.fspath(path), target=os.fspath(target)):
             os.rename(path, target)
 
     def sync_directory(self, path: str | os.PathLike[str]) -> None:
-        """Make the names in a directory durable."""
         with self._operation("sync directory", os.fspath(path)):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:

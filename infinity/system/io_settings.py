@@ -1,4 +1,4 @@
-"""I/O settings of each disk: found by `infinity tune`, kept in the user's cache, used by all I/O."""
+"""I/O settings: those of each disk, found by `infinity tune`, kept in the user's cache, used by all I/O."""
 
 from __future__ import annotations
 
@@ -25,12 +25,9 @@ _AND = " + "
 
 @dataclass(frozen=True, order=True)
 class IoSettings:
-    """Settings of an I/O engine."""
-
     backend: str
     """One of `infinity.aio.BACKENDS`, or "auto" for the first backend that works."""
     block_bytes: int
-    """Bytes of the blocks that requests are cut into."""
     depth: int
     """The most blocks in flight. The threads backend has this number of threads, but at most 16."""
 
@@ -45,15 +42,12 @@ DEFAULT = IoSettings("auto", 4 << 20, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskProfile:
-    """What `infinity tune` found for one disk.
-
-    `read`, `write` and `mixed` are bytes per second with `settings`; for `mixed`, half of the bytes are
-    read and half are written.
+    """What `infinity tune` found for one disk. `read`, `write` and `mixed` are bytes per second with
+    `settings`; for `mixed`, half of the bytes are read and half are written.
     """
 
     settings: IoSettings
     path: str
-    """The directory in which the disk was measured."""
     read: float
     write: float
     mixed: float
@@ -68,19 +62,15 @@ class StripeProfile:
     """What `infinity tune` found for several disks that are used together."""
 
     shares: tuple[float, ...]
-    """For each disk, the fraction of all bytes that the disk holds. These fractions can be given as the
-    `speeds` of `infinity.tiers.striping.choose_striping`.
-    """
+    """The fraction of all bytes on each disk: `speeds` of `infinity.tiers.striping.choose_striping`."""
     mixed: float
     """Bytes per second of all disks together, when half of the bytes are read and half are written."""
     at: str
-    """The time of the measurement, in UTC, as ISO 8601 text."""
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """Return a text that identifies the disk on which an existing directory lies.
-
-    The text names the host, the numbers of the block device, the file system and the kernel.
+    """Return a text for the disk of an existing directory: the host, the block device, the file system and
+    the kernel.
     """
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
@@ -88,20 +78,18 @@ def disk_key(directory: str | os.PathLike[str]) -> str:
 
 
 def now() -> str:
-    """Return the present time in UTC, as the ISO 8601 text that profiles contain."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""The two dicts in `Profile`'s file: entries of single disks by `disk_key`, and entries of sets of disks by
+"""The two dicts in `Profile`'s file: entries of single disks by `disk_key`, and of sets of disks by
 `_key_of_all`.
 """
 
 
 class Profile:
-    """The file in the user's cache with everything that `infinity tune` found.
-
-    A file that is absent or cannot be used counts as empty.
+    """The findings of `infinity tune` in the user's cache. A file that is absent or cannot be used counts as
+    empty.
     """
 
     def __init__(self) -> None:
@@ -109,25 +97,18 @@ class Profile:
         self._disks, self._stripes = self._file.content
         self.path = self._file.path
         self.note: str | None = None
-        """A text for users that says why an existing file is ignored; None where the file is absent or was
-        read.
-        """
+        """Why an existing file is ignored, for users; None if the file is absent or was read."""
         if self._file.ignored is not None:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """Return what `infinity tune` found for the disk under an existing directory.
-
-        The result is None if the disk was not tuned.
-        """
+        """What `infinity tune` found for the disk under an existing directory; None if it was not tuned."""
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """Return what `infinity tune` found for the disks under these directories, used together.
-
-        The result is None if these disks were not tuned together. Its shares are in the order of
-        `directories`.
+        """What `infinity tune` found for these disks together, with shares in the order of `directories`;
+        None if they were not tuned together.
         """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
@@ -139,22 +120,19 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Set what was found for the disk under `directory`, in memory only; `save` writes everything to
-        the file.
-        """
+        """Set what was found for the disk under `directory`, in memory only; see `save`."""
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Set what was found for several disks that are used together, in memory only. `save` writes
-        everything to the file. The shares of `found` are in the order of `directories`.
+        """Set what was found for several disks together, in memory only; see `save`. The shares of `found`
+        are in the order of `directories`.
         """
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Replace the file, in one step, by one with all entries that this object has: read or set.
-
-        Returns whether the operating system allowed it; no error is raised.
+        """Replace the file, in one step, by one with all entries that this object has read or set. Returns
+        whether the operating system allowed it; no error is raised.
         """
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
@@ -179,10 +157,8 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """Read from the user's cache which fraction of all bytes each of `directories` should hold.
-
-    The fractions are those that `infinity tune` found, in the order of `directories`. The result is None if
-    these directories were not tuned together.
+    """The fraction of all bytes that each of `directories` should hold, as `infinity tune` found; None if
+    they were not tuned together.
     """
     found = Profile().stripes(directories)
     return None if found is None else found.shares
@@ -225,10 +201,10 @@ def open_engine(
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
     """Return (key, order): the text that identifies a set of disks in `Profile`'s file, and the order in
-    which this text names the disks.
+    which it names the disks and in which their shares are stored.
 
     The key is the same for every order of `directories`. order[i] is the index in `directories` of the disk
-    that the key names as number i, counted from 0. The file has a set's shares in this order, too.
+    that the key names as number i, counted from 0.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -236,9 +212,8 @@ def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, lis
 
 
 def _findings(found: Any) -> _Findings:
-    """Check the parsed JSON of the profile's file, and return its entries of disks and of stripes.
-
-    Raises ValueError, TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
+    """Check the parsed JSON of the profile's file, and return its entries of disks and of stripes. Raises
+    ValueError, TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
     """
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
@@ -252,9 +227,8 @@ def _findings(found: Any) -> _Findings:
 
 
 def _disk_profile(entry: Any) -> DiskProfile:
-    """Check a disk's JSON entry, and return it as a DiskProfile.
-
-    Raises ValueError, TypeError or KeyError for an entry that was not made from a DiskProfile.
+    """Check a disk's JSON entry, and return it as a DiskProfile. Raises ValueError, TypeError or KeyError for
+    an entry that was not made from a DiskProfile.
     """
     settings = IoSettings(**entry["settings"])
     if settings.backend not in BACKENDS:

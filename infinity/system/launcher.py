@@ -1,7 +1,7 @@
-"""Launcher: what torchrun, or whatever else has started the ranks, says in the environment, and the file in
-which torchrun looks for the error of a rank.
+"""Launcher: the environment variables of torchrun or another launcher of ranks, and the file in which
+torchrun looks for the error of a rank.
 
-A number that a variable gives raises ConfigError if it is none. A variable that is empty counts as absent.
+A variable that should be a number and is not raises ConfigError. An empty variable counts as absent.
 """
 
 from __future__ import annotations
@@ -18,28 +18,23 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 def world_size() -> int:
-    """Number of processes that were started together."""
     return _number("WORLD_SIZE", 1, least=1)
 
 
 def rank() -> int:
-    """This process's number among all of them."""
     return _number("RANK", 0)
 
 
 class RankLocation(NamedTuple):
-    """Where a rank runs."""
-
     node: int
-    """Number of its node."""
     rank: int
-    """Its number among the ranks of the node."""
+    """Among the ranks of the node."""
     ranks: int
-    """Number of ranks there."""
+    """On the node."""
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its node; 0 if the launcher does not say."""
+    """This process's index among the ranks of its node; 0 if the launcher does not say."""
     return _number("LOCAL_RANK", 0)
 
 
@@ -50,15 +45,13 @@ def location() -> RankLocation | None:
 
 
 def keeps_store() -> bool:
-    """Whether the launcher keeps the store of the ranks; else rank 0 does."""
+    """Whether the launcher, and not rank 0, keeps the ranks' store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def start_number() -> int:
-    """How often the launcher has started the ranks again with the same store, in which the former ranks have
-    left what they said.
-
-    Raises ConfigError if it may do so on several nodes: there the numbers of starts differ by node.
+    """How often the launcher has restarted the ranks with the same store, which still has the entries of
+    earlier starts. Raises ConfigError if it may restart them on several nodes, which count starts separately.
     """
     if not keeps_store():
         return 0
@@ -87,9 +80,8 @@ def _number(variable: str, absent: int, *, least: int = 0) -> int:
 
 
 def record(error: BaseException) -> None:
-    """Write an error where torchrun looks for it, so that its report names the cause; else do nothing.
-
-    Call it where the error is handled. A file that has an error already keeps it.
+    """Write an error where torchrun looks for it, so that its report names the cause; else do nothing. Call
+    it where the error is handled. An error that is in the file already is kept.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:
@@ -102,14 +94,14 @@ def record(error: BaseException) -> None:
 
 
 def record_at_exit() -> None:
-    """Have an error that ends this process, because nothing catches it, recorded as the process ends.
+    """Record the error that ends this process, if nothing catches it.
 
-    It is recorded before the functions run that `atexit` has got until now. One of them may wait for other
-    ranks, and torchrun ends all ranks once one of them has ended.
+    It is recorded before the `atexit` functions registered so far run: one of them may wait for other ranks,
+    and torchrun ends all ranks once one of them has ended.
     """
     if not os.environ.get(ERROR_FILE):
         return
-    # Now: Python refuses to import some of it while it ends.
+    # Imported now, because Python refuses to import some of it while it exits.
     import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
     atexit.unregister(_record_uncaught)

@@ -1,4 +1,4 @@
-"""The machine: its memory and processors, and the limits of this process, from /proc, /sys and cgroups."""
+"""Machine: its memory and processors, and the limits of this process, from /proc, /sys and cgroups."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP_UNLIMITED = 1 << 60
-"""A limit of cgroup v1 of at least this many bytes means "no limit". The kernel writes a number near 2**63
-then.
+"""A limit of cgroup v1 of at least this many bytes means "no limit": the kernel then writes a number near
+2**63.
 """
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _OCTAL = re.compile(r"\\([0-7]{3})")
-"""Matches the escapes by which /proc/self/mountinfo writes blanks, tabs, newlines and backslashes."""
+"""Matches the escapes of blanks, tabs, newlines and backslashes in /proc/self/mountinfo."""
 
 RAM_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
-"""Types of file systems that keep their files in RAM."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class MemoryFacts:
     available: int
     """Bytes that can be allocated without swapping (MemAvailable in /proc/meminfo)."""
     cgroup_limit: int | None
-    """The memory limit in bytes of this process's cgroup or of one of its ancestors; None for no limit. If
-    several of them have limits, this is the limit of the one with the fewest bytes left.
+    """The memory limit in bytes of this process's cgroup or of one of its ancestors, whichever has the fewest
+    bytes left; None for no limit.
     """
     cgroup_left: int | None
     """Bytes that processes of the same cgroup can still take before `cgroup_limit` is reached; None for no
@@ -44,25 +43,21 @@ class MemoryFacts:
 
     @property
     def usable(self) -> int:
-        """Bytes that this process can still take: the smaller of `available` and `cgroup_left`."""
         return self.available if self.cgroup_left is None else min(self.available, self.cgroup_left)
 
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """The machine's processors, and this process's limits on their use."""
-
     model: str
     online: int
     allowed: int
     """Number of CPUs in this process's affinity mask."""
     quota: float | None
-    """Seconds of CPU time per second that the cgroup grants; None for no limit."""
+    """Seconds of CPU time per second that the cgroup allows; None for no limit."""
     numa_nodes: int
 
 
 def memory() -> MemoryFacts:
-    """Read the machine's RAM and the memory limits of this process's cgroups, as they are now."""
     fields = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -83,13 +78,9 @@ def memory() -> MemoryFacts:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of this process's memory that are in RAM."""
-
     resident: int
     peak: int
-    """The most resident bytes at one time since the process began, or since the last call of
-    `restart_peak`.
-    """
+    """The most resident bytes since the process began, or since the last call of `restart_peak`."""
 
 
 def process_memory() -> ProcessMemory:
@@ -103,26 +94,18 @@ def process_memory() -> ProcessMemory:
 
 
 def resident_bytes() -> int:
-    """Resident bytes of this process.
-
-    The call takes a few microseconds, and the count may be wrong by some pages.
-    """
+    """Resident bytes of this process. Takes a few microseconds, and may be wrong by some pages."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * _PAGE
 
 
 def restart_peak() -> None:
-    """Make the kernel forget the peak of this process's resident bytes, so that `ProcessMemory.peak` starts
-    anew.
-
-    Where the kernel does not allow this, nothing changes.
-    """
+    """Reset `ProcessMemory.peak`, where the kernel allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def cpu() -> CpuFacts:
-    """Read the machine's processors and this process's limits on their use, as they are now."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -141,9 +124,8 @@ def cpu() -> CpuFacts:
 
 
 def memlock_limit() -> int | None:
-    """Bytes of memory that this process may lock in RAM (mlock); None for no limit.
-
-    A process with the capability CAP_IPC_LOCK has no limit either.
+    """Bytes of memory that this process may lock in RAM (mlock); None for no limit, as with the capability
+    CAP_IPC_LOCK.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or _has_capability(_CAP_IPC_LOCK):
@@ -152,10 +134,7 @@ def memlock_limit() -> int | None:
 
 
 def transparent_huge_pages() -> str:
-    """The kernel's mode of transparent huge pages: "always", "madvise" or "never".
-
-    "absent" means that the kernel has no transparent huge pages.
-    """
+    """The kernel's mode of transparent huge pages: "always", "madvise" or "never"; "absent" without them."""
     try:
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
@@ -164,7 +143,9 @@ def transparent_huge_pages() -> str:
 
 
 def identity() -> str:
-    """A text that only the processes of this machine, or of this container in it, have."""
+    """A text that is the same for all processes of this machine, or of this container in it, and for no
+    others.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
@@ -175,9 +156,8 @@ def kernel() -> str:
 
 
 def file_system(path: str | os.PathLike[str]) -> str:
-    """The type of the file system that holds `path`, such as "ext4" or "tmpfs".
-
-    "unknown" where /proc/self/mountinfo does not list the file system.
+    """The type of the file system that holds `path`, such as "ext4" or "tmpfs"; "unknown" if it is not in
+    /proc/self/mountinfo.
     """
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -205,7 +185,6 @@ def _has_capability(number: int) -> bool:
 
 def _cgroup_chain(controller: str) -> Sequence[Path]:
     """Directories in /sys/fs/cgroup of this process's cgroup and of its ancestors, for one controller.
-
     controller: "memory" or "cpu", in cgroup v2 or v1.
     """
     try:
@@ -216,10 +195,7 @@ def _cgroup_chain(controller: str) -> Sequence[Path]:
 
 @functools.cache
 def _directories(controller: str, cgroups: str) -> Sequence[Path]:
-    """Directories of a process's cgroup and its ancestors, for one controller.
-
-    cgroups: the content of the process's /proc/self/cgroup.
-    """
+    """As `_cgroup_chain`. cgroups: the content of /proc/self/cgroup."""
     chain: list[Path] = []
     for line in cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -248,9 +224,7 @@ def _read_int(path: Path | str) -> int | None:
 
 
 def _memory_limit(directory: Path) -> tuple[int, int] | None:
-    """The memory limit of the cgroup with this directory, and the bytes left under the limit; None for no
-    limit.
-    """
+    """(limit, bytes left under it) of the cgroup with this directory; None for no limit."""
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -272,7 +246,7 @@ def _memory_limit(directory: Path) -> tuple[int, int] | None:
 
 
 def _cpu_quota(directory: Path) -> float | None:
-    """Seconds of CPU time per second that the cgroup with this directory grants; None for no limit."""
+    """Seconds of CPU time per second that the cgroup with this directory allows; None for no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (directory / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)

@@ -1,3 +1,3 @@
-"""Version of this package, which manifests and the command line name."""
+"""Version: that of this package, which manifests and the command line name."""
 
 VERSION = "0.1.0"

@@ -1,3 +1,1 @@
-"""Tuning: the library behind `infinity tune`, which finds the best I/O settings of disks, and measures the
-speed of memory and of the link between host and device.
-"""
+"""Tuning: the library behind `infinity tune`: I/O settings of disks, the speed of memory and of the link."""

@@ -1,5 +1,5 @@
 """Search by trials: finds the best settings although measured rates vary from trial to trial. Pure, except
-that `search` asks how much time has passed.
+for the clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ median absolute deviation.
 """
 
 _MOST_THREADS = 16
-"""The most threads that the backend "threads" has. A deeper queue gets no more threads."""
+"""The most threads of the backend "threads". A deeper queue gets no more threads."""
 _FIRST_PASS = 0.6
 """The fraction of the time of `search` after which the first pass tries no further points."""
 
@@ -31,14 +31,13 @@ Point = TypeVar("Point", bound=Hashable)
 Rates = Mapping[str, float]
 """Bytes per second in one trial, by mode ("read", "write" or "mixed")."""
 Pass = Mapping[Point, Rates]
-"""Point (candidate) -> its rates in one pass of `search`."""
 
 
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
     """All combinations of backends, block sizes (bytes) and queue depths that have at most `bytes_in_flight`
-    bytes in flight, and as many threads as there can be.
+    bytes in flight, and no more threads than the backend has.
     """
     return [
         settings
@@ -67,7 +66,7 @@ def search(
     Points that the first pass has no time for are dropped.
 
     trial: measures the rates of a point in every mode. seconds: for all passes. order: shuffles the points
-    for each pass. clock: returns the present time in seconds.
+    for each pass.
     """
     passes: list[Pass[Point]] = []
     left, start = list(dict.fromkeys([*points, *always])), clock()
@@ -89,13 +88,12 @@ def search(
 
 
 def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
-    """The modes ("read", "write" or "mixed") in which the points of these passes were measured."""
     return list(next(iter(passes[0].values())))
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """The relative rate in `mode` of each point that is in all passes: the median over passes of its rate
-    divided by the pass's median rate. So no point gains from a pass in which the disk happens to be fast.
+    """Relative rate in `mode` of each point that is in all passes: the median over passes of its rate divided
+    by the pass's median rate, so that no point gains from a pass in which the disk happens to be fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -126,8 +124,8 @@ def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) 
     fewer bytes in flight are cheaper, because the next urgent request has to wait for these bytes.
 
     usual: the settings that are used without tuning. They are returned if they were tried and the best are
-    not clearly faster: the best of many noisy figures is too high by chance, so that one run in ten would
-    choose slower settings.
+    not clearly faster: the best of many noisy figures is too high by chance, so one run in ten would choose
+    slower settings.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -161,5 +159,4 @@ def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
 
 
 def median_rate(passes: Sequence[Pass[Point]], point: Point, mode: str) -> float:
-    """The median of a point's bytes per second in `mode`, over the passes that have the point."""
     return statistics.median(each[point][mode] for each in passes if point in each)

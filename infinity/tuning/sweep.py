@@ -1,5 +1,5 @@
-"""Sweep of disks: tries backends, block sizes and queue depths for reads, for writes and for both mixed, and
-measures several disks together.
+"""Disk sweep: tries backends, block sizes and queue depths for reads, writes and both mixed, and measures
+several disks together.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from infinity.tiers.trial_file import MODES, REQUEST_BYTES, Memory, TestFile, is
 from infinity.tuning.search import best_of, choose, grid, median_rate, search
 
 Progress = Callable[[str], None]
-"""A function that is called before each trial, with a text that names the settings of the trial."""
+"""A function that is called before each trial, with a text that names its settings."""
 
 _LATENCY = 0.064
-"""Seconds that limit the bytes in flight of the settings that a sweep tries. The limit is the bytes that the
-disk writes in this time, but at least `_LEAST_IN_FLIGHT`. A disk without other users needs far fewer bytes in
-flight (Little's law), but a deeper queue gets more of a shared disk.
+"""The bytes in flight of the settings that are tried are at most what the disk writes in this many seconds,
+or `_LEAST_IN_FLIGHT`. A disk without other users needs far fewer (Little's law), but a deeper queue gets more
+of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
 
 
 BLOCKS = (256 << 10, 1 << 20, 2 << 20, 4 << 20)
-"""Sizes in bytes of the I/O blocks that are tried."""
+"""Bytes of the I/O blocks that are tried."""
 DEPTHS = (8, 16, 32, 64)
 SLICE_SECONDS = 0.05
-"""Seconds that one trial spends on each of the three modes: reads, writes and both mixed."""
+"""Seconds that one trial spends on each of the three modes."""
 _FILL = 0.9
-"""A striped volume takes at most this fraction of the bytes that fit into the test files, because it takes
-whole periods of stripes from each file; see `Striping`.
+"""The largest fraction of the test files' bytes that a striped volume takes: it takes whole periods of
+stripes from each file; see `Striping`.
 """
 
 
@@ -52,12 +52,8 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSweep:
-    """The results of the sweep of one disk."""
-
     path: str
-    """The directory that held the test file."""
     nbytes: int
-    """Bytes of the test file."""
     direct: bool
     """Whether the test file was open with O_DIRECT. Otherwise all I/O passes through the page cache."""
     chosen: Measured
@@ -70,14 +66,13 @@ class DiskSweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Stripes:
-    """How bytes are divided between several disks, and the rates of all disks together."""
+    """How bytes are divided between several disks, and the rates of all together, in bytes per second."""
 
     paths: tuple[str, ...]
     """The directories of the test files, one on each disk."""
     shares: tuple[float, ...]
     """The fraction of the bytes on each path: in proportion to the disks' mixed rates."""
     read: float
-    """Bytes per second read from all paths together."""
     write: float
     mixed: float
 
@@ -91,8 +86,8 @@ def sweep_disk(
     flight (block size times queue depth) than `bytes_in_flight`, than half of the test file or than
     `_LATENCY` allows, and those for which no time is left.
 
-    file: the test file. backends: names of the I/O backends that work there. seconds: seconds for all trials
-    together. progress: called before each trial. Raises StorageError or StorageFull if I/O fails.
+    backends: names of the I/O backends that work there. seconds: for all trials together. Raises StorageError
+    or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)
@@ -130,7 +125,7 @@ def measure_stripes(
 
     files: a test file on each disk. disks: the results of their sweeps, whose chosen settings are used.
     memory: the RAM that is read into and written from. seconds: of each mode. Raises StorageError and
-    StorageFull if I/O fails.
+    StorageFull.
     """
     total = sum(disk.chosen.mixed for disk in disks)
     shares = tuple(disk.chosen.mixed / total for disk in disks)

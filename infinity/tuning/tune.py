@@ -37,9 +37,7 @@ _FILL_SECONDS = 8.0
 """The most seconds that writing the test files of all paths may take in total."""
 
 Report = Callable[[float, str], None]
-"""A function that is called before each trial, with the fraction of the work that is done, from 0 to 1, and
-a text that names the trial.
-"""
+"""Function (fraction of the work that is done, text that names the trial), called before each trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +54,23 @@ class Tuning:
     link: LinkSpeed | None
     """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
     seconds: float
-    """Seconds that the run took."""
     profile: str
     """The path of the file in which the findings are saved."""
     saved: bool
-    """Whether the file at `profile` could be written."""
     note: str | None
-    """The reason why an older file at `profile` could not be used and was replaced; None otherwise."""
+    """Why an older file at `profile` could not be used and was replaced; None otherwise."""
 
 
 def tune(
     paths: Sequence[str], *, size: Size | None = None, report: Report = lambda done, what: None
 ) -> Tuning:
-    """Find the best I/O settings for the disks under the directories `paths`, and save them.
+    """Find the best I/O settings for the disks under the directories `paths`, and save them for later plans
+    and all later I/O there.
 
-    Later plans and all later I/O in these directories use the saved settings. size: bytes of each test file;
-    by default 2 GiB, or half of the free bytes if that is less. A test file is written once and removed at
-    the end, also after an error. report: called before each trial with the progress.
+    size: bytes of each test file; by default 2 GiB, or half of the free bytes if that is less. A test file is
+    written once and removed at the end, also after an error.
 
-    Raises ConfigError for directories or sizes that cannot be used, and where the environment variable
+    Raises ConfigError for directories or sizes that cannot be used, and if the environment variable
     INFINITY_AIO names an unknown backend. Raises StorageError or StorageFull for directories that cannot hold
     the test file.
     """
@@ -141,7 +137,7 @@ def _sweep(
 
 
 def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
-    """The bytes of each path's test file, multiples of 1 MiB; paths on one file system share what is free."""
+    """Bytes of each path's test file, multiples of 1 MiB. Paths on one file system share its free bytes."""
     if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
         raise ConfigError(
             f"The list of directories {list(paths)} is empty or has duplicates.", "Give each directory once."
@@ -169,8 +165,8 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
 
 
 def _backends(path: str) -> list[str]:
-    """Names of the I/O backends that work in the directory `path`, best first, with direct I/O if one has it.
-    If the environment variable INFINITY_AIO names a backend, only this one.
+    """Names of the I/O backends that work in the directory `path`, best first; only those with direct I/O, if
+    one has it. If the environment variable INFINITY_AIO names a backend, only this one.
     """
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
