@@ -29,9 +29,7 @@ if TYPE_CHECKING:  # a runtime of one rank does not import the package
 class Components:
     """The connected parts of one runtime. `gradients`, `states` and `scheduler` are None for inference.
 
-    The model is not among them. Its hooks refer to the runtime, and components may be alive when nothing
-    refers to their runtime any more.
-
+    The model is not among them: its hooks refer to the runtime, and components may outlive the runtime.
     `committer` and `checkpoint` are None if commits are off, and `peers` is None with one rank.
     """
 

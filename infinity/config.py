@@ -1,4 +1,4 @@
-"""Configuration by the user: sizes, budgets and precision, validated here for all other modules."""
+"""Configuration: sizes, budgets and precision, as the user gives them, validated for all other modules."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def format_size(nbytes: int) -> str:
 
 
 def node_cache_limit() -> int | None:
-    """The most bytes of RAM in which one of several ranks keeps parameters of other nodes: what the
-    environment variable INFINITY_NODE_CACHE says, such as "2GiB" or "0"; None: what is useful. Raises
+    """The most bytes of RAM in which one of several ranks keeps parameters of other nodes, from the
+    environment variable INFINITY_NODE_CACHE, such as "2GiB" or "0"; None: as many as are useful. Raises
     ConfigError.
     """
     text = os.environ.get(NODE_CACHE_VARIABLE, "")
@@ -76,8 +76,8 @@ class Budget:
     """The most bytes that each tier (device memory, host RAM, NVMe) may hold. No tier allocates more."""
 
     device: Size | None = None
-    """Bytes of device memory. None means all free memory of a CUDA device, less a safety margin. On the
-    CPU, None means that device and host are one tier in RAM.
+    """Bytes of device memory. None means all free memory of a CUDA device, less a safety margin. On the CPU,
+    None means that device and host are one tier in RAM.
     """
 
     host: Size | None = None
@@ -86,9 +86,7 @@ class Budget:
     """
 
     nvme: Mapping[str | os.PathLike[str], Size] | None = None
-    """Bytes for each directory. Each directory should be on a storage device of its own. None means no NVMe
-    tier.
-    """
+    """Bytes for each directory, each of which should be on a disk of its own. None means no NVMe tier."""
 
     verify: bool = True
     """Whether every read from NVMe is compared with the checksum of its write, so that bytes that the disk
@@ -103,7 +101,7 @@ class Budget:
     """`host` as a number of bytes; None where `host` is None."""
 
     nvme_bytes: dict[str, int] = field(init=False, repr=False, default_factory=dict)
-    """`nvme` with absolute directories and numbers of bytes; empty where there is no NVMe tier."""
+    """`nvme` with absolute directories and numbers of bytes; empty without an NVMe tier."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.verify, bool):
@@ -150,26 +148,26 @@ class Precision:
     states: str = "fp32"
     """The format of the optimizer's moments. "fp32" is exact. "bf16" takes half the bytes, and rounds
     stochastically. "int8" takes a quarter of the bytes: companded codes, with an exponent for every 64
-    elements (see infinity/formats/moments.py). With all three formats the master parameters have fp32
-    precision. They are stored as float32, or as a bf16 parameter and 16 more bits.
+    elements (see infinity/formats/moments.py). Master parameters have fp32 precision with all three, stored
+    as float32, or as a bf16 parameter and 16 more bits.
     """
 
     keep: tuple[str, ...] = ()
     """Patterns (fnmatch, case-sensitive) for the names of parameters that stay fp32, such as "*.norm.*"."""
 
     accumulate: str = "fp32"
-    """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype.
-    Gradients are stored in this dtype too, except where a step has only one backward; see `gradient_dtype`.
+    """The dtype in which gradients are summed: "fp32", or "compute" for each parameter's own dtype. Gradients
+    are stored in this dtype too, except where a step has only one backward; see `gradient_dtype`.
     """
 
     inputs: str | tuple[str, ...] = "keep"
     """What happens to floating-point arguments of the model's forward.
 
-    "keep": nothing. A tensor of another dtype is cast where it meets a parameter in an operation that
-    demands equal dtypes, such as a matrix product (see infinity/casts/operands.py). "cast": they are cast to
-    the dtype of `compute` when the model is called, in all containers, as FSDP2's `cast_forward_inputs`
-    does. A tuple of patterns (fnmatch, case-sensitive): only arguments with such a name are cast so.
-    Integers, booleans and complex numbers never change.
+    "keep": nothing. A tensor of another dtype is cast where it meets a parameter in an operation that demands
+    equal dtypes, such as a matrix product (see infinity/casts/operands.py). "cast": they are cast to the
+    dtype of `compute` when the model is called, in all containers, as FSDP2's `cast_forward_inputs` does. A
+    tuple of patterns (fnmatch, case-sensitive): only arguments with such a name are cast. Integers, booleans
+    and complex numbers never change.
     """
 
     def __post_init__(self) -> None:
@@ -194,13 +192,11 @@ class Precision:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The value of `compute` as a torch.dtype."""
         return _COMPUTE_DTYPES[self.compute]
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which the parameter `name` is stored in its page.
-
-        dtype: the parameter's dtype in the user's model. A dtype that is not floating-point is kept.
+        """The dtype in which the parameter `name` is stored in its page. dtype: the parameter's dtype in the
+        user's model. A dtype that is not floating-point is kept.
         """
         if not dtype.is_floating_point:
             return dtype
@@ -215,9 +211,8 @@ class Precision:
     def gradient_dtype(self, dtype: torch.dtype, accumulation: int | None) -> torch.dtype:
         """The dtype in which gradients are stored, for parameters that are stored as `dtype`.
 
-        accumulation: number of backwards in a step, as the user declared; None where it is unknown. If a
-        step has only one backward, nothing is added to its gradient. The gradient is then stored in `dtype`
-        with all its bits.
+        accumulation: the declared number of backwards in a step; None if unknown. The gradient of a single
+        backward is stored in `dtype` with all its bits, because nothing is added to it.
         """
         return dtype if accumulation == 1 else self.accumulate_dtype(dtype)
 

@@ -1,4 +1,6 @@
-"""Errors that this package raises on purpose: each has one sentence with the cause and one with the cure."""
+"""Errors: those that this package raises on purpose, each with one sentence for the cause and one for the
+cure.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,8 @@ class InfinityError(Exception):
         return f"{self.cause} {self.cure}"
 
     def again(self) -> Self:
-        """A copy of the error without its traceback, to be stored or to be raised a second time.
-
-        A stored traceback would keep its frames alive, and so also the pages and staging buffers to which
-        variables of the frames refer.
+        """A copy of the error without its traceback, to be stored or to be raised a second time. A stored
+        traceback would keep alive its frames, and the pages and staging buffers that their variables hold.
         """
         return copy.copy(self)
 
@@ -54,13 +54,12 @@ class NonFiniteGradient(InfinityError, ArithmeticError):
 
 
 class BudgetError(InfinityError):
-    """Something does not fit its tier's budget; the cure names the smallest sufficient budget in bytes.
+    """A tier's budget is too small; the cure names the smallest sufficient budget in bytes.
 
-    `needed` is the smallest sufficient budget in bytes, or None where it is not known. `tier` is the tier
-    whose budget is too small ("device", "host" or "nvme"), or None where no single tier's budget is too
-    small. `with_nvme` is a budget of that tier in bytes that is enough if an nvme budget is added: 0 if the
-    present one is, and None where an nvme budget does not help. `smaller_batch` is whether the budget would
-    do if activations took no memory.
+    `needed` is the smallest sufficient budget in bytes, or None if unknown. `tier` is the tier whose budget
+    is too small ("device", "host" or "nvme"), or None if no single tier is to blame. `with_nvme` is a budget
+    of that tier in bytes that suffices if an nvme budget is added: 0 if the present one does, None if an nvme
+    budget does not help. `smaller_batch` is whether the budget would suffice if activations took no memory.
     """
 
     def __init__(
@@ -100,9 +99,8 @@ class KernelError(InfinityError, RuntimeError):
 
 
 class StorageError(InfinityError, OSError):
-    """A storage operation failed, and is not retried.
-
-    `path` and `offset` (in bytes, or None) say where the operation failed. `errno` (or None) is the reason.
+    """A storage operation failed, and is not retried. `path` and `offset` (in bytes, or None) say where,
+    `errno` (or None) why.
     """
 
     def __init__(
@@ -120,10 +118,8 @@ class StorageError(InfinityError, OSError):
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """A call of the device's driver failed.
-
-    `call` is the name of the call. `code` and `name` are the number and the name of the call's result in
-    cuda.h.
+    """A call of the device's driver failed. `call` is its name, `code` and `name` are the number and the name
+    of its result in cuda.h.
     """
 
     def __init__(self, cause: str, cure: str, *, call: str, code: int, name: str) -> None:
@@ -161,13 +157,12 @@ class IncompatibleCheckpoint(InfinityError, ValueError):
 
 
 class RankDivergence(InfinityError, RuntimeError):
-    """The ranks of a run do not do the same: they make different calls, or one of them does not come."""
+    """The ranks of a run make different calls, or one of them does not arrive."""
 
 
 class RankFailure(InfinityError, RuntimeError):
-    """Another rank of the run has failed, was killed, hangs or has left.
-
-    `rank` is the rank's number in the mesh, or None where it is not known which rank it is.
+    """Another rank of the run has failed, was killed, hangs or has left. `rank` is its number, or None if
+    unknown.
     """
 
     def __init__(self, cause: str, cure: str, *, rank: int | None) -> None:
@@ -202,9 +197,9 @@ def storage_error(
 ) -> StorageError:
     """The StorageError for a failed operation. It is a StorageFull for ENOSPC and EDQUOT.
 
-    operation: a verb for the message ("read", "preallocate"). offset: offset in the file in bytes, or None.
-    cure: None for the usual cure of `errno`, a text to use instead, or a mapping from errnos to such texts.
-    An errno that is not in the mapping has the usual cure.
+    operation: a verb for the message ("read", "preallocate"). offset: in the file, in bytes, or None. cure:
+    None for the usual cure of `errno`, a text to use instead, or a mapping from errnos to such texts. An
+    errno that is not in the mapping has the usual cure.
     """
     where = f"{path} at byte {offset}" if offset is not None else path
     name = errno_codes.errorcode.get(errno, str(errno))
@@ -219,7 +214,6 @@ def storage_error(
 
 def other_bytes(path: str, offset: int, what: str | None) -> CorruptState:
     """The CorruptState for a read that has returned other bytes than this process wrote there, or read first.
-
     offset: of the 4096 bytes in the file. what: words for what lies there, or None.
     """
     return CorruptState(
@@ -240,9 +234,8 @@ def storage_errors(
     offset: int | None = None,
     cure: str | Mapping[int, str] | None = None,
 ) -> Iterator[None]:
-    """A context that raises the error of `storage_error` in place of an OSError.
-
-    A StorageError passes unchanged. operation, path, offset, cure: see `storage_error`.
+    """A context that raises the error of `storage_error` in place of an OSError. A StorageError passes
+    unchanged. operation, path, offset, cure: see `storage_error`.
     """
     try:
         yield
@@ -266,10 +259,8 @@ _DEVICE_CURES = {
 
 
 def device_error(call: str, code: int, name: str, text: str) -> DeviceError:
-    """The DeviceError for a failed call of the device's driver.
-
-    call: the name of the call. code, name: the number and the name of the call's result in cuda.h. text:
-    the driver's description of the result.
+    """The DeviceError for a failed call of the device's driver. code, name: the number and the name of its
+    result in cuda.h. text: the driver's description of the result.
     """
     cause = f"The device's driver refused {call}: {text} ({name}, {code})."
     cure = _DEVICE_CURES.get(

@@ -42,9 +42,8 @@ from infinity.training_step import TrainingStep
 
 
 class Runtime(Closing):
-    """A model whose parameters, gradients and optimizer states are in pages. `infinity.offload` makes it.
-
-    As a context manager, the runtime closes itself at the end.
+    """A model whose parameters, gradients and optimizer states are in pages. `infinity.offload` makes it. A
+    context manager, which closes the runtime at its end.
     """
 
     def __init__(self, parts: Components, model: nn.Module) -> None:
@@ -52,11 +51,11 @@ class Runtime(Closing):
         self._model = model
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
-        """The object that runs micro-batches for `accumulate`; None before the first call of `accumulate`."""
+        """Runs micro-batches for `accumulate`; None before its first call."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
-        """The object that takes gradients from autograd and carries out `runtime.optimizer.step()`; None if
-        the model was offloaded without an optimizer.
+        """Takes gradients from autograd and carries out `runtime.optimizer.step()`; None without an
+        optimizer.
         """
         self._hooks = ModuleHooks(
             self._model,
@@ -84,10 +83,10 @@ class Runtime(Closing):
 
     @property
     def plan(self) -> Plan:
-        """The plan by which the runtime works: the home of each page, and the predicted seconds of a step.
+        """The plan of the runtime: the home of each page, and the predicted seconds of a step.
 
-        After the first step the measured seconds of the last step replace the predicted seconds. If the
-        planner did not know the activations, the measured bytes of activations stand in their place.
+        After the first step the measured seconds of the last step replace the predicted ones, and the
+        measured bytes of activations those that the planner did not know.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if last is None:
@@ -105,7 +104,6 @@ class Runtime(Closing):
     @property
     def optimizer(self) -> PagedOptimizer:
         """The optimizer of the model, to be used instead of the one that was given to `infinity.offload`.
-
         Raises ConfigError if the model was offloaded without an optimizer.
         """
         if self.training_step is None:
@@ -170,15 +168,14 @@ class Runtime(Closing):
         together: int | None = None,
         recompute: bool = False,
     ) -> list[torch.Tensor]:
-        """Run forward and backward of all micro-batches together, page by page; returns the detached
-        losses.
+        """Run forward and backward of all micro-batches together, page by page; returns the detached losses.
 
-        The gradients have the same bits as after `for batch in batches: loss_fn(batch).backward()`, but
-        each page is fetched once for all micro-batches. loss_fn: function that takes a batch, calls the
-        model and returns the scalar loss, already divided by the number of micro-batches. together: the
-        most micro-batches that run together; None: as many as the budget has room for. The activations of
-        these micro-batches are in memory at the same time. recompute: whether each repeated module of the
-        model, such as a decoder layer, keeps only its inputs and runs again in backward.
+        The gradients have the same bits as after `for batch in batches: loss_fn(batch).backward()`, but each
+        page is fetched once for all micro-batches. loss_fn: function that takes a batch, calls the model and
+        returns the scalar loss, already divided by the number of micro-batches. together: the most
+        micro-batches that run together; None: as many as the budget has room for. The activations of these
+        micro-batches are in memory at the same time. recompute: whether each repeated module of the model,
+        such as a decoder layer, keeps only its inputs and runs again in backward.
         infinity.accumulation.vertical.Accumulator.run describes details and warnings.
         """
         training_step, parts = self._training(), self._components
@@ -200,9 +197,9 @@ class Runtime(Closing):
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients to a global 2-norm of at most `max_norm`; returns the norm before scaling.
 
-        The norm is a float32 scalar on the CPU, summed in float64. The factor is max_norm / (norm + 1e-6),
-        as in torch.nn.utils.clip_grad_norm_, and at most 1. If the norm is not finite, no gradient is
-        scaled, and `step` treats the gradients as not finite. Raises ConfigError if updates are eager, or if
+        The norm is a float32 scalar on the CPU, summed in float64. The factor is max_norm / (norm + 1e-6), as
+        in torch.nn.utils.clip_grad_norm_, and at most 1. If the norm is not finite, no gradient is scaled,
+        and `step` treats the gradients as not finite. Raises ConfigError if updates are eager, or if
         gradients have different factors (p.grad.mul_).
         """
         norm = self._training().clip(float(max_norm))
@@ -211,14 +208,14 @@ class Runtime(Closing):
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return a copy, in host RAM, of a parameter's gradient; None if there is no gradient.
 
-        The loss scale is divided out, and the factor of an earlier `clip_grad_norm_` is applied. The copy
-        has the parameter's shape and strides, and the dtype in which gradients are accumulated
+        The loss scale is divided out, and the factor of an earlier `clip_grad_norm_` is applied. The copy has
+        the parameter's shape and strides, and the dtype in which gradients are accumulated
         (`Precision.accumulate`).
 
         With several ranks the copy has the average over ranks. Where every rank keeps all gradients (stages 0
         and 1), all ranks call this for the same parameter, or it raises RankDivergence. Elsewhere (stages 2
-        and 3) it has the gradients of as many backwards of each rank as this rank has ended, and maybe later
-        ones of ranks that are ahead; after clip_grad_norm_ and step() it has those of all.
+        and 3) it has at least the gradients of each rank's first backwards, as many as this rank has ended,
+        and possibly later ones of ranks that are ahead; after clip_grad_norm_ and step() it has all.
         """
         return self._training().gradient(parameter)
 
@@ -227,9 +224,9 @@ class Runtime(Closing):
         """A context manager within which all parameters of `module` are resident, to be read or edited in
         place.
 
-        Edits also change the fp32 masters, the exact values from which the optimizer updates the
-        parameters. Raises BudgetError if the parameters do not fit together; the error's `needed` is a
-        budget in bytes that is enough.
+        Edits also change the fp32 masters, the exact values from which the optimizer updates the parameters.
+        Raises BudgetError if the parameters do not fit together; the error's `needed` is a sufficient budget
+        in bytes.
         """
         units = {
             parameter._place.page.index
@@ -244,11 +241,11 @@ class Runtime(Closing):
         """A context manager within which reads of bf16 and fp16 parameters give copies of their fp32 masters,
         the exact values from which the optimizer updates them.
 
-        It is for averages of parameters by code of one's own, and for copies of the model: deepcopy(model)
-        and model.state_dict() are fp32 and exact within it. torch.optim.swa_utils.AveragedModel reads masters
+        It serves averages of parameters by user code, and copies of the model: deepcopy(model) and
+        model.state_dict() are fp32 and exact within it. torch.optim.swa_utils.AveragedModel reads masters
         without it. The copies are on the device of the parameters. A parameter without a master, such as a
         frozen one, is converted to fp32. `p.dtype` is still the parameter's own. No gradients are computed.
-        Other threads are not concerned. Raises ConfigError if the model was offloaded without an optimizer,
+        Other threads are not affected. Raises ConfigError if the model was offloaded without an optimizer,
         and within the context for edits of these parameters and for calls of the model. Reads raise
         BudgetError if a copy does not fit.
         """
@@ -260,8 +257,8 @@ class Runtime(Closing):
         """Return a copy, in host RAM, of the running average of a parameter's fp32 masters.
 
         The copy is float32 and has the parameter's shape and strides. Before the first step it has the
-        master's values, and always has the parameter's own if that is frozen. Raises ConfigError if the
-        model was offloaded without average=.
+        master's values; for a frozen parameter always the parameter's own. Raises ConfigError if the model
+        was offloaded without average=.
         """
         return self._training().average(parameter)
 
@@ -270,11 +267,11 @@ class Runtime(Closing):
         """A context manager within which the model has the running averages of its masters as parameters, in
         the dtypes in which it computes. Afterwards masters and averages have all their bits again.
 
-        Pages are exchanged in place, a parameter at a time, which takes no further memory, and once more at
-        the end. No gradients are computed. `export` writes averages within it. Steps, commits, copies, and
-        reads of averages or of optimizer states raise ConfigError there. Raises ConfigError for a model that
-        was offloaded without average=, wherever `save` raises it, and at the end if a parameter was edited:
-        the edit is then the parameter's average.
+        Averages and masters are exchanged in place, a parameter at a time, without further memory, and once
+        more at the end. No gradients are computed. `export` writes averages within it. Steps, commits,
+        copies, and reads of averages or of optimizer states raise ConfigError there. Raises ConfigError for a
+        model that was offloaded without average=, wherever `save` raises it, and at the end if a parameter
+        was edited: the edit is then in the parameter's average.
         """
         training = self._training()
         with self._components.pager.lock:
@@ -310,21 +307,21 @@ class Runtime(Closing):
         The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
         options of param groups, buffers, random number generators and `state`, which `load` returns. Pages at
         home in device memory are written to disk now, a piece at a time, unless their update is pending. The
-        commit becomes durable when the updates of the step have been written, at the latest in
-        `Commit.wait`, in `close`, or in the next call of `save`.
+        commit becomes durable when the updates of the step have been written, at the latest in `Commit.wait`,
+        in `close`, or in the next call of `save`.
 
         state: numbers, texts, bytes, tensors, arrays and containers of them; the state_dict() of a scheduler
-        or of a data loader, for instance. Raises ConfigError if commits are off, inside of a forward, a
-        backward or full_parameters, between the first backward of a step and its step(), and for a state that
-        cannot be kept. Raises the error by which the commit before failed, once.
+        or of a data loader, for instance. Raises ConfigError if commits are off, inside a forward, a backward
+        or full_parameters, between the first backward of a step and its step(), and for a state of other
+        types. Raises the error by which the previous commit failed, once.
 
         path: a directory, empty or not there yet, into which the run is written whole instead, as a model in
         Hugging Face's layout with states beside it. This needs no commits, and has ended when the call
         returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
         file cannot be written; nothing is left then, and the run goes on.
 
-        With several ranks all call this together, and an error of one is raised on all. Of a commit each rank
-        keeps its part, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
+        With several ranks all call this together, and an error of one is raised on all. Each rank keeps its
+        part of a commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
         buffers and generators, and looks as if one rank had made it.
         """
         if path is None:
@@ -335,7 +332,7 @@ class Runtime(Closing):
             return copied()
 
     def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
-        """Do what `save` does. rng, identity: as in `Committer.save`."""
+        """As `save`. rng, identity: as in `Committer.save`."""
         parts = self._components
         with parts.pager.lock:
             self._refuse()
@@ -354,19 +351,19 @@ class Runtime(Closing):
     def load(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Return the state that was given to `save` at the commit from which this run was resumed.
 
-        Also sets the options of all param groups and the random number generators to what they were then. So
+        Also sets the options of all param groups and the random number generators to those of the commit. So
         call it after making schedulers, whose constructors change the options of groups, and before their
         load_state_dict. It may be called several times before the first step. Raises ConfigError if the run
-        was not resumed, or has taken a step since. Where there are more ranks than at the commit, a rank r
-        above theirs, n, gets the state of rank r % n, and keeps the generators that the program has set.
+        was not resumed, or has taken a step since. With more ranks than at the commit (n), a rank r >= n gets
+        the state of rank r % n, and keeps the generators that the program has set.
 
-        path: a directory that `save(path)` has made, whose run takes the place of this one: parameters,
-        states, buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and
-        budgets may differ. Raises ConfigError if there is no such run or a frozen parameter differs that a
-        commit holds, IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and
-        StorageError. After an error in the middle the runtime cannot be used any more. Warns of parameters
-        whose optimizer states begin anew, or are left out, because they are not trained in both runs;
-        infinity.offload with resume= does the same.
+        path: a directory that `save(path)` has made, whose run replaces this one: parameters, states,
+        buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and budgets
+        may differ. Raises ConfigError if there is no such run or a frozen parameter differs that a commit
+        holds, IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError.
+        After an error in the middle the runtime cannot be used any more. Warns of parameters whose optimizer
+        states begin anew, or are left out, because they are not trained in both runs; infinity.offload with
+        resume= does the same.
 
         With several ranks all call load(path) together, and an error of one is raised on all. Each rank reads
         its part from a path of its own, at which all must find the same copy. Any number of ranks may have
@@ -414,13 +411,13 @@ class Runtime(Closing):
     ) -> None:
         """Write the model to the directory `path` as safetensors files in Hugging Face's layout.
 
-        Of a model with adapters of PEFT the adapters alone are written, or with merge=True the base model
-        with the active adapters merged into it.
+        For a PEFT model only the adapters are written, or with merge=True the base model with the active
+        adapters merged into it.
 
         dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
         values from which the optimizer updates the parameters, "average" for the running averages of these.
-        shard: the most bytes of tensors in a file.
-        infinity.checkpoint.export.export describes files and errors.
+        shard: the most bytes of tensors in a file. infinity.checkpoint.export.export describes files and
+        errors.
         """
         parts = self._components
         with parts.pager.lock:
@@ -436,7 +433,7 @@ class Runtime(Closing):
         """Compile the modules of class `block_class` in the model; return how many there are.
 
         Each runs as one graph (torch.compile with fullgraph=True) over all its pages, which are fetched
-        together before, so the device needs room for a whole block. Blocks that differ in parameters alone
+        together before, so the device needs room for a whole block. Blocks that differ only in parameters
         share a graph. options: others of torch.compile, such as backend=. Raises ConfigError if the model has
         no such module; a block that cannot be one graph raises ConfigError when it is called.
         """
@@ -450,13 +447,13 @@ class Runtime(Closing):
     def close(self, *, keep: bool = False) -> None:
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
 
-        keep: False: the model's parameters cannot be used afterwards. True: the model is a plain model in
-        RAM afterwards, with trained values. Its parameters are the same objects, of class nn.Parameter, and
-        have the dtypes that they had before infinity.offload: a trained one that was fp32 has the exact fp32
-        master, and a frozen one has what its page's dtype could hold. Make a new optimizer for it, which can
-        load what runtime.optimizer.state_dict() has returned before the call. Raises BudgetError if RAM has
-        no room for all parameters beside the pages, and ConfigError wherever `save` does; the runtime is
-        still open then. With several ranks, all of which give the same keep, each has all parameters.
+        keep: False: the model's parameters cannot be used afterwards. True: the model is a plain model in RAM
+        afterwards, with trained values. Its parameters are the same objects, of class nn.Parameter, and have
+        the dtypes that they had before infinity.offload: a trained one that was fp32 has the exact fp32
+        master, and a frozen one the values of its page's dtype. Make a new optimizer for it, which can load
+        what runtime.optimizer.state_dict() has returned before the call. Raises BudgetError if RAM has no
+        room for all parameters beside the pages, and ConfigError wherever `save` does; the runtime is still
+        open then. With several ranks, all of which give the same keep, each has all parameters.
 
         In a process that was forked from the runtime's process the call does nothing.
         """
@@ -505,7 +502,7 @@ class Runtime(Closing):
         _check_capacity(self._components.health, nbytes)
 
     def _unfinished(self) -> str:
-        """What is under way that a commit cannot hold, as a phrase for an error; empty if nothing is."""
+        """Return why no commit is possible now, as a phrase for an error; "" if one is."""
         pager = self._components.pager
         if pager.inside:
             return "inside of a forward or a backward"
@@ -520,9 +517,7 @@ class Runtime(Closing):
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_between(self, call: str) -> None:
-        """Raise ConfigError if something is under way that a save cannot hold, nor a load undo, and the
-        failure of the runtime if there is one.
-        """
+        """Raise ConfigError if no commit is possible now, and the runtime's failure if there is one."""
         self._refuse()
         where = self._unfinished()
         if where:
@@ -560,8 +555,8 @@ class Runtime(Closing):
 
 
 def _hooked(parameter: Any, arrived: Callable[[torch.Tensor], None]) -> Any:
-    """Call `arrived` when a gradient of a parameter comes; return the handle. torch takes no hook on one that
-    is frozen, such as an adapter of PEFT that is trained later.
+    """Call `arrived` with a parameter after each of its gradients; return the handle. torch takes no hook on
+    a frozen parameter, such as an adapter of PEFT that is trained later.
     """
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -571,9 +566,7 @@ def _hooked(parameter: Any, arrived: Callable[[torch.Tensor], None]) -> Any:
 
 
 def _check_capacity(health: Health, nbytes: int) -> None:
-    """Check that a copy of `nbytes` bytes, to be made for user code, fits in free RAM. Raises
-    BudgetError if not.
-    """
+    """Raise BudgetError if a copy of `nbytes` bytes, to be made for user code, does not fit in free RAM."""
     health.check()
     usable = machine.memory().usable
     if nbytes > usable:
@@ -600,13 +593,13 @@ class _Remains:
 
     @property
     def open(self) -> bool:
-        """Whether the runtime has not been closed, and pages of it are alive."""
+        """Whether the runtime has not been closed, and its pages are alive."""
         pager, health = self.pager, self.health
         return pager is not None and not health.closed
 
 
 _opened: list[tuple[weakref.ref[Runtime], _Remains]] = []
-"""The runtimes of this process that may be open, those of one of several ranks left out."""
+"""The runtimes of this process that may be open, without those of several ranks."""
 
 
 def close_dropped() -> None:
@@ -631,9 +624,8 @@ def _end(
     *,
     finally_: Callable[[], None] | None = None,
 ) -> None:
-    """Do what `Runtime.close` does.
-
-    ends_of_hooks: functions that take the runtime's hooks out of the model. finally_: is called at the end.
+    """As `Runtime.close`. ends_of_hooks: functions that remove the runtime's hooks from the model. finally_:
+    called at the end.
     """
     if parts.health.forked:
         return

@@ -14,10 +14,10 @@ from infinity.integrations.decisions import IGNORED, TAKEN, ConvertedConfig, is_
 from infinity.integrations.deepspeed import from_deepspeed_config
 
 RULES = decisions.read_rules("accelerate_fields.txt")
-"""What becomes of each field of accelerate 1.15."""
+"""The decision on each field of accelerate 1.15."""
 
 _KINDS = {"NO": "", "MULTI_CPU": "", "MULTI_GPU": "", "FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}
-"""Values of distributed_type that this package has, and the block that counts then."""
+"""Supported values of distributed_type, and the block of the configuration that is used with each."""
 _COMPUTE = {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
 _PARTITIONS = {
     "1": {
@@ -27,7 +27,7 @@ _PARTITIONS = {
     },
     "2": {"TRUE": "parameters", "FALSE": "gradients"},
 }
-"""What ranks divide, by the version of FSDP and its word for sharding, of which the first is the default."""
+"""What ranks divide, by the version of FSDP and its word for sharding. The first word is the default."""
 _PREFIXES = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
 """Prefixes of names that accelerate adds where a configuration leaves them out."""
 
@@ -39,7 +39,7 @@ def from_accelerate_config(
 ) -> ConvertedConfig:
     """Convert a configuration for accelerate. Neither needs nor imports accelerate.
 
-    config: a YAML or JSON file, or what it holds. A file in YAML needs the package pyyaml. nvme: as in
+    config: a YAML or JSON file, or its content. A file in YAML needs the package pyyaml. nvme: as in
     `from_deepspeed_config`.
 
     With a block for DeepSpeed the result is that of `from_deepspeed_config`, and its decisions come after

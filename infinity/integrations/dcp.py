@@ -30,12 +30,12 @@ from infinity.optim.paged_optimizer import PagedOptimizer
 
 
 class PagedTensor(Tensor):
-    """Stands for a tensor in pages: has its shape and dtype, on the CPU, and no bytes."""
+    """Represents a tensor in pages: has its shape and dtype, on the CPU, and no bytes."""
 
     parameter: Any
-    """The PagedParameter that it is, or of whose state it is an entry."""
+    """The PagedParameter that it represents, or of whose state it is an entry."""
     optimizer: Any
-    """The optimizer that keeps the state, a PagedOptimizer; None if only parameters are saved or loaded."""
+    """The PagedOptimizer that keeps the state; None if only parameters are saved or loaded."""
     entry: str
     """The name of the entry; "" for the parameter itself."""
 
@@ -65,7 +65,7 @@ class PagedTensor(Tensor):
 
 
 class _ParamGroup(dict[str, Any]):
-    """The options of a param group with the names of its parameters. Options that are set are set in the
+    """The options of a param group with the names of its parameters. Setting an option sets it in the
     optimizer's group, too.
     """
 
@@ -82,11 +82,11 @@ class _ParamGroup(dict[str, Any]):
 def get_state_dict(
     model: nn.Module, optimizer: PagedOptimizer | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what torch's get_state_dict of `torch.distributed.checkpoint.state_dict` returns, with a
-    PagedTensor for each tensor in pages.
+    """Return the result of torch.distributed.checkpoint.state_dict.get_state_dict, with a PagedTensor for
+    each tensor in pages.
 
-    model: is offloaded. optimizer: `runtime.optimizer`, or None, whose dictionary is empty. Buffers are the
-    model's own tensors. Raises ConfigError with several ranks, and for modules with extra states.
+    model: an offloaded one. optimizer: `runtime.optimizer`, or None for an empty second dictionary. Buffers
+    are the model's own tensors. Raises ConfigError with several ranks, and for modules with extra states.
     """
     extra = [path for path, _ in modules_with_extra_state(model)]
     if extra or several_ranks(None):
@@ -134,7 +134,7 @@ class SavePlanner(DefaultSavePlanner):
                 del self.state_dict[name]
 
     def lookup_object(self, index: Any) -> Any:
-        """Return the object to be written, for a PagedTensor a copy of the tensor."""
+        """Return the object to write; for a PagedTensor a copy of the tensor."""
         found = super().lookup_object(index)
         if not isinstance(found, PagedTensor):
             return found
@@ -150,12 +150,12 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Writes a parameter and its state to their pages when all that the checkpoint has of them is read."""
+    """Writes a parameter and its state to their pages when all of their entries have been read."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Leave out entries of states that the checkpoint lacks, and put those of a parameter together."""
+        """Leave out entries of states that the checkpoint lacks, and sort the others by parameter."""
         super().set_up_planner(state_dict, metadata, *args, **kwargs)
         kept = {
             name: each
@@ -164,17 +164,17 @@ class LoadPlanner(DefaultLoadPlanner):
         }
         self.state_dict = dict(sorted(kept.items(), key=lambda each: id(getattr(each[1], "parameter", None))))
         self._read: dict[int, dict[str, Tensor]] = {}
-        """id() of a parameter -> what is read of it, by the name of the entry."""
+        """id() of a parameter -> the tensors read for it, by the name of the entry."""
 
     def create_local_plan(self) -> Any:
-        """Plan the load, and count of how many parts each parameter with its state consists."""
+        """Plan the load, and count the reads for each parameter with its state."""
         plan = super().create_local_plan()
         tensors = (self.state_dict[each.dest_index.fqn] for each in plan.items)
         self._left = Counter(id(each.parameter) for each in tensors if isinstance(each, PagedTensor))
         return plan
 
     def lookup_tensor(self, index: Any) -> Tensor:
-        """Return the tensor into which is read, for a PagedTensor a new one in RAM."""
+        """Return the tensor to read into; for a PagedTensor a new one in RAM."""
         found: Tensor = super().lookup_tensor(index)
         if not isinstance(found, PagedTensor):
             return found

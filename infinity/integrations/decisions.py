@@ -1,4 +1,4 @@
-"""Decisions: what becomes of each field of another library's configuration, and the table that says so."""
+"""Decisions: what happens to each field of another library's configuration, and their table."""
 
 from __future__ import annotations
 
@@ -17,31 +17,28 @@ from infinity.errors import ConfigError, storage_errors
 from infinity.planning.plan_text import render
 
 TAKEN = "taken"
-"""It is part of the result."""
+"""The field is part of the result."""
 IGNORED = "ignored"
-"""It changes no result of training: the plan decides it, or there is nothing to decide."""
+"""The field changes no result of training: the plan decides it, or there is nothing to decide."""
 ELSEWHERE = "said otherwise"
-"""Another call says it."""
+"""Another call sets it."""
 MISSING = "not there"
-"""This package has nothing for it, and training has the same result without it."""
+"""This package has no equivalent, and training has the same result without it."""
 REFUSED = "refused"
-"""This package has nothing for it, and training would have another result: ConfigError unless it is off."""
+"""This package has no equivalent, and training would have another result: ConfigError unless it is off."""
 
 OPEN = "auto: comes from your trainer"
 
 
 @dataclass(frozen=True)
 class FieldDecision:
-    """What becomes of one field."""
-
     field: str
     """The path of the field in the configuration, with dots."""
     value: Any
-    """The value in the configuration."""
     decision: str
     """TAKEN, IGNORED, ELSEWHERE or MISSING."""
     why: str
-    """The reason, the argument that it has become, or the call that says it here."""
+    """The reason, the argument that the field sets, or the call that sets it here."""
 
 
 @dataclass(frozen=True)
@@ -49,25 +46,26 @@ class ConvertedConfig:
     """Another library's configuration, as arguments of this one. `str()` is the table of its decisions."""
 
     offload: dict[str, Any]
-    """Keyword arguments for `infinity.offload`. What the configuration leaves open is not among them."""
+    """Keyword arguments for `infinity.offload`, without those that the configuration leaves open."""
     clip: float | None
     """The max_norm for `Runtime.clip_grad_norm_`; None: no clipping, or left open."""
     optimizer: tuple[str, dict[str, Any]] | None
-    """The name of a class of torch.optim (Lion is lion-pytorch's) and its options; None if the configuration
-    has no optimizer.
+    """(name of a class of torch.optim, or "Lion" for lion-pytorch's, its options); None without an
+    optimizer.
     """
     decisions: tuple[FieldDecision, ...]
     """One for each field, in the order of the configuration."""
 
     @property
     def open(self) -> tuple[str, ...]:
-        """The fields that are "auto" and would have become part of the result."""
+        """The fields that are "auto" and would be part of the result."""
         return tuple(each.field for each in self.decisions if each.why == OPEN)
 
     def build_optimizer(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
-        """Make the optimizer of the configuration. parameters: as for any optimizer of torch. options: take
-        the place of the configuration's. Raises ConfigError if there is none, if an option is left open, or
-        if Lion's package is not installed.
+        """Make the optimizer of the configuration.
+
+        parameters: as for any optimizer of torch. options: override the configuration's. Raises ConfigError
+        if there is no optimizer, if an option is left open, or if Lion's package is not installed.
         """
         if self.optimizer is None:
             raise ConfigError("The configuration has no optimizer.", "Make one of torch.optim's.")
@@ -96,8 +94,8 @@ class ConvertedConfig:
 
 
 def read_rules(file: str) -> dict[str, tuple[str, str]]:
-    """(The decision, the reason) by the path of a field, from a table beside this module. An indented line
-    goes on with the row before it. A path that ends in "." begins the paths after it in its row.
+    """Return path of a field -> (decision, reason), from a table beside this module. An indented line
+    continues the row before it. A path that ends in "." is a prefix of the paths after it in its row.
     """
     rules = {}
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")
@@ -117,8 +115,8 @@ def decide(
 ) -> Iterator[FieldDecision]:
     """The decision on each field of a configuration, in its order.
 
-    values: nested mappings. rules: as of `read_rules`; a rule for a block holds for all fields in it if none
-    of them has its own. source: the name of the library, for errors. Raises ConfigError for a field without a
+    values: nested mappings. rules: of `read_rules`; a rule for a block holds for all fields in it if none of
+    them has its own. source: the name of the library, for errors. Raises ConfigError for a field without a
     rule, and for one that is REFUSED and on.
     """
     blocks = {path[:end] for path in rules for end, letter in enumerate(path) if letter == "."}
@@ -153,7 +151,7 @@ def decide(
 
 
 def is_on(value: Any) -> bool:
-    """Whether the value of a field asks for something. A mapping with switches ("enabled"), at any depth, is
+    """Whether the value of a field turns something on. A mapping with switches ("enabled"), at any depth, is
     on if one of them is.
     """
     if isinstance(value, Mapping):
@@ -165,7 +163,7 @@ def is_on(value: Any) -> bool:
 
 
 def _flat(values: Mapping[str, Any], blocks: set[str] | None, before: str = "") -> Iterator[tuple[str, Any]]:
-    """The path and value of each field. A mapping whose path is in `blocks` is taken apart; None: each is."""
+    """Yield (path, value) of each field. blocks: the paths of mappings to descend into; None: all."""
     for name, value in values.items():
         path = f"{before}{name}"
         if isinstance(value, Mapping) and (blocks is None or path in blocks):
@@ -180,7 +178,7 @@ def _shown(value: Any) -> str:
 
 
 def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-    """What `choices` has for the value of the field at `path`. Raises ConfigError if it has nothing."""
+    """Return choices[value], for the field at `path`. Raises ConfigError if there is none."""
     try:
         return choices[value]
     except (KeyError, TypeError):
@@ -189,8 +187,8 @@ def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
 
 
 def read_mapping(path: str | os.PathLike[str], language: str = "JSON") -> dict[str, Any]:
-    """The mapping in a file. language: "JSON" or "YAML", which needs the package pyyaml. Raises StorageError
-    if the file cannot be read, and ConfigError if it holds anything else.
+    """Read the mapping in a file. language: "JSON" or "YAML", which needs the package pyyaml. Raises
+    StorageError if the file cannot be read, and ConfigError if it has no mapping.
     """
     name, yaml = os.fspath(path), _package("yaml", "pyyaml") if language == "YAML" else None
     wrong = yaml.YAMLError if yaml else ValueError
@@ -205,7 +203,7 @@ def read_mapping(path: str | os.PathLike[str], language: str = "JSON") -> dict[s
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The mapping of `pairs`. Raises ConfigError for a name that comes twice, of which JSON drops one."""
+    """Return `pairs` as a dict. Raises ConfigError for a repeated name, of which JSON keeps the last."""
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
@@ -214,7 +212,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _package(module: str, name: str) -> Any:
-    """The module of another package, imported where a configuration needs it. name: as pip knows it."""
+    """Import the module of another package. name: as pip knows it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

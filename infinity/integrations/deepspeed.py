@@ -16,7 +16,7 @@ from infinity.integrations.decisions import ELSEWHERE, OPEN, TAKEN, ConvertedCon
 from infinity.system.directory import free_bytes
 
 RULES = decisions.read_rules("deepspeed_fields.txt")
-"""What becomes of each field of DeepSpeed 0.19.8, and of some that earlier versions had."""
+"""The decision on each field of DeepSpeed 0.19.8, and on some of earlier versions."""
 
 _DTYPES = {
     "bf16": ("bf16", "bfloat16", "torch.bfloat16"),
@@ -26,7 +26,7 @@ _DTYPES = {
 _PARTITIONS = {0: None, 1: "optimizer", 2: "gradients", 3: "parameters"}
 _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "adagrad": "Adagrad", "sgd": "SGD", "lion": "Lion"}
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-"""DeepSpeed's defaults for Lion, which are not lion-pytorch's."""
+"""DeepSpeed's defaults for Lion, which differ from lion-pytorch's."""
 _STEPS, _CLIP, _PARAMS = "gradient_accumulation_steps", "gradient_clipping", "optimizer.params."
 
 
@@ -37,8 +37,8 @@ def from_deepspeed_config(
 ) -> ConvertedConfig:
     """Convert a configuration for DeepSpeed. Neither needs nor imports DeepSpeed.
 
-    config: a JSON file, or what it holds. nvme: as in `Budget`, in place of the configuration's directories,
-    which have no sizes there: without it each gets 90% of what is free now.
+    config: a JSON file, or its content. nvme: as in `Budget`; it replaces the configuration's directories,
+    which have no sizes there: without `nvme` each gets 90% of what is free now.
 
     Values that are "auto" come from the trainer that reads the file: they are left out of the result, and
     `ConvertedConfig.open` lists them.
@@ -92,9 +92,11 @@ def from_deepspeed_config(
 
 
 def _budget(given: Mapping[str, Any], nvme: Mapping[str | os.PathLike[str], Size] | None) -> Budget:
-    """The budget with `nvme`, or with a configuration's directories: each gets 90% of what is free there,
-    divided among directories of one file system. given: values of fields that are taken. Raises ConfigError,
-    and StorageError for a directory that cannot be looked at.
+    """The budget with `nvme`, or with the configuration's directories: each gets 90% of what is free there,
+    divided among directories of one file system.
+
+    given: values of fields that are taken. Raises ConfigError, and StorageError for a directory that cannot
+    be read.
     """
     free = {}
     for block in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
@@ -131,8 +133,8 @@ def _precision(given: Mapping[str, Any]) -> Precision:
 
 
 def _optimizer(block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of the class and the options of the block `optimizer`, with DeepSpeed's defaults where the
-    class has others. Raises ConfigError.
+    """The name of the class and the options of the block `optimizer`, with DeepSpeed's defaults where they
+    differ from the class's. Raises ConfigError.
     """
     kind, params = str(block["type"]).lower(), dict(block.get("params") or {})
     if kind == "muon":

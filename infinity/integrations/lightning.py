@@ -1,17 +1,16 @@
 """Lightning strategy: trains a LightningModule whose states are in pages, by Lightning's own Trainer.
 
-[Note: checkpoints of Lightning]
-Lightning puts the model's and the optimizer's tensors into one dictionary, which would take RAM for all of
-them. Here the dictionary has an `_Elsewhere` in their places, and a checkpoint is a directory:
+[Note: checkpoints of Lightning] Lightning puts the model's and the optimizer's tensors into one dictionary,
+which would take RAM for all of them. Here the dictionary has an `_Elsewhere` in their place, and a checkpoint
+is a directory:
 
 - checkpoint.pt: the dictionary without these tensors, written by torch.save.
-- run/: a copy of the run, which `Runtime.save` wrote. Or, if only weights were asked for, weights/: what
-  `Runtime.export` wrote of the fp32 masters.
+- run/: a copy of the run by `Runtime.save`. Or, if only weights were asked for, weights/: the fp32 masters
+  by `Runtime.export`.
 
-[Note: generators]
-A run that is resumed shall draw the random numbers of the undisturbed run. The Trainer draws some before it
-trains: it tries out loaders, and begins to iterate over the training data. So generators get the states of
-the checkpoint when training starts. If an epoch starts with it, the iteration then begins once more.
+[Note: generators] A resumed run must draw the random numbers of the undisturbed run. The Trainer draws some
+before it trains: it tries out loaders, and begins to iterate over the training data. So generators get the
+states of the checkpoint when training starts. At the start of an epoch the iteration then begins once more.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ _DICTIONARY, _RUN, _WEIGHTS = "checkpoint.pt", "run", "weights"
 class InfinityStrategy(SingleDeviceStrategy):
     """A strategy for `lightning.pytorch.Trainer` that offloads the LightningModule, for one process.
 
-    `Trainer.fit` offloads with the optimizer of `configure_optimizers`, whose schedulers go on working; a run
+    `Trainer.fit` offloads with the optimizer of `configure_optimizers`, whose schedulers keep working; a run
     without training offloads for inference. `runtime` stays open after the run, so that `Trainer.test` and
-    `Trainer.save_checkpoint` work; `strategy.runtime.close(keep=True)` hands back a plain model. A further
-    fit does this by itself, and offloads anew, with a new optimizer as in any strategy.
+    `Trainer.save_checkpoint` work; `strategy.runtime.close(keep=True)` makes the model a plain one. A further
+    fit does this by itself, and offloads again, with a new optimizer as in any strategy.
     """
 
     strategy_name = "infinity"
@@ -61,13 +60,13 @@ class InfinityStrategy(SingleDeviceStrategy):
     def __init__(
         self, *, budget: Budget | None = None, precision: Precision | None = None, **options: Any
     ) -> None:
-        """budget: as in infinity.offload. precision: as there; None: what Trainer(precision=) says, with
+        """budget: as in infinity.offload. precision: as there; None: that of Trainer(precision=), with
         parameters in bf16 or fp16, fp32 masters, and no autocast. options: weights, example_inputs, update,
-        accumulation, average and checkpoint of infinity.offload. accumulation is by default what
-        Trainer(accumulate_grad_batches=) says; a step may have fewer backwards. The device is the
-        Trainer's.
+        accumulation, average and checkpoint of infinity.offload. accumulation is by default
+        Trainer(accumulate_grad_batches=); a step may have fewer backwards. The device is the Trainer's.
 
-        The methods raise ConfigError for what cannot be trained, and the errors of infinity.offload.
+        The methods raise ConfigError for a model or Trainer that cannot be used, and the errors of
+        infinity.offload.
         """
         unknown = options.keys() - set(_OPTIONS)
         if unknown:
@@ -84,14 +83,12 @@ class InfinityStrategy(SingleDeviceStrategy):
         self.num_nodes = 1
         """The Trainer's number of nodes, which must be 1."""
         self._module: LightningModule | None = None
-        """The model of `runtime`."""
         self._budget, self._precision, self._options = budget, precision, options
         self._resumed: dict[str, Any] | None = None
         """The states of random number generators of the checkpoint that was loaded for this run."""
 
     @property
     def root_device(self) -> torch.device:
-        """The Trainer's device."""
         return self.parallel_devices[0]
 
     # --- the run ---------------------------------------------------------------------------------------
@@ -140,8 +137,8 @@ class InfinityStrategy(SingleDeviceStrategy):
             self.optimizers = [self.runtime.optimizer]
 
     def _check(self) -> str:
-        """Return in what dtype the model computes, as in `Precision.compute`. Raises ConfigError for a
-        Trainer with which a run in pages is not possible.
+        """Return the dtype in which the model computes, as in `Precision.compute`. Raises ConfigError for a
+        Trainer that cannot be used.
         """
         plugin, io, number = self.precision_plugin, self.checkpoint_io, len(self.parallel_devices)
         named, compute = f'precision="{plugin.precision}"', _COMPUTE.get(plugin.precision.split("-")[0])
@@ -170,7 +167,7 @@ class InfinityStrategy(SingleDeviceStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Call step() unless there is no gradient, as if `training_step` has returned None: torch's
+        """Call step() unless there is no gradient, as after a `training_step` that has returned None: torch's
         optimizers do nothing then, and runtime.optimizer raises ConfigError.
         """
         assert self.lightning_module is not None
@@ -205,19 +202,19 @@ class InfinityStrategy(SingleDeviceStrategy):
         return True
 
     def lightning_module_state_dict(self) -> Any:
-        """Return what stands for the model's tensors in the dictionary of a checkpoint."""
+        """Return what replaces the model's tensors in the dictionary of a checkpoint."""
         return _Elsewhere()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return what stands for the optimizer's states in the dictionary of a checkpoint."""
+        """Return what replaces the optimizer's states in the dictionary of a checkpoint."""
         return _Elsewhere()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, a directory that appears whole or not at all, in place of one that is there.
+        """Write a checkpoint, a directory that appears whole or not at all, and replaces an older one.
 
-        Raises ConfigError for a path that is not local or is taken by something else, if a hook has replaced
+        Raises ConfigError for a path that is not local or is in use by something else, if a hook has replaced
         the tensors, and wherever `Runtime.save` does; StorageError and StorageFull.
         """
         tensors = [checkpoint.pop("state_dict"), *checkpoint.pop("optimizer_states", [])]
@@ -297,7 +294,7 @@ class InfinityStrategy(SingleDeviceStrategy):
 
 
 class _Elsewhere(Mapping[str, Any]):
-    """Stands for tensors in the dictionary of a checkpoint, which no hook can read there."""
+    """Replaces tensors in the dictionary of a checkpoint, where no hook can read them."""
 
     def __init__(self, path: Path | None = None) -> None:
         """path: the directory of the checkpoint; None while one is saved."""
@@ -325,9 +322,8 @@ class _PagedClipping(Plugin):
         self._strategy = strategy
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time.
-
-        Gradients that fp16 has overflowed are left, so that `step` skips them.
+        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time. Gradients
+        that overflowed in fp16 are left, so that `step` skips them.
         """
         runtime = self._strategy.runtime
         assert runtime is not None

@@ -4,10 +4,10 @@
 gradients through `p.grad` (infinity/model/paged_gradient.py) and steps `Runtime.optimizer`.
 
 [Note: files of a checkpoint] Without commits, `checkpoint-N` is a run copy (infinity/checkpoint/run_copy.py):
-the model as from_pretrained reads it, with the optimizer's states beside it. With commits it has the model
-alone; the states are in the commit that was made with it, whose state says N. A model of PEFT's has the files
-of its adapters there, and without commits their states in optimizer.pt, which are small. Trainer's own files
-lie beside these.
+the model as from_pretrained reads it, with the optimizer's states beside it. With commits it has only the
+model; the states are in the commit made with it, whose state contains N. For a PEFT model the files are those
+of its adapters, and without commits their states are in optimizer.pt, which is small. Trainer's own files lie
+beside these.
 
 [Note: backwards of a step] The last step of an epoch may have fewer backwards than accumulation= declares.
 Its updates are then neither eager nor read ahead, and have the same bits.
@@ -61,20 +61,20 @@ def attach(
 
     Called once, before `Trainer.train`. trainer: a transformers.Trainer or one of a subclass, such as TRL's.
     precision: by default compute in bf16 or fp16 if the arguments say bf16=True or fp16=True, else in fp32.
-    Autocast and accelerate's loss scale are off afterwards, for pages and the runtime have their place.
-    budget, options: as for infinity.offload. By default `accumulation` is gradient_accumulation_steps and
-    `device` the Trainer's.
+    Autocast and accelerate's loss scale are turned off: pages and the runtime replace them. budget, options:
+    as for infinity.offload. By default `accumulation` is gradient_accumulation_steps and `device` the
+    Trainer's.
 
     `checkpoint-N` directories are written without the RAM that a state_dict takes; each can be resumed from,
-    and from_pretrained reads its model. With `checkpoint=DIRECTORY` the states are not copied but committed
-    there, which is sooner done. Only the newest checkpoint can then be resumed: attach with resume=DIRECTORY,
-    and train(resume_from_checkpoint=True). load_best_model_at_end brings the whole run of the best checkpoint
-    back, with its optimizer states.
+    and from_pretrained reads its model. With `checkpoint=DIRECTORY` the states are committed there instead of
+    copied, which is faster. Only the newest checkpoint can then be resumed: attach with resume=DIRECTORY, and
+    train(resume_from_checkpoint=True). load_best_model_at_end restores the whole run of the best checkpoint,
+    with its optimizer states.
 
     With several ranks, started by torchrun, all attach; DistributedDataParallel does not wrap the model.
 
     A Trainer's constructor moves its model to the device. For a model on meta, which weights= fills, and for
-    one that the device has no room for, give it arguments of a class with place_model_on_device = False.
+    one that does not fit the device, give it arguments of a class with place_model_on_device = False.
 
     Raises ConfigError for what a Trainer does only with a model of its own: model_init and hyperparameter
     search, torch_compile, FSDP, DeepSpeed, DataParallel, and evaluation in another dtype; for a model that
@@ -123,9 +123,8 @@ class _Checkpoints(transformers.TrainerCallback):
         self._resumed = resumed
         self._adapters = is_a(trainer.model, "PeftModel")
         self._due: str | None = None
-        """The checkpoint that training is to go on from, until it is loaded."""
+        """The checkpoint that training is to continue from, until it is loaded."""
         self._plain = {name: getattr(trainer, name) for name in _OWN}
-        """The Trainer's own methods."""
         for name, own in zip(
             _OWN, (self.save, self.save_states, self.load_model, self.load_best), strict=True
         ):
@@ -146,7 +145,7 @@ class _Checkpoints(transformers.TrainerCallback):
             )
 
     def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Do what `Trainer._save` does."""
+        """Replaces `Trainer._save`."""
         trainer = self._trainer
         directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
         if self._adapters and not tuned_layers(trainer.model):
@@ -170,7 +169,7 @@ class _Checkpoints(transformers.TrainerCallback):
             torch.save(trainer.args, directory / TRAINING_ARGS_NAME)
 
     def save_states(self, output_dir: str) -> None:
-        """Do what `Trainer._save_optimizer_and_scheduler` does. A run copy has the states already."""
+        """Replaces `Trainer._save_optimizer_and_scheduler`. A run copy has the states already."""
         trainer, directory = self._trainer, Path(output_dir)
         writes = trainer.args.should_save
         states = None
@@ -182,30 +181,32 @@ class _Checkpoints(transformers.TrainerCallback):
             if writes and states is not None:
                 torch.save(states, directory / OPTIMIZER_NAME)
         if self._commits:
-            # The checkpoint is whole before the commit it is of takes the place of the one before.
+            # The checkpoint is complete before its commit replaces the previous commit.
             trainer._save_rng_state(output_dir)
             if writes:
                 trainer.state.save_to_json(str(directory / TRAINER_STATE_NAME))
             self._runtime.save(state={_STEP: trainer.state.global_step}).wait()
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
-        """Do what `Trainer._load_from_checkpoint` does. What is ours is loaded later, with the states."""
+        """Replaces `Trainer._load_from_checkpoint`. Checkpoints of a runtime are loaded later, with the
+        states.
+        """
         if self._is_plain(checkpoint):
             self._plain["_load_from_checkpoint"](checkpoint, model)
         else:
             self._due = checkpoint
 
     def load_best(self) -> None:
-        """Do what `Trainer._load_best_model` does."""
+        """Replaces `Trainer._load_best_model`."""
         best = self._trainer.state.best_model_checkpoint
         self._plain["_load_best_model"]() if self._is_plain(best) else self._load(best)
 
     def _is_plain(self, checkpoint: str) -> bool:
-        """Whether a checkpoint has files of a Trainer without pages, which reads them itself."""
+        """Whether a checkpoint has the files of a Trainer without pages, which reads them itself."""
         return os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME))
 
     def _load(self, checkpoint: str) -> None:
-        """Set the run to that of a checkpoint. Random numbers go on as they are: Trainer sets them later."""
+        """Restore the run of a checkpoint, except random number generators, which Trainer sets later."""
         kept = generators()
         if not self._commits:
             if not os.path.isfile(os.path.join(checkpoint, RECORD)):
@@ -234,7 +235,7 @@ class _Checkpoints(transformers.TrainerCallback):
             )
 
     def _write(self, directory: Path, write: Callable[[Path], object]) -> None:
-        """Call `write` with a new directory, and have its files take the place of those in `directory`."""
+        """Call `write` with a new directory, and replace the files in `directory` by its files."""
         with storage_errors("write to", str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
