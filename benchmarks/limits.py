@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.fio import Fio
 
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.lm.decoder import DecoderConfig
@@ -28,7 +27,7 @@ class Speeds:
     """Measures speeds of this machine, in bytes per second.
 
     Each list gets one value from each call of `measure`. mixed: bytes read plus bytes written on the disk
-    under `directory`, while infinity's I/O engine does both at the same time. fio_mixed: the same by fio.
+    under `directory`, while infinity's I/O engine does both at the same time.
     stream: bytes of memory read plus written by the threads of the CPU update. link: copies between RAM and
     the GPU, in the slower direction; empty without a GPU. quick: whether to measure briefly, for tests.
     """
@@ -36,19 +35,14 @@ class Speeds:
     directory: Path
     device: str
     quick: bool
-    fio: Fio | None = None
-    """If given, fio measures the disk too, and `fio_mixed` gets its values."""
     mixed: list[float] = field(default_factory=list)
     stream: list[float] = field(default_factory=list)
     link: list[float] = field(default_factory=list)
-    fio_mixed: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
         """Measure each speed once, and append it to its list. No other process may be at work meanwhile."""
         nbytes, seconds = (16 << 20, 0.02) if self.quick else (128 << 20, 0.5)
         self.mixed.append(probes.disk_speed(self.directory, nbytes=nbytes, seconds=seconds).mixed)
-        if self.fio is not None:
-            self.fio_mixed.append(self.fio.mixed())
         self.stream.append(stream_speed(repeats=1 if self.quick else 3))
         if self.device == "cuda":
             pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
@@ -57,7 +51,7 @@ class Speeds:
 
     def figures(self) -> dict[str, list[float]]:
         """Return the lists of measured speeds, in bytes per second, by their names."""
-        return {"mixed": self.mixed, "stream": self.stream, "link": self.link, "fio_mixed": self.fio_mixed}
+        return {"mixed": self.mixed, "stream": self.stream, "link": self.link}
 
 
 def compute_bytes(decoder: DecoderConfig) -> int:
@@ -95,9 +89,9 @@ def limit_of(
     """Return the least seconds that a step of infinity can take, and the seconds that each resource needs.
 
     The result has "seconds", the limit; "compute", "update", "disk" and, on a GPU, "link", the seconds of
-    each resource if it never waits; "disk_bytes", the bytes that a step reads and writes on the disk; and
-    "fio_disk", the disk's seconds at fio's speed, if fio measured it. On a GPU the limit is the largest of
-    the four. On the CPU it is "compute" plus "update", or "disk" if that is more.
+    each resource if it never waits; and "disk_bytes", the bytes that a step reads and writes on the disk. On
+    a GPU the limit is the largest of the four. On the CPU it is "compute" plus "update", or "disk" if that is
+    more.
 
     turns: the replies (benchmarks/contender.py) of a process that trains with infinity, one for each turn.
     They have the bytes that the runtime read and wrote on the disk, and the plan, which has the bytes that
@@ -118,7 +112,4 @@ def limit_of(
         seconds = max(parts.values())
     else:
         seconds = max(parts["compute"] + parts["update"], parts["disk"])
-    found = {"seconds": seconds, **parts, "disk_bytes": disk_bytes}
-    if speeds.fio_mixed:
-        found["fio_disk"] = disk_bytes / statistics.median(speeds.fio_mixed)
-    return found
+    return {"seconds": seconds, **parts, "disk_bytes": disk_bytes}

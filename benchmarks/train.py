@@ -28,7 +28,6 @@ from pathlib import Path
 
 import specs
 import torch
-from peers.fio import FioFailed
 from peers.process import ContenderFailed
 from training_report import report_of, show
 from turns import Bench, Job, fresh_directory
@@ -100,7 +99,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         default=math.inf,
         help="after so many seconds begin no turn, and report what was measured",
     )
-    parser.add_argument("--fio", action="store_true", help="also measure the disk by fio: mixed, 4 MiB x 32")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
 
@@ -128,7 +126,7 @@ def run(job: Job) -> Bench | None:
         try:
             bench = Bench(job, directory)
             bench.run()
-        except (ContenderFailed, FioFailed) as error:
+        except ContenderFailed as error:
             print(error, file=sys.stderr)
             return None
     return bench

@@ -182,40 +182,25 @@ def _show_ours(report: dict[str, Any]) -> None:
     ours = {name: each for name, each in report["contenders"].items() if "limit" in each}
     if not ours:
         return
-    fio = bool(report["bytes_per_second"]["fio_mixed"])
+    link = any("link" in each["limit"] for each in ours.values())
     print(
-        f"\n| contender | limit s | of compute, update, disk{', link' if _any_link(ours) else ''} "
-        f"|{' disk by fio s |' if fio else ''} measured / limit | predicted s | predicted / measured "
-        "| RAM planned | RAM grown / planned |"
+        f"\n| contender | limit s | of compute, update, disk{', link' if link else ''} | measured / limit "
+        "| predicted s | predicted / measured | RAM planned | RAM grown / planned |"
     )
-    print(f"|---|---|---|{'---|' if fio else ''}---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for name, each in ours.items():
         limit, plan = each["limit"], each["plan"]
         parts = ", ".join(
             f"{limit[part]:.3f}" for part in ("compute", "update", "disk", "link") if part in limit
         )
-        by_fio = f" {limit['fio_disk']:.3f} |" if fio else ""
-        predicted, ratio = prediction_cells(plan)
+        predicted, ratio = "unknown", ""
+        if plan["predicted_s"] is not None:
+            predicted = f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})"
+            ratio = f"{plan['predicted_over_measured']:.2f}"
         print(
-            f"| {name} | {limit['seconds']:.3f} | {parts} |{by_fio} {each['over_limit']:.2f} | {predicted} "
+            f"| {name} | {limit['seconds']:.3f} | {parts} | {each['over_limit']:.2f} | {predicted} "
             f"| {ratio} | {plan['ram_bytes'] / 1e9:.3f} GB | {plan['growth_over_plan']:.3f} |"
         )
-
-
-def prediction_cells(plan: dict[str, Any]) -> tuple[str, str]:
-    """Format a prediction as two cells of a table.
-
-    The first cell has the predicted seconds of a step and, in parentheses, the resource that limits the step.
-    The second cell has the predicted seconds divided by the measured seconds. plan: the result of
-    `beside_the_plan`.
-    """
-    if plan["predicted_s"] is None:
-        return "unknown", ""
-    return f"{plan['predicted_s']:.3f} ({plan['predicted_limit']})", f"{plan['predicted_over_measured']:.2f}"
-
-
-def _any_link(ours: dict[str, dict[str, Any]]) -> bool:
-    return any("link" in each["limit"] for each in ours.values())
 
 
 def _show_rounds(report: dict[str, Any]) -> None:
@@ -235,7 +220,7 @@ def _show_rounds(report: dict[str, Any]) -> None:
 
 
 def _show_machine(report: dict[str, Any]) -> None:
-    names = {"mixed": "disk, mixed", "fio_mixed": "disk, mixed, by fio", "stream": "update", "link": "link"}
+    names = {"mixed": "disk, mixed", "stream": "update", "link": "link"}
     for key, name in names.items():
         rates = report["bytes_per_second"][key]
         if rates:

