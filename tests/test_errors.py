@@ -72,11 +72,11 @@ def test_no_room_is_storage_full(number: int) -> None:
     assert isinstance(storage_error("write", "/a", 0, number), StorageFull)
 
 
-@pytest.mark.parametrize("number", [*errno.errorcode, 9999])
-def test_every_errno_has_a_cure(number: int) -> None:
-    error = storage_error("open", "/a", None, number)
-    assert error.cure
-    assert " at byte " not in error.cause
+def test_every_errno_has_a_cure() -> None:
+    for number in (*errno.errorcode, 9999):
+        error = storage_error("open", "/a", None, number)
+        assert error.cure, number
+        assert " at byte " not in error.cause
 
 
 def test_rank_failures_name_the_rank() -> None:
