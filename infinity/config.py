@@ -95,10 +95,8 @@ class Budget:
     """
 
     device_bytes: int | None = field(init=False, repr=False, default=None)
-    """`device` as a number of bytes; None where `device` is None."""
 
     host_bytes: int | None = field(init=False, repr=False, default=None)
-    """`host` as a number of bytes; None where `host` is None."""
 
     nvme_bytes: dict[str, int] = field(init=False, repr=False, default_factory=dict)
     """`nvme` with absolute directories and numbers of bytes; empty without an NVMe tier."""

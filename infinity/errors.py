@@ -214,7 +214,8 @@ def storage_error(
 
 def other_bytes(path: str, offset: int, what: str | None) -> CorruptState:
     """The CorruptState for a read that has returned other bytes than this process wrote there, or read first.
-    offset: of the 4096 bytes in the file. what: words for what lies there, or None.
+
+    offset: position in the file of the 4096 bytes. what: words for what lies there, or None.
     """
     return CorruptState(
         f"{path} has other bytes at byte {offset} than were written there"

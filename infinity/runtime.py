@@ -51,7 +51,6 @@ class Runtime(Closing):
         self._model = model
         self._refuse = parts.health.check
         self._accumulator: Accumulator | None = None
-        """Runs micro-batches for `accumulate`; None before its first call."""
         self._optimizer: PagedOptimizer | None = None
         self.training_step: TrainingStep | None = None
         """Takes gradients from autograd and carries out `runtime.optimizer.step()`; None without an

@@ -66,8 +66,6 @@ class Mixed(Exception):
 
 @dataclass(eq=False)
 class _MicroBatch:
-    """One micro-batch, and how far it has come through the model."""
-
     number: int
     position: tuple[int, int] = (_FORWARD, -1)
     """Progress: (_FORWARD, stage) in the forward, (_BACKWARD, -stage) in the backward. Stages number the
@@ -221,11 +219,11 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Stop the micro-batch of this thread before `module`, until `run` lets it go on, if its forward does
-        not use `units`, those of the module, yet.
+        """Stop the micro-batch of this thread before `module`, until `run` lets it go on.
 
-        Called by a forward pre-hook of `module`, with the arguments of the module. Does nothing in a
-        backward, without grad mode, or in a thread that runs no micro-batch.
+        units: the units of the module. If the forward uses all of them already, it does not stop. Called by a
+        forward pre-hook, with the arguments of the module. Does nothing in a backward, without grad mode, or
+        in a thread that runs no micro-batch.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():

@@ -95,8 +95,8 @@ def _function_modes() -> list[Any]:
 
 
 class Task:
-    """A function that runs in its own thread, and only while its owner waits. The owner calls `proceed` and
-    `break_off`. The function calls `pause` where it is to stop.
+    """A function that runs in its own thread, and only while its owner waits in `proceed`; the function calls
+    `pause`.
     """
 
     def __init__(self, function: Callable[[], None], surroundings: Surroundings) -> None:

@@ -186,8 +186,8 @@ class Accumulator:
 
         The first time may be due to a cache that a module fills in its first call; from the second time on,
         micro-batches run one after the other. reason: the cause as a sentence. lost: whether a backward had
-        begun, so that the gradients of the step are lost. Micro-batches then run one after the other at once,
-        and ConfigError is raised.
+        begun: then the gradients of the step are lost, micro-batches run one after the other at once, and
+        ConfigError is raised.
         """
         if lost or self._mixed_before:
             self._reason = reason

@@ -16,34 +16,34 @@ Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """Functions (pack, unpack), as `torch.autograd.graph.saved_tensors_hooks` takes them."""
 
 
-class _Noted(threading.local):
+class _Recorded(threading.local):
     """The pairs on this thread's stack, the top one last."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
 
 
-def _note_pairs() -> Callable[[], Pair | None]:
+def _record_pairs() -> Callable[[], Pair | None]:
     """Have torch's `push` and `pop` record the pairs. Returns a function that returns the top pair."""
-    noted = _Noted()
+    recorded = _Recorded()
     push_pair = torch._C._autograd._push_saved_tensors_default_hooks
     pop_pair = torch._C._autograd._pop_saved_tensors_default_hooks
 
     def push(*pair: Any) -> None:
         push_pair(*pair)
-        noted.pairs.append(pair)
+        recorded.pairs.append(pair)
 
     def pop() -> None:
         pop_pair()
-        if noted.pairs:  # hooks that are older than this module are not noted
-            noted.pairs.pop()
+        if recorded.pairs:  # hooks that are older than this module are not recorded
+            recorded.pairs.pop()
 
     setattr(torch._C._autograd, push_pair.__name__, push)
     setattr(torch._C._autograd, pop_pair.__name__, pop)
-    return lambda: noted.pairs[-1] if noted.pairs else None
+    return lambda: recorded.pairs[-1] if recorded.pairs else None
 
 
-_top = None if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else _note_pairs()
+_top = None if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else _record_pairs()
 
 
 def top() -> Pair | None:

@@ -32,7 +32,7 @@ left_tasks.drop_at_exit()
 
 @dataclass(frozen=True, slots=True)
 class PageReference:
-    """A reference that stands for a saved tensor whose storage is a parameter page."""
+    """Represents a saved tensor whose storage is a parameter page."""
 
     page: ParameterPage
     index: int

@@ -128,10 +128,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         if isinstance(leaf, (dict, UserDict)):
-            twin = copy.copy(leaf)
+            copied = copy.copy(leaf)
             for key, value in leaf.items():
-                twin[key] = map_tensors(function, value)
-            return twin
+                copied[key] = map_tensors(function, value)
+            return copied
         if isinstance(leaf, list):
             listed = copy.copy(leaf)
             listed[:] = [map_tensors(function, value) for value in leaf]

@@ -217,8 +217,8 @@ def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[Removable
 def hook_recomputation(
     model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]
 ) -> list[RemovableHandle]:
-    """Have submodules call `begin` before and `end` after their forward. Returns the hooks' handles.
-    torch.utils.checkpoint runs them again in backward, where a mode of the model's forward is off.
+    """Have submodules call `begin` before and `end` after their forward, also when torch.utils.checkpoint
+    runs them again in backward, where a mode of the model's forward is off. Returns the hooks' handles.
     """
     handles = []
     for module in model.modules():

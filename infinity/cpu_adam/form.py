@@ -1,7 +1,5 @@
-"""Update form: the dtypes and the length of an update's arrays, and where in memory they lie.
-
-An update that is submitted in full has its arrays checked. Later updates of the same form are submitted by
-`ThreadPool.submit_again`, without checks.
+"""Update form: the dtypes and the length of an update's arrays, and where in memory they lie. Later updates
+of the same form are submitted by `ThreadPool.submit_again`, without checks of their arrays.
 """
 
 from __future__ import annotations

@@ -220,11 +220,11 @@ class ThreadPool(Closing):
     @overload
     def run(self, work: Stream) -> None: ...
     def run(self, work: Update | Gradient | Stream) -> UpdateResult | GradientResult | None:
-        """Submit the work, wait for the job and return its result.
+        """Submit the work, wait for the job and return its result. The calling thread takes part, and does a
+        small job alone.
 
-        The calling thread takes part in the work, and does a small job alone. If the pool was made with
-        `openmp`, and the calling thread has at least as many OpenMP threads as the pool has threads, they do
-        any larger job. In both cases no thread of the pool is woken.
+        If the pool was made with `openmp`, and the calling thread has at least as many OpenMP threads as the
+        pool has threads, they do any larger job. In both cases no thread of the pool is woken.
         """
         return self.submit(work, awaited=True).result()
 

@@ -101,9 +101,9 @@ class DeviceTable:
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
-        """Number of tiles before each piece, and at the end of all: int64 (pieces + 1,)."""
+        """Number of tiles before each piece, then the number of all: int64 (pieces + 1,)."""
         self.pieces = np.searchsorted(pieces["parameter"], np.arange(len(self.rows) + 1))
-        """Number of pieces before each parameter, and at the end of all: int64 (parameters + 1,)."""
+        """Number of pieces before each parameter, then the number of all: int64 (parameters + 1,)."""
         blocks = _before(-(-pieces["count"].astype(np.int64) // BLOCK))
         self.blocks = int(blocks[-1])
         self._blocks_before = blocks[self.pieces]

@@ -96,9 +96,9 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
     """Return the biased exponent of each block of an int8 moment, int32 (rows,).
 
-    It is that of the block's largest element as a float32, but at least span + 1; or the next one, if that
-    element would be rounded up to the next power of two. magnitude: absolute values, float32 (rows,
-    CODE_BLOCK), one block in each row. span: as in `encode`.
+    A block gets the exponent of its largest element as a float32, at least span + 1; or the next exponent, if
+    the element would be rounded up to a power of two. magnitude: absolute values, float32 (rows, CODE_BLOCK),
+    one block in each row. span: as in `encode`.
     """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)

@@ -31,7 +31,7 @@ AVERAGE = "average"
 """The name of the state array that holds the running averages of fp32 masters, in fp32."""
 
 TRAINABLE = tuple(_MASTERS)
-"""The dtypes that parameters in training may have in their pages."""
+"""The dtypes of parameters that can be trained."""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _for_deepspeed(block: Mapping[str, Any], mixed: Any) -> dict[str, Any]:
         for other in sorted(block.keys() - {"deepspeed_config_file"}):
             if RULES[f"deepspeed_config.{other}"][0] == TAKEN:
                 raise ConfigError(
-                    f"The configuration has deepspeed_config_file and {other}, which that file says.",
+                    f"The configuration has deepspeed_config_file and {other}, which that file sets.",
                     f"Remove {other}.",
                 )
     else:

@@ -185,7 +185,6 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @torch.no_grad()
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
-        """Write a parameter and its state to their pages when their last part has been read."""
         paged = self.state_dict[read_item.dest_index.fqn]
         if not isinstance(paged, PagedTensor):
             return

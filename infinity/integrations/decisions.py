@@ -140,8 +140,8 @@ def decide(
             # A size of 1 divides nothing among ranks.
             if is_on(value) and not (path.endswith("_size") and value == 1):
                 raise ConfigError(
-                    f"The configuration asks for {path} ({_shown(value)}), which is not there, and without "
-                    "which training has another result.",
+                    f"The configuration asks for {path} ({_shown(value)}), which infinity does not have, "
+                    "and without which training has another result.",
                     why,
                 )
             decision, why = MISSING, "it is off"

@@ -146,7 +146,7 @@ def _optimizer(block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         )
     if kind not in _OPTIMIZERS:
         raise ConfigError(
-            f"The optimizer of the configuration is {block['type']}, which is not there.",
+            f"The optimizer of the configuration is {block['type']}, which infinity does not have.",
             "Give infinity.offload AdamW, Adam, SGD or Adagrad of torch.optim, or Lion of lion-pytorch, and "
             "remove the block.",
         )

@@ -206,7 +206,6 @@ class InfinityStrategy(SingleDeviceStrategy):
         return _Elsewhere()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return what replaces the optimizer's states in the dictionary of a checkpoint."""
         return _Elsewhere()
 
     def save_checkpoint(

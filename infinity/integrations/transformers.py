@@ -188,8 +188,8 @@ class _Checkpoints(transformers.TrainerCallback):
             self._runtime.save(state={_STEP: trainer.state.global_step}).wait()
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
-        """Replaces `Trainer._load_from_checkpoint`. Checkpoints of a runtime are loaded later, with the
-        states.
+        """Replaces `Trainer._load_from_checkpoint`. A checkpoint of a paged model is loaded in
+        on_train_begin.
         """
         if self._is_plain(checkpoint):
             self._plain["_load_from_checkpoint"](checkpoint, model)

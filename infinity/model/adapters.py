@@ -53,8 +53,11 @@ class _Lora:
         ]
 
     def refusal(self, name: str) -> str:
-        """Why only PEFT can compute the values, as a part of a sentence; "" if they can be computed here.
-        name: of the base model, which get_peft_model leaves in a configuration, and from_pretrained does not.
+        """Return why only PEFT can compute the values, as a part of a sentence; "" if they can be computed
+        here.
+
+        name: name_or_path of the base model. An adapter whose configuration has another one was read from a
+        file.
         """
         start = self.config.init_lora_weights
         variant = getattr(self.layer, "lora_variant", {}).get(self.adapter)

@@ -75,8 +75,8 @@ def _inert() -> Callable[..., None]:
 
 
 class RefuseDDP:
-    """The list of parameters that DistributedDataParallel is to ignore. Iterating over it raises ConfigError,
-    so that DistributedDataParallel refuses an offloaded model.
+    """Replaces the list of parameters that DistributedDataParallel is to ignore. Iterating over it raises
+    ConfigError, so that an offloaded model is refused.
     """
 
     def __iter__(self) -> Any:

@@ -68,10 +68,8 @@ def registered(model: nn.Module) -> dict[int, Registered]:
 
 
 def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
-    """Raise ConfigError if an adapter of PEFT is among the tensors with an id() in `wanted`.
-
-    The initialisers of adapters' modules do not give PEFT's values: zeros for one of the two matrices of
-    LoRA, and a copy of a module that is trained whole.
+    """Raise ConfigError if an adapter of PEFT is among the tensors with an id() in `wanted`: the initialisers
+    of its modules do not give PEFT's values, such as zeros for one of the two matrices of LoRA.
     """
     base = base_names(model)
     for key, entry in registered(model).items():
@@ -244,7 +242,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @dataclass
 class _Step:
-    """The initialisers of one module, in the order in which the module's construction runs them."""
+    """The initialisers of one module, in the order in which its construction runs them."""
 
     name: str
     own: set[int]

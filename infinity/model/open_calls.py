@@ -13,11 +13,9 @@ from typing import Any
 
 
 class OpenCalls:
-    """The open calls of each thread, innermost last, each with context managers and the stack frame that made
-    it.
-
-    The context managers are exited when the call ends. Once the frame has left the thread's stack, the call
-    is over, even if no hook has recorded its end.
+    """The open calls of each thread, innermost last, each with the stack frame that made it and context
+    managers to exit at its end. Once the frame has left the thread's stack, the call is over, even if no hook
+    has recorded its end.
     """
 
     def __init__(self) -> None:

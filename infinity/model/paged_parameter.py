@@ -61,7 +61,7 @@ class PageAccess(Protocol):
     ) -> torch.Tensor:
         """Return a copy of the parameter's fp32 master, or of its values if it has no master."""
 
-    def lend_data(self, place: Place) -> torch.Tensor:
+    def exported_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of its own. The
         runtime notices edits through it, too.
         """
@@ -163,11 +163,10 @@ class PagedParameter(nn.Parameter):
         return pager.run(func, taken, args, kwargs)
 
     def set_(self, *arguments: Any, **options: Any) -> Any:
-        """Do nothing in a forward if the argument is the parameter itself, as register_parametrization passes
-        it, which PEFT calls in the forward of experts with adapters. Raises ConfigError otherwise: a paged
-        parameter cannot be given another storage.
-
-        torch does not call __torch_function__ for `set_`.
+        """Do nothing in a forward if the argument is the parameter itself: PEFT, which registers
+        parametrizations in the forward of experts with adapters, makes this call. Otherwise raise
+        ConfigError, because a paged parameter cannot be given another storage. (torch does not call
+        __torch_function__ for `set_`.)
         """
         if options or len(arguments) != 1 or arguments[0] is not self or not self._place.pager.inside:
             _no_other_storage(self)
@@ -419,7 +418,7 @@ def _run_in_all(function: Callable[..., Any], places: Sequence[Place], args: Any
 
 
 def _get_data(parameter: PagedParameter, *_: Any) -> torch.Tensor:
-    return parameter._place.pager.lend_data(parameter._place)
+    return parameter._place.pager.exported_data(parameter._place)
 
 
 def _set_data(parameter: PagedParameter, value: torch.Tensor) -> None:

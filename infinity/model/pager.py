@@ -43,11 +43,10 @@ class Pager:
         heap: HeapGuard,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
-        """pages: the parameter pages, by index of the unit. addresses: address of the memory where a page is
-        resident -> the page. prefetch_engine: brings pages where the model computes, and evicts them. edits:
-        writes user code's changes of parameters to the pages' homes. scale: the loss scale of the gradients
-        that arrive at parameters. health: raises an error once the runtime is closed or lost. heap: counts
-        the bytes of saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
+        """pages: the parameter pages, by index of the unit. addresses: see `addresses`. edits: writes user
+        code's changes of parameters to the pages' homes. scale: the loss scale of the gradients that arrive
+        at parameters. health: raises an error once the runtime is closed or lost. heap: counts the bytes of
+        saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
         """
         self.pages = pages
         self.addresses = addresses
@@ -93,9 +92,9 @@ class Pager:
                 return self._run_on_masters(function, args, kwargs)
             inside, graphs = self.inside, torch.is_grad_enabled()
             # Models keep what they detach, and may change it at any time.
-            lends = not inside or function is torch.Tensor.detach
+            exports = not inside or function is torch.Tensor.detach
             written: Sequence[Place] = ()
-            if lends or not graphs:  # else no operation may change a parameter
+            if exports or not graphs:  # else no operation may change a parameter
                 self._settle(places)
                 written = self._watch(function, args, kwargs)
             if inside and not self._alone:
@@ -110,8 +109,8 @@ class Pager:
                     result = function(*args, **kwargs)
                 if written:
                     self.edits.follow()
-                if lends:
-                    return self._lend(result, places)
+                if exports:
+                    return self._export_views(result, places)
                 pending = self.prefetch_engine.store.ledger.pending
                 if pending is not None and any(_views(result, places)):
                     self._settle(places)
@@ -121,9 +120,8 @@ class Pager:
     def views(self, parameters: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
         """Context with a view of each paged parameter, as a plain tensor of the parameter's graph, and the
         others among `parameters` as they are. All pages are fetched together before. Autograd saves
-        references to pages in place of these views.
-
-        Raises BudgetError if the pages do not fit together, and StorageError if a page cannot be read.
+        references to pages in place of these views. Raises BudgetError if the pages do not fit together, and
+        StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -286,7 +284,7 @@ class Pager:
         found = page.flat(place.index, page.residency)[first : None if count is None else first + count]
         return self.prefetch_engine.store.copied_to_host(found)
 
-    def lend_data(self, place: Place) -> torch.Tensor:
+    def exported_data(self, place: Place) -> torch.Tensor:
         """See PageAccess. In a call of state_dict, the value is a copy in RAM."""
         with self.lock:
             self.refuse()
@@ -326,12 +324,10 @@ class Pager:
         """Wait until the pending commit has the values of parameters that user code may change now."""
         self.prefetch_engine.settle_for_user([place.page.index for place in places])
 
-    def _lend(self, result: Any, places: Sequence[Place]) -> Any:
-        """Track each tensor in `result`, an operation's result, that is a view of a page, and return
-        `result`.
-
-        The runtime notices later edits through such an exported view. In a call of state_dict, a copy of the
-        parameter in RAM is returned instead of a view. places: the places of the operation's parameters.
+    def _export_views(self, result: Any, places: Sequence[Place]) -> Any:
+        """Track each tensor in `result` that is a view of a page, so that later edits through it are noticed,
+        and return `result`; in a call of state_dict, a copy of the parameter in RAM. places: those of the
+        operation's parameters.
         """
         for place, view in _views(result, places):
             if self.copying and view is result:

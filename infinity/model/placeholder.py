@@ -52,7 +52,7 @@ class Placeholders:
         mapping: CpuMapping | DeviceMapping
         if driver is None:
             mapping = CpuMapping(largest)
-            _with_the_last(mapping, mapping.release)
+            _release_after_last_use(mapping, mapping.release)
         else:
             mapping = _mapped_on(self.device, driver, largest)
         region = adopt(mapping.address, mapping.nbytes, self.device, mapping)
@@ -148,9 +148,8 @@ def _mapped(address: int | None, nbytes: int) -> int:
 
 
 class DeviceMapping:
-    """A range of at least `largest` bytes of addresses over which one allocation of device memory, filled
-    with bytes 0xff, is mapped repeatedly. Attributes: as of CpuMapping. `release` is to be called when no
-    queued work uses the range any more.
+    """As CpuMapping, but with one allocation of device memory. `release` is to be called when no queued work
+    uses the range any more.
     """
 
     def __init__(self, driver: Driver, largest: int) -> None:
@@ -177,7 +176,7 @@ def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapp
         # Earlier failures are raised here, and not blamed on the mapping.
         driver.synchronize()
         mapping = DeviceMapping(driver, largest)
-        _with_the_last(mapping, functools.partial(_release, device, driver, mapping.release))
+        _release_after_last_use(mapping, functools.partial(_release, device, driver, mapping.release))
         # The fill runs on the default stream, and torch's other streams do not wait for it.
         driver.synchronize()
     return mapping
@@ -189,7 +188,7 @@ def _release(device: torch.device, driver: Driver, release: Callable[[], None]) 
         release()
 
 
-def _with_the_last(mapping: object, release: Callable[[], object]) -> None:
+def _release_after_last_use(mapping: object, release: Callable[[], object]) -> None:
     # The finalizer does not run at exit, because tensors that are freed later still need their memory. The
     # kernel or the driver unmaps the memory then.
     weakref.finalize(mapping, release).atexit = False

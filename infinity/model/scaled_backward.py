@@ -161,7 +161,9 @@ class _Outermost(ScaledBackward):
         """id() of a leaf -> (the leaf, its former gradient): the present one is scaled until `end`."""
 
     def enter(self, graph: _Graph, inputs: Sequence[Any]) -> None:
-        """Prepare the nodes of a backward: of this one, or of one that a Function of this one begins."""
+        """Prepare the nodes of `graph` for a backward: for this one, or for one that a Function begins inside
+        it.
+        """
         for leaf in graph.leaves:
             hooks = leaf.variable._backward_hooks
             for key in list(hooks or ()):  # some are older than the runtime

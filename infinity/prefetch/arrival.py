@@ -63,8 +63,6 @@ class _Buffer:
 
 
 class Arrival:
-    """The transfer of one parameter page from its home to leased device memory."""
-
     def __init__(
         self,
         page: ParameterPage,

@@ -218,10 +218,8 @@ class PrefetchEngine:
         self._look_ahead((), set(self._held))
 
     def homes_replaced(self) -> None:
-        """All homes have got values of another run, and no page is on its way.
-
-        Called before the resident pages get these values. With several ranks, a page of which other ranks
-        have parts is evicted instead; see `bring_exposed`.
+        """All homes have got values of another run, and no page is on its way. With several ranks, a page of
+        which other ranks have parts is evicted; see `bring_exposed`.
         """
 
     def bring_exposed(self) -> None:
@@ -342,8 +340,8 @@ class PrefetchEngine:
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
-        """Tell the checker of memory accesses, which only tests have, that computation reads a unit's page.
-        Called when the page is demanded and when it is evicted.
+        """For the checker of memory accesses in tests: computation reads the unit's page. Called on demand
+        and eviction.
         """
         residency = self.pages[unit].residency
         if residency is not None:

@@ -22,9 +22,7 @@ def cache_file(name: str) -> Path:
 
 
 class JsonFile(Generic[Content]):
-    """A JSON file in the user's cache, read into `content`. A file that is absent or cannot be used counts as
-    empty.
-    """
+    """A JSON file in the user's cache, read into `content`."""
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
         """Read the cached file `name`.

@@ -169,10 +169,10 @@ _injection = threading.local()
 
 @contextlib.contextmanager
 def injected(faults: Faults, observer: Observer | None = None) -> Iterator[Faults]:
-    """For tests: inject errors and delays into the NVMe I/O of runtimes.
+    """For tests: inject errors and delays into the NVMe I/O of runtimes that this thread makes inside the
+    `with` statement, as long as they live.
 
-    It acts on the runtimes that this thread makes inside the `with` statement, as long as they live. faults:
-    says what to inject; it is also yielded. observer: is told of the operations on all other files.
+    faults: what to inject; it is also yielded. observer: receives the operations on all other files.
     """
     before = getattr(_injection, "faults", None), getattr(_injection, "observer", None)
     _injection.faults, _injection.observer = faults, observer

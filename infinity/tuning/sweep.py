@@ -69,7 +69,6 @@ class Stripes:
     """How bytes are divided between several disks, and the rates of all together, in bytes per second."""
 
     paths: tuple[str, ...]
-    """The directories of the test files, one on each disk."""
     shares: tuple[float, ...]
     """The fraction of the bytes on each path: in proportion to the disks' mixed rates."""
     read: float

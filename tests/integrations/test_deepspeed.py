@@ -345,7 +345,7 @@ def test_a_fixed_loss_scale_and_rough_masters_are_refused_where_fp16_is_on(field
     "name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "Lamb", "FusedLion", "RMSprop", "MuAdam"]
 )
 def test_other_optimizers_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"is {name}, which is not there"):
+    with pytest.raises(ConfigError, match=f"is {name}, which infinity does not have"):
         from_deepspeed_config({"optimizer": {"type": name, "params": {"lr": 1e-3}}})
 
 
