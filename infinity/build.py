@@ -23,7 +23,7 @@ from infinity.components import Components
 from infinity.config import Budget
 from infinity.errors import ConfigError
 from infinity.gradients.device import DeviceUnits
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.materialize import registered
 from infinity.model.paged_parameter import PagedParameter, Place

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from infinity import cpu_adam
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.pager import Pager
 from infinity.optim.scheduler import UpdateScheduler

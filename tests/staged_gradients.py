@@ -29,8 +29,8 @@ class StagedGradients:
 
         def counting(update: ChunkUpdate, *args: Any, **options: Any) -> Any:
             if self.runtime is not None and update._store is self.runtime._components.store:
-                # The lease kept since the update was decided. It has no bytes where the gradient went home.
-                self._nbytes += 0 if update._gradient_page.home.in_place else update._kept.nbytes
+                # What was staged when the update was decided. It has no bytes where the gradient went home.
+                self._nbytes += update.gradient_bytes if update.holds_gradient else 0
             return compute(update, *args, **options)
 
         monkeypatch.setattr(ChunkUpdate, "compute", counting)

@@ -81,7 +81,9 @@ def check_resting(runtime: Any) -> None:
     assert store.pools["homes"].counters.leased == plan.home_bytes[Tier.HOST]
     assert store.pools["device homes"].counters.leased == plan.home_bytes[Tier.DEVICE]
     gradients = runtime._components.gradients.pages.values()
-    staged = sum(state.staged.data.nbytes for page in gradients for state in page.chunks if state.staged)
+    staged = sum(
+        state.staged.nbytes for page in gradients for state in page.chunks if state.staged is not None
+    )
     assert staged <= plan.staging_bytes // 2
     assert store.pools["staging"].counters.leased == staged
     assert store.pools["transit"].counters.leased == plan.transit_buffer_bytes  # the bounce buffer

@@ -35,7 +35,7 @@ from infinity.accumulation.task_threads import Surroundings, Task
 from infinity.activations import hook_stack
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import Pager
 

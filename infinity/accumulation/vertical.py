@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from infinity.accumulation.micro_batches import AddGradient, Expect, Group, LossFunction, Mixed
 from infinity.accumulation.task_threads import Surroundings
 from infinity.errors import ConfigError
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.names import named_modules
 from infinity.layout.units import BLOCK_LISTS
 from infinity.model.hooks import Hook

@@ -37,7 +37,7 @@ from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order

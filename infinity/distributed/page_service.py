@@ -26,7 +26,7 @@ from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Dispatch
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker

@@ -14,7 +14,7 @@ from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health

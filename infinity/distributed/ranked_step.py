@@ -37,7 +37,7 @@ from infinity.distributed.wire import Wire
 from infinity.distributed.withdrawals import Withdrawals
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.gradients.exact_sum import ExactSum
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage

@@ -13,7 +13,7 @@ import torch
 
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.errors import ConfigError
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.optim.scheduler import UpdateScheduler

@@ -8,43 +8,15 @@ was written home is read back into staging, so that the new gradients can be add
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
-from infinity.errors import ConfigError, InfinityError
-from infinity.pages.gradient_page import GradientPage, StagedGradient
+from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
-
-
-class GradientFailure:
-    """Holds, as `error`, the latest error that made the gradients of the current step invalid, or None.
-
-    After such an error a gradient may be missing, may be added only in part to the sum of the step's earlier
-    gradients, or may be written only in part to the home of its gradient page.
-    """
-
-    def __init__(self) -> None:
-        self.error: InfinityError | None = None
-
-    def lose(self, error: BaseException) -> None:
-        """Record an error after which no gradient of this step is valid.
-
-        A ConfigError takes the place of an error that is not an InfinityError, such as KeyboardInterrupt.
-        """
-        if isinstance(error, InfinityError):
-            self.error = error.again()
-        else:
-            self.error = ConfigError(
-                "A backward was interrupted while a gradient was added.",
-                "Call runtime.optimizer.zero_grad() and repeat the step.",
-            )
-
-    def forget(self) -> None:
-        """Forget the error. Called when the gradients are forgotten."""
-        self.error = None
 
 
 class StagedChunks:
@@ -54,13 +26,13 @@ class StagedChunks:
         self,
         pages: Mapping[int, GradientPage],
         store: Store,
-        failure: GradientFailure,
+        lose: Callable[[BaseException], None],
         *,
         ring: GradientRing | None,
     ) -> None:
         """pages: index of a unit -> the unit's gradient page. store: reads and writes the pages' homes.
 
-        failure: records an error by which gradients are lost. ring: the gradient ring, through which
+        lose: records an error by which gradients are lost. ring: the gradient ring, through which
         gradients leave a device with its own memory; None if the device has no memory of its own.
         """
         self.more_to_come = False
@@ -69,7 +41,7 @@ class StagedChunks:
         """
         self._pages = pages
         self._store = store
-        self._failure = failure
+        self._lose = lose
         self._ring = ring
         self._chunks: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every staged chunk. The chunk that has been staged for the longest time comes
@@ -103,12 +75,12 @@ class StagedChunks:
         If the chunk was written home in this step, it is read back first, and the call waits for the read.
         memory: the uint8 tensor in staging, of `missing` bytes. Raises StorageError if the read fails.
         """
-        waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
         chunk = page.chunks[chunk_index]
         if chunk.stored:
             with self._store.meter.stalling(Edge.NVME_TO_HOST):
                 self._store.read(page.home, page.offset(chunk_index), memory).wait()
-        chunk.staged = StagedGradient(memory, waiting)
+        chunk.staged = memory
+        chunk.waiting = {piece.parameter for piece in page.layout.chunks[chunk_index].pieces}
         self._chunks[page.index, chunk_index] = None
 
     def complete(self, page: GradientPage, chunk_index: int) -> None:
@@ -119,10 +91,9 @@ class StagedChunks:
         gradient the longest are written home, without waiting for the writes. Raises StorageError as
         `write_back_oldest` does.
         """
-        staged = page.chunks[chunk_index].staged
-        assert staged is not None
         if self.more_to_come:
-            staged.waiting.update([each.parameter for each in page.layout.chunks[chunk_index].pieces])
+            pieces = page.layout.chunks[chunk_index].pieces
+            page.chunks[chunk_index].waiting.update([each.parameter for each in pieces])
             return
         if (page.index, chunk_index) in self._whole:
             return
@@ -145,9 +116,9 @@ class StagedChunks:
         if self.more_to_come:
             return
         for unit, chunk_index in [*self._chunks]:
-            staged = self._pages[unit].chunks[chunk_index].staged
-            if staged is not None and (unit, chunk_index) not in self._whole:
-                staged.waiting.clear()
+            chunk = self._pages[unit].chunks[chunk_index]
+            if chunk.staged is not None and (unit, chunk_index) not in self._whole:
+                chunk.waiting.clear()
                 self.complete(self._pages[unit], chunk_index)
 
     def write_back_oldest(self, kept: tuple[int, int] | None) -> bool:
@@ -162,22 +133,23 @@ class StagedChunks:
                 return True
         return False
 
-    def write_back_now(self, unit: int, chunk_index: int, data: torch.Tensor) -> None:
+    def write_back_now(self, unit: int, chunk_index: int, chunk: GradientChunk) -> None:
         """Write a chunk's gradient to the page's home, and wait until it is written.
 
-        Afterwards the chunk is no longer staged, and its update can read the gradient from the home. The
-        caller then gives up `data`, the gradient in staging, uint8. If the write fails, StorageError is
-        raised and nothing has changed.
+        chunk: as an update has taken it, and staged. Afterwards it is no longer staged, and the update can
+        read the gradient from the home. If the write fails, StorageError is raised and nothing has changed.
         """
         page = self._pages[unit]
-        self._store.write_now(page.home, page.offset(chunk_index), data, spare=True)
-        if (unit, chunk_index) in self._chunks:
+        assert chunk.staged is not None
+        self._store.write_now(page.home, page.offset(chunk_index), chunk.staged, spare=True)
+        if page.chunks[chunk_index] is chunk:
             self.drop(page, chunk_index)
             page.chunks[chunk_index].stored = True
+        chunk.staged = None
 
     def drop(self, page: GradientPage, chunk_index: int) -> None:
-        """Remove a chunk from staging without writing it home."""
-        page.chunks[chunk_index].staged = None
+        """Remove a chunk from staging without writing it home. An update that has taken it keeps it."""
+        page.chunks[chunk_index] = replace(page.chunks[chunk_index], staged=None)
         del self._chunks[page.index, chunk_index]
         self._whole_bytes -= self._whole.pop((page.index, chunk_index), 0)
 
@@ -195,8 +167,8 @@ class StagedChunks:
         assert staged is not None
         self.drop(page, chunk_index)
         try:
-            self._store.write(page.home, page.offset(chunk_index), staged.data)
+            self._store.write(page.home, page.offset(chunk_index), staged)
         except BaseException as error:
-            self._failure.lose(error)
+            self._lose(error)
             raise
-        chunk.stored = True
+        page.chunks[chunk_index].stored = True

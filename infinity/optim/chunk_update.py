@@ -24,7 +24,7 @@ from infinity.config import round_up
 from infinity.errors import InfinityError
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
-from infinity.pages.gradient_page import GradientPage
+from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
@@ -146,12 +146,12 @@ class ChunkUpdate:
         self.state_bytes = self._state_page.formats[chunk_index].nbytes
         """Bytes of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
-        self._parameter = self._gradient = self._states = self._kept = NOTHING
-        """The inputs in RAM, each uint8. NOTHING stands for one that has no place in RAM yet. `_kept`: the
-        gradient if it was in RAM when the update was decided, kept even after zero_grad(); else NOTHING.
+        self._parameter = self._gradient = self._states = NOTHING
+        """The inputs in RAM, each uint8. NOTHING stands for one that has no place in RAM yet."""
+        self.taken: GradientChunk | None = None
+        """Where the gradient of a decided update is, also after zero_grad(). None if the update never needs
+        staging, or if it only averages masters.
         """
-        self._takes_gradient = True
-        """Whether the update that was decided last takes the gradient. Otherwise it only averages masters."""
         self._room = NOTHING
         """Staging, uint8, into which the parameter slice will be read when the update is decided. It is
         NOTHING itself if the states were not read ahead.
@@ -187,7 +187,7 @@ class ChunkUpdate:
     def needed(self, present: Present | None) -> int:
         """Bytes of staging that a READY update needs. present: the result of the method `present`."""
         nbytes = 0 if self._state_page.home.in_place else self.state_bytes
-        if self._takes_gradient and not self._gradient.nbytes:
+        if self._lacks_gradient:
             nbytes += self.gradient_bytes
         if not self.page.home.in_place and present is None:
             nbytes += self.parameter_bytes
@@ -204,18 +204,18 @@ class ChunkUpdate:
         """Whether a READY update has its gradient in host RAM, and parameters and states at home there."""
         if self.in_ram:
             return True
-        there = bool(self._gradient.nbytes) or not self._takes_gradient
-        return self.page.home.in_place and self._state_page.home.in_place and there
+        at_home = self.page.home.in_place and self._state_page.home.in_place
+        return at_home and not self._lacks_gradient
 
     @property
-    def gradient(self) -> torch.Tensor:
-        """The gradient of a READY update, uint8, kept since it was decided; empty if it is at home."""
-        return self._gradient
+    def _lacks_gradient(self) -> bool:
+        """Whether a READY update takes a gradient that is neither in staging nor at home in host RAM."""
+        return self.taken is not None and self.taken.staged is None and not self._gradient_page.home.in_place
 
     @property
     def holds_gradient(self) -> bool:
         """Whether the gradient of a READY update is in staging."""
-        return bool(self._gradient.nbytes) and not self._gradient_page.home.in_place
+        return self.taken is not None and self.taken.staged is not None
 
     @property
     def is_ahead(self) -> bool:
@@ -257,10 +257,6 @@ class ChunkUpdate:
         needs staging, and False if it is READING.
         """
         assert self.decision is None
-        if decision.averaged:
-            self._takes_gradient = any(each.parameter in decision.parameters for each in self.chunk.pieces)
-        else:
-            self._takes_gradient = True
         if self.in_ram:
             self.decision = decision
             self._to(UpdateState.READY)
@@ -269,11 +265,13 @@ class ChunkUpdate:
         if self.state is not UpdateState.IDLE and not self._still_right(present):
             self.cancel()
         self.decision = decision
-        kept = self._gradient_page.in_ram(self.chunk_index) if self._takes_gradient else None
-        self._gradient = self._kept = NOTHING if kept is None else kept
+        if not decision.averaged or any(each.parameter in decision.parameters for each in self.chunk.pieces):
+            self._gradient_page.settle(self.chunk_index)
+            self.taken = self._gradient_page.chunks[self.chunk_index]
         if self.state is UpdateState.IDLE:
             self._to(UpdateState.READY)
             return True
+        self._gradient = self._taken_memory()
         self._read_parameter(self._room, present)
         if self.state is UpdateState.AHEAD:
             self._to(UpdateState.READING)
@@ -287,7 +285,8 @@ class ChunkUpdate:
         """
         try:
             rest = self._read_parameter(memory, present)
-            if self._takes_gradient and not self._gradient.nbytes:
+            self._gradient = self._taken_memory()
+            if self._lacks_gradient:
                 self._gradient, rest = rest[: self.gradient_bytes], rest[self.gradient_bytes :]
                 assert self.decision is not None
                 if self._reads_gradient(self.decision):
@@ -351,11 +350,6 @@ class ChunkUpdate:
         self._let_go()
         self._to(UpdateState.IDLE)
 
-    def forget_gradient(self) -> None:
-        """Drop the gradient of a READY update after it was written home, from where it is read again."""
-        assert self.state is UpdateState.READY
-        self._gradient = self._kept = NOTHING
-
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the update to the update threads: READING -> COMPUTING.
 
@@ -405,8 +399,7 @@ class ChunkUpdate:
             raise
         try:
             store.ledger.updated((self.unit, self.chunk_index))
-            self.ticket = self.decision = None
-            self._kept = NOTHING
+            self.ticket = self.decision = self.taken = None
             self._let_go()
             self._to(UpdateState.WRITING)
         except BaseException as error:
@@ -430,9 +423,8 @@ class ChunkUpdate:
         """
         self.end()
         self._at_home = self._addresses = None  # the homes may move
-        self._kept = NOTHING
         self._let_go()
-        self.ticket = self.decision = None
+        self.ticket = self.decision = self.taken = None
         self.copy = ARRIVED
         self.state = UpdateState.IDLE
 
@@ -488,6 +480,13 @@ class ChunkUpdate:
             self._reads.append(self._store.read(home, start, self._parameter))
         return memory
 
+    def _taken_memory(self) -> torch.Tensor:
+        """The gradient that was taken, uint8, if it is in host RAM; else NOTHING."""
+        if self.taken is None:
+            return NOTHING
+        found = self._gradient_page.memory(self.chunk_index, self.taken)
+        return NOTHING if found is None else found
+
     def _take_at_home(self) -> None:
         """Wait for the gradient, and use the inputs in their homes. Raises what `compute` raises."""
         self._gradient_page.settle(self.chunk_index)
@@ -520,10 +519,9 @@ class ChunkUpdate:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Drop all references to the inputs' memory except that to the gradient, if it was kept."""
+        """Drop all references to the inputs' memory, except by `taken`."""
         self._reads = []
-        self._parameter = self._states = self._room = NOTHING
-        self._gradient = self._kept
+        self._parameter = self._gradient = self._states = self._room = NOTHING
 
     # --- what the update threads compute ----------------------------------------------------------------
 

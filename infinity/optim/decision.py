@@ -25,7 +25,7 @@ import torch
 from infinity import cpu_adam
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Group, Rule
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 

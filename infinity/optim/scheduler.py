@@ -33,7 +33,7 @@ from infinity import cpu_adam
 from infinity.device_update.update import ParameterUpdate
 from infinity.errors import InfinityError
 from infinity.gradients.device import DeviceUnits
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.strides import in_memory_order
 from infinity.optim.chunk_update import NOTHING, ChunkUpdate, Present, UnitUpdate, UpdateState
@@ -768,8 +768,8 @@ class UpdateScheduler(Updates):
 
         The gradient is read back when the update acquires staging for all its inputs.
         """
-        self._gradients.staged.write_back_now(update.unit, update.chunk_index, update.gradient)
-        update.forget_gradient()
+        assert update.taken is not None
+        self._gradients.staged.write_back_now(update.unit, update.chunk_index, update.taken)
 
 
 class ReadAhead:

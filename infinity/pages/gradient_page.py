@@ -22,23 +22,20 @@ from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
 
 
-@dataclass(slots=True)
-class StagedGradient:
-    """The gradients of one chunk while they are in staging, host RAM that is leased to updates and gradients.
-    What lies at the gradient page's home is out of date meanwhile.
+@dataclass(slots=True, eq=False)
+class GradientChunk:
+    """Where the gradients of one chunk are, which of them have arrived, and the sums of their squares.
+
+    An update takes the object when it is decided, and the page gets another one with the next step's
+    gradients.
     """
 
-    data: torch.Tensor
-    """The gradients of the chunk, as uint8, in the layout that they have at home."""
+    staged: torch.Tensor | None = None
+    """The gradients of the chunk while they are in staging, host RAM that is leased to updates and gradients:
+    uint8, in the layout that they have at home. What lies at home is out of date meanwhile.
+    """
     waiting: set[int] = field(default_factory=set)
-    """Indices of the chunk's parameters whose gradient is still awaited in the running backward."""
-
-
-@dataclass(slots=True)
-class GradientChunk:
-    """Where the gradients of one chunk are, which of them have arrived, and the sums of their squares."""
-
-    staged: StagedGradient | None = None
+    """While staged, indices of the parameters whose gradient is still awaited in the running backward."""
     sent: int = 0
     """The number by which the gradient ring knows its last job that adds to the chunk (`Job.number`); 0 if
     there is no such job.
@@ -211,15 +208,16 @@ class GradientPage:
         if self._ring is not None and self.chunks[chunk_index].sent:
             self._ring.settle(self.chunks[chunk_index].sent)
 
-    def memory(self, chunk_index: int) -> torch.Tensor | None:
+    def memory(self, chunk_index: int, taken: GradientChunk | None = None) -> torch.Tensor | None:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that were sent
         through the gradient ring and have not been added yet.
 
-        Called by code that adds a gradient to the chunk.
+        Called by code that adds a gradient to the chunk, and by its update. taken: what the update has taken;
+        None: the page's present gradients.
         """
-        staged = self.chunks[chunk_index].staged
+        staged = (taken or self.chunks[chunk_index]).staged
         if staged is not None:
-            return staged.data
+            return staged
         return (
             self.home.view(self._offsets[chunk_index], self.nbytes(chunk_index))
             if self.home.in_place

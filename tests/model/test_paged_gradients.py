@@ -28,7 +28,7 @@ from torch.nn import utils
 
 import infinity
 from infinity.errors import ConfigError, NonFiniteGradient
-from infinity.gradients.host import Gradients
+from infinity.gradients.gradients import Gradients
 
 both_homes = places("nvme", "unified", cuda=("nvme", "host"))
 

@@ -26,7 +26,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.loss_scale import LossScale
-from infinity.gradients.staged_chunks import GradientFailure, StagedChunks
+from infinity.gradients.staged_chunks import StagedChunks
 from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing
@@ -71,8 +71,11 @@ class Gradients:
         """
         self.factor = 1.0
         """The factor that all gradients of the step have, as `agree_on_factor` has found it."""
-        self._failure = GradientFailure()
-        self.staged = StagedChunks(pages, store, self._failure, ring=ring)
+        self._failure: InfinityError | None = None
+        """The latest error by which gradients of this step were lost: one may be missing, or may be added or
+        written home in part only.
+        """
+        self.staged = StagedChunks(pages, store, self.lose, ring=ring)
         self._on_device = on_device
 
     @property
@@ -149,7 +152,7 @@ class Gradients:
         try:
             self._ring.await_room(counts, fresh.dtype.itemsize)
         except BaseException as error:
-            self._failure.lose(error)
+            self.lose(error)
             raise
 
     @contextmanager
@@ -169,7 +172,7 @@ class Gradients:
                 page.check_single(parameter, dtype)
             yield page
         except BaseException as error:
-            self._failure.lose(error)
+            self.lose(error)
             raise
         page.content.add(parameter)
         page.arrivals[parameter] += 1
@@ -210,7 +213,7 @@ class Gradients:
         try:
             yield page
         except BaseException as error:
-            self._failure.lose(error)
+            self.lose(error)
             raise
         page.content.add(piece.parameter)
         if last:
@@ -253,8 +256,8 @@ class Gradients:
             chunk.sent = self._send(ring, fresh, target, blocks, again=again) or chunk.sent
         chunk.blocks[piece.parameter, piece.start] = blocks
         if chunk.staged is not None and last:
-            chunk.staged.waiting.discard(piece.parameter)
-            if not chunk.staged.waiting:
+            chunk.waiting.discard(piece.parameter)
+            if not chunk.waiting:
                 self.staged.complete(page, chunk_index)
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
@@ -332,7 +335,7 @@ class Gradients:
 
     def _failures(self) -> tuple[InfinityError | None, ...]:
         on_the_way = None if self._ring is None else self._ring.failure
-        return on_the_way, self._failure.error, *(page.home.failure for page in self.pages.values())
+        return on_the_way, self._failure, *(page.home.failure for page in self.pages.values())
 
     def read(
         self,
@@ -388,13 +391,13 @@ class Gradients:
     def consume(self, unit: int) -> None:
         """Mark a unit's gradients as used by an eager update.
 
-        The unit's staged chunks are forgotten without being written home. After this, adding or reading a
-        gradient of the unit raises ConfigError until `clear`.
+        The unit's staged chunks, which the update has taken, are dropped without being written home. After
+        this, adding or reading a gradient of the unit raises ConfigError until `clear`.
         """
         page = self.pages[unit]
         page.consumed = True
-        for chunk_index, chunk in enumerate(page.chunks):
-            if chunk.staged is not None:
+        for chunk_index in range(len(page.chunks)):
+            if page.chunks[chunk_index].staged is not None:
                 self.staged.drop(page, chunk_index)
 
     def clear(self) -> None:
@@ -414,7 +417,7 @@ class Gradients:
 
     def forgive(self) -> None:
         """Forget a failure by which gradients were lost, and the factors of gradients."""
-        self._failure.forget()
+        self._failure = None
         self.factors.clear()
         self.factor = 1.0
 
@@ -427,15 +430,23 @@ class Gradients:
             page.forget_runs()
 
     def lose(self, error: BaseException) -> None:
-        """Note an error by which the gradients of this step are lost. `check` raises it until `clear`."""
-        self._failure.lose(error)
+        """Note an error by which the gradients of this step are lost. `check` raises it until `clear`.
+
+        A ConfigError takes the place of an error that is not an InfinityError, such as KeyboardInterrupt.
+        """
+        if not isinstance(error, InfinityError):
+            error = ConfigError(
+                "A backward was interrupted while a gradient was added.",
+                "Call runtime.optimizer.zero_grad() and repeat the step.",
+            )
+        self._failure = error.again()
 
     def break_off(self) -> None:
         """Note that micro-batches ended early, so that the gradients of this step are lost.
 
         `check` raises ConfigError from now until `clear`.
         """
-        self._failure.lose(
+        self.lose(
             ConfigError(
                 "The micro-batches of a step were broken off in their backwards.",
                 "Call runtime.optimizer.zero_grad() and repeat the step.",
