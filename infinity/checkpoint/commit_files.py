@@ -52,7 +52,7 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class SavedCommit:
-    """A commit that was read from its files, and found whole."""
+    """What the files of one commit say: of one that was read and found whole, or of one to be written."""
 
     manifest: Manifest
     checksums: npt.NDArray[np.uint32]

@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.record import Draft, Recorder
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.record import Recorder
 from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.scheduler import UpdateScheduler
@@ -288,7 +289,7 @@ class Committer:
 
     # --- the commit's thread ----------------------------------------------------------------------------
 
-    def _run(self, commit: Commit, draft: Draft) -> None:
+    def _run(self, commit: Commit, draft: SavedCommit) -> None:
         if not self._ledger.start(commit):
             return  # `save` was interrupted, and has withdrawn the commit
         failure: InfinityError | None = None
@@ -305,7 +306,7 @@ class Committer:
         finally:
             self._ledger.end(commit, failure)
 
-    def _outcome(self, commit: Commit, draft: Draft) -> InfinityError | None:
+    def _outcome(self, commit: Commit, draft: SavedCommit) -> InfinityError | None:
         """Make this rank's part of a commit durable, and find out whether the commit counts; see [Note:
         commits of ranks]. Returns the error by which it fails, if it does.
         """
@@ -333,7 +334,7 @@ class Committer:
                     self._durable.nvme.forget()  # as in `_make_durable`
         return failure
 
-    def _make_durable(self, commit: Commit, draft: Draft) -> None:
+    def _make_durable(self, commit: Commit, draft: SavedCommit) -> None:
         self._flush()
         for write in commit.writes:
             write.wait()
@@ -349,12 +350,12 @@ class Committer:
             if nvme.sync_failed:
                 self._health.lose(error)
             raise  # a header that was not written is written by the next commit
-        manifest, checksums = self._recorder.finish(draft, commit)
+        made = self._recorder.finish(draft, commit)
         try:
-            commit_files.write(manifest, checksums, draft.tensors, self.directory, self._store.files)
+            commit_files.write(made.manifest, made.checksums, made.tensors, self.directory, self._store.files)
             commit.state = CommitState.NAMED
         except InfinityError as error:
-            if self._may_be_named(manifest.generation):
+            if self._may_be_named(commit.generation):
                 commit.state = CommitState.NAMED
                 self._health.lose(error)  # nobody knows whether the name is durable
             elif first:

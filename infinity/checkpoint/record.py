@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import nn
 from infinity import cpu_adam
 from infinity.checkpoint import manifest as form
 from infinity.checkpoint.array_source import SavedOptimizer
-from infinity.checkpoint.codec import Tensors
+from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import capture
 from infinity.checkpoint.tensor_files import TORCH_NAMES
@@ -66,14 +66,6 @@ class StoredRange:
     arrays: tuple[StoredArray, ...]
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A manifest without the slots and checksums of parts, as `save` takes it."""
-
-    manifest: Manifest
-    tensors: Tensors = field(repr=False)
-
-
 class Recorder:
     """Makes the manifests of one runtime. `draft` is called under the runtime's lock."""
 
@@ -111,8 +103,9 @@ class Recorder:
 
     def draft(
         self, generation: int, created: str, state: object, rng: Mapping[str, Any], identity: object
-    ) -> Draft:
-        """Copy everything that is not in pages. Raises ConfigError for a value that cannot be kept.
+    ) -> SavedCommit:
+        """Copy everything that is not in pages, without slots and checksums of parts. Raises ConfigError for
+        a value that cannot be kept.
 
         created: when the commit was begun, in UTC and ISO 8601.
         """
@@ -121,7 +114,7 @@ class Recorder:
         model = self._model()
         assert model is not None
         run = capture(model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
-        return Draft(
+        return SavedCommit(
             Manifest(
                 generation=generation,
                 created=created,
@@ -144,14 +137,12 @@ class Recorder:
                 parameters=tuple(self._parameters()),
                 run=run.record,
             ),
+            np.zeros(0, dtype=np.uint32),
             run.tensors,
         )
 
-    def finish(self, draft: Draft, commit: Commit) -> tuple[Manifest, npt.NDArray[np.uint32]]:
-        """Add the slots and checksums of all parts, which `commit` holds, to a draft.
-
-        Returns the manifest and its table of checksums.
-        """
+    def finish(self, draft: SavedCommit, commit: Commit) -> SavedCommit:
+        """Add the slots and checksums of all parts, which `commit` holds, to what `draft` has returned."""
         base: dict[Part, int] = {}
         tables: list[npt.NDArray[np.int64]] = []
         end = 0
@@ -172,7 +163,7 @@ class Recorder:
         table = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
         table[table < 0] = 0  # blocks that have no values yet
         manifest = replace(draft.manifest, units=units, parameters=tuple(parameters))
-        return manifest, table.astype(np.uint32)
+        return replace(draft, manifest=manifest, checksums=table.astype(np.uint32))
 
     # --- inside -----------------------------------------------------------------------------------------
 
