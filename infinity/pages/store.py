@@ -534,7 +534,7 @@ class Store:
         try:
             home.finish(request)
         finally:
-            if request.transfer.done():  # Ctrl-C may have ended the wait before the write
+            if request not in home.in_flight:  # else Ctrl-C came before, and a later call finishes it
                 self._writes.remove(write)
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:

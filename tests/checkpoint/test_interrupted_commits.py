@@ -5,6 +5,7 @@ an `offload` that continues a run. tests/interrupted_runs.py says what must foll
 from __future__ import annotations
 
 import functools
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from interrupted_runs import CALLS, interrupt, interrupt_resume
 
 from infinity.errors import ConfigError
 from infinity.pages.ledger import Ledger
+from infinity.pages.store import Store
 
 __all__ = ["watchdog"]
 
@@ -77,6 +79,13 @@ def interrupt_all(call: str, home: str, chosen: list[Place], directory: Path) ->
 @pytest.mark.parametrize(("call", "home", "count"), FEW)
 def test_a_call_that_is_interrupted(call: str, home: str, count: int, tmp_path: Path) -> None:
     assert interrupt_all(call, home, spread(lines_of(call, home), count), tmp_path)
+
+
+def test_a_wait_that_is_interrupted_before_it_finishes_a_write(tmp_path: Path) -> None:
+    """The write keeps its staging until a later call finishes it."""
+    source, start = inspect.getsourcelines(Store._finish_write)
+    at = next(index for index, line in enumerate(source) if "home.finish(request)" in line)
+    assert interrupt_all("wait", "nvme", [Place("pages/store.py", start + at, 1)], tmp_path)
 
 
 @pytest.mark.parametrize(("name", "count"), [("adopted", 2), ("streamed", 1)])
