@@ -305,7 +305,7 @@ class Runtime(Closing):
 
         The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
         options of param groups, buffers, random number generators and `state`, which `load` returns. Pages at
-        home in device memory are written to disk now, a piece at a time, unless their update is pending. The
+        home in device memory are updated, and written to disk a piece at a time, before this returns. The
         commit becomes durable when the updates of the step have been written, at the latest in `Commit.wait`,
         in `close`, or in the next call of `save`.
 

@@ -120,6 +120,12 @@ class Committer:
                 if part.trained and part.chunk_index is not None:
                     parts.setdefault((page.index, part.chunk_index), []).append(part)
         self._trained = parts
+        self._in_device = {
+            unit
+            for (unit, _), several in parts.items()
+            if any(part.home.nvme_lease is None and not part.home.in_place for part in several)
+        }
+        """The units with a page at home in device memory."""
         self._ledger.set_parts(parts)
         _close_at_exit(self)
 
@@ -173,6 +179,8 @@ class Committer:
         in UTC and ISO 8601.
         """
         self._edits.sync_edits()
+        for unit in self._in_device:
+            self._scheduler.complete(unit)
         self._store.poll()
         outstanding = set(self._scheduler.outstanding())
         for chunk, parts in self._trained.items():

@@ -90,17 +90,6 @@ class DurableIO:
             transfers.append(transfer)
         return transfers[0] if len(transfers) == 1 else Joined(transfers)
 
-    def write_besides(self, home: Home, offset: int, source: torch.Tensor) -> list[Transfer]:
-        """Begin to write bytes that go to a home in device memory to their slot on disk too, if the pending
-        commit waits for them. Returns the writes. The parameters are those of `Store.write`.
-        """
-        begun = []
-        for part in home.parts.over(offset, offset + source.nbytes):
-            if self.ledger.wants(part) and (part.start, part.nbytes) == (offset, source.nbytes):
-                begun.append(self.copy_out(part, source))
-                self.ledger.written(part, begun[-1])
-        return begun
-
     def patched(self, home: Home, offset: int, data: torch.Tensor) -> None:
         """Note the checksums of blocks that were just written by `write`, in pieces that cut them, so that it
         does not know their checksums.

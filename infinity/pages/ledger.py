@@ -8,8 +8,8 @@ bytes to the slot that the commit holds:
 - Its page is at home on NVMe: the update writes them there anyway.
 - Its page is at home in memory that the CPU can use: a thread writes them from there, and the next change of
   that memory waits for it (`settle`). This is a flush.
-- Its page is at home in device memory: `save` has copied them to disk (`Store.copy_to_disk`), and the results
-  of an update are written to disk beside (`DurableIO.write_besides`).
+- Its page is at home in device memory: `save` has completed its update, and copied it to disk
+  (`Store.copy_to_disk`).
 
 [Note: two threads]
 The thread that trains calls `begin`, `written`, `updated`, `settle`, `wait` and `give_up`, under the

@@ -71,10 +71,6 @@ class Store:
         self.meter = meter
         self._opened: list[Home] = []
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
-        self._besides: deque[Transfer] = deque()
-        """Writes for the pending commit of bytes that also went to a home in device memory. Until they end
-        they keep staging. Their errors are the commit's.
-        """
         self._bounced: Transfer = ARRIVED
         """The last transfer from or to the bounce buffer; over, unless Ctrl-C ended the wait for it."""
         with contextlib.ExitStack() as cleanup:
@@ -333,8 +329,6 @@ class Store:
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
             return ARRIVED
-        if durable:
-            self._besides.extend(durable.write_besides(home, offset, source))
         if home.computed:
             self.link.follow_compute()
         return self.copy_up(home.view(offset, source.nbytes), source)
@@ -476,12 +470,12 @@ class Store:
         return [watcher_of(request.transfer) for home, request in self._writes if home.parts]
 
     def finish_oldest_write(self) -> bool:
-        """Wait for the oldest write in flight, and raise its error if it fails, unless it is a commit's.
+        """Wait for the oldest write in flight, and raise its error if it fails.
 
         Returns True, or False if no write is in flight.
         """
         if not self._writes:
-            return self._end_besides(block=True)
+            return False
         with self.meter.stalling(Edge.HOST_TO_NVME, Wait.ROOM):
             self._finish_write(self._writes[0])
         return True
@@ -491,7 +485,6 @@ class Store:
 
         Raises the error of the first write that failed.
         """
-        self._end_besides(block=False)
         while self._writes and self._writes[0][1].transfer.done():
             self._finish_write(self._writes[0])
 
@@ -516,18 +509,6 @@ class Store:
         finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
             self._bounced = ARRIVED
             self.release()
-
-    def _end_besides(self, *, block: bool) -> bool:
-        """Drop the oldest write of `_besides`, and those behind it that have ended. Returns whether one was
-        dropped. block: wait for the oldest.
-        """
-        before = len(self._besides)
-        while self._besides and (block or self._besides[0].done()):
-            with contextlib.suppress(InfinityError):
-                self._besides[0].wait()
-            self._besides.popleft()
-            block = False
-        return len(self._besides) < before
 
     def _finish_write(self, write: tuple[Home, InFlightRequest]) -> None:
         home, request = write
