@@ -2,7 +2,7 @@
 
 [Note: the order of a commit]
 1. `save` copies what is not in pages, and says which slot of each part the commit holds (the ledger).
-   Parts in device memory have been written there before `save` returns.
+   Parts in device memory have been updated and written there before `save` returns.
 2. The updates of the step run, as they would anyway, and write to these slots. Parts at home in memory that
    the CPU can use are written by the commit's thread.
 3. When these writes have ended: fdatasync of every slab.
