@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that only a machine with a CUDA GPU can tell, within nine minutes. The first two give parity on the
-# device and some steps of a 926M model with their timeline; then come the other tests on the device, and training
-# of 7B, 1B and 14B models, against peers where there are such.
+# device, one step of a 926M model with its timeline, and the share of it in which the GPU idles; then come the
+# other tests on the device, and training of 7B, 1B and 14B models, against peers where there are such.
 #
 #     pip install --no-build-isolation --no-index . && benchmarks/gpu.sh [RESULTS]
 #
@@ -131,8 +131,9 @@ print(json.dumps(machine_facts() | {"gpu": gpu.name, "gpu_gib": round(gpu.total_
 # Line by line, so that what has passed is known if the time runs out.
 tests parity 40 "$PWD/tests/test_parity.py" -k cuda
 # ZeRO-Offload's placement: parameters on the device, states in RAM.
-part step-926m 60 "$python" -m infinity train --model 926m --batch 4 --seq 1024 --steps 6 --device cuda --json \
-    --budget-host 24GiB --budget-device 12GiB --trace "$results/step-926m.timeline.json"
+part step-926m 60 "$python" "$here/gpu_idle.py" --model 926m --batch 4 --seq 1024 --directory "$swap" \
+    --host 24GiB --device-budget 12GiB --timeline "$results/step-926m.timeline.json" \
+    --trace "$results/step-926m.kernels.json"
 
 offload=()
 infinite=()
