@@ -284,7 +284,7 @@ class TrainingStep:
                 page.zeros = zeros.get(unit, set())
 
     def has_gradient(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
+        """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
         return (self._gradients if self._ranked is None else self._ranked).has(unit, parameter)
 
     def gradient_age(self, unit: int, parameter: int) -> int:
@@ -297,16 +297,16 @@ class TrainingStep:
 
         When the last stored gradient goes, the step is forgotten as by `zero_grad`: factors, and that eager
         updates have used gradients. Over ranks this is so only while all know which gradients there are.
-        Raises the errors of `RankedStep.withdraw`, and ConfigError for eager updates of a step that has not
+        Raises the errors of `RankedStep.drop`, and ConfigError for eager updates of a step that has not
         called `step`.
         """
         gradients, ranked = self._gradients, self._ranked
         with self._pager.lock:
             self._refuse()
-            self._check_stepped("A gradient was withdrawn (p.grad = None)")
+            self._check_stepped("A gradient was dropped (p.grad = None)")
             had = self.has_gradient(unit, parameter)
             if ranked is not None:
-                ranked.withdraw(unit, parameter)
+                ranked.drop(unit, parameter)
             if not had and not zeros:
                 return
             page = gradients.pages[unit]

@@ -1,4 +1,4 @@
-"""Programs of ranks whose user code reads, withdraws and watches gradients, and makes edits that differ; see
+"""Programs of ranks whose user code reads, drops and watches gradients, and makes edits that differ; see
 tests/distributed/test_user_code.py.
 """
 
@@ -23,7 +23,7 @@ PARTITIONS = (None, "optimizer", "gradients", "parameters")
 LAST = SIZE > 1 and RANK == SIZE - 1
 
 
-def withdraw(training: Training) -> None:
+def drop(training: Training) -> None:
     """Set p.grad = None for three parameters. The last rank is late, when others may be in their next
     backward.
     """
@@ -39,8 +39,8 @@ def micro_batches(training: Training, first: int) -> None:
         training.backward(number)
 
 
-def withdrawn() -> list[list[Any]]:
-    """For each partition, what training comes to if all ranks withdraw gradients."""
+def dropped() -> list[list[Any]]:
+    """For each partition, what training comes to if all ranks drop gradients."""
     found = []
     for partition in PARTITIONS:
         training = Training(partition)
@@ -52,25 +52,16 @@ def withdrawn() -> list[list[Any]]:
             return None if gradient is None else float(gradient.norm())
 
         micro_batches(training, 0)
-        withdraw(training)
+        drop(training)
         told += [read(), float(runtime.clip_grad_norm_(0.05)), read(), training.end()]
         micro_batches(training, 2)
         told += [float(runtime.clip_grad_norm_(0.05)), read()]
-        withdraw(training)
+        drop(training)
         told.append(read())
         runtime.optimizer.step()
         told += [read(), weight.grad is None]
         runtime.optimizer.zero_grad()
-        # What comes after a withdrawal counts alone. Stages 0 and 1 add gradients of several backwards in
-        # another order than one rank does, so there all that has come is withdrawn.
         micro_batches(training, 4)
-        withdraw(training)
-        if partition in (None, "optimizer"):
-            for parameter in training.model.parameters():
-                parameter.grad = None
-        micro_batches(training, 6)
-        told += [read(), training.end()]
-        micro_batches(training, 8)
         for parameter in training.model.parameters():
             parameter.grad = None
         try:
@@ -83,8 +74,8 @@ def withdrawn() -> list[list[Any]]:
 
 
 def refused() -> list[list[str]]:
-    """For each partition, how withdrawals end that only one rank makes, or one rank after another backward,
-    or that come inside of a backward or with eager updates.
+    """For each partition, how it ends if one rank alone drops a gradient, if a backward adds to one that was
+    dropped, and if one is dropped inside of a backward or with eager updates.
     """
     found = []
     for partition in PARTITIONS:
@@ -110,10 +101,9 @@ def one_rank(training: Training) -> None:
 
 
 def another_backward(training: Training) -> None:
-    for first in range(0, 6, TOGETHER):
-        micro_batches(training, first)
-        if first == (2 if LAST else 0):
-            training.model.last.bias.grad = None
+    micro_batches(training, 0)
+    training.model.last.bias.grad = None
+    micro_batches(training, 2)
 
 
 def inside(training: Training) -> None:
@@ -568,7 +558,7 @@ def error_of(call: Callable[[], Any]) -> str:
 def every_program() -> dict[str, Any]:
     """What each program of this file returns, by its name."""
     programs = (
-        withdrawn,
+        dropped,
         read_when_cleared,
         zeros,
         edited_masters,

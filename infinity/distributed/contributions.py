@@ -12,18 +12,11 @@ wait, the one with the earliest turn waits for nobody but ranks that compute: a 
 either offers its contribution or ends its backward. Asking and sending need neither rank's training thread.
 That holds for a rank's first contribution to a piece in a micro-batch. Further ones, as of shared parameters,
 wait for the ends of backwards, their own included, so they take no room.
-
-[Note: withdrawn gradients]
-`p.grad = None` after m backwards withdraws a parameter's gradients of micro-batches below m. The owner of a
-piece may lack some of them then, and, if it is slow to withdraw itself, may have got later ones. So a
-withdrawal is a mark at micro-batch m: the sum begins anew with the first contribution from m on. Whoever
-makes that contribution has withdrawn before, and its mark travels ahead of it. If no such contribution comes,
-the sum is forgotten at the next agreement; see [Note: withdrawing] in infinity/distributed/withdrawals.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -85,8 +78,6 @@ class _AskedSum(NamedTuple):
     epoch: int
     ended: int
     """Number of backwards that the rank has ended: the sum is to have all ranks' gradients of as many."""
-    after: int
-    """Number of backwards of which the rank has withdrawn its gradients."""
     key: Key
 
 
@@ -148,14 +139,6 @@ class Contributions:
         """(piece, micro-batch) of this rank's contributions since gradients were cleared."""
         self._asked_sums: list[_AskedSum] = []
         """Requests for sums that have not been answered yet."""
-        self._withdrawn: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
-        """(unit, index of a parameter) -> micro-batches below which its gradients were withdrawn on a rank
-        since gradients were cleared; see [Note: withdrawn gradients].
-        """
-        self._starts: dict[Key, int] = {}
-        """Piece -> the micro-batch, one of `_withdrawn`, from which on contributions are in its sum. Others
-        have all.
-        """
         self._token = 0
         self._waiting_bytes = 0
         """Bytes of this rank's gradients that wait for other ranks, as contributions or for their turn."""
@@ -214,12 +197,6 @@ class Contributions:
             self._wire.post(peer, Kind.EXPECTED, self._epoch, micro_batch, listed)
         self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
         self._go_on()
-
-    def withdraw(self, unit: int, parameter: int) -> None:
-        """Withdraw this rank's gradients of a parameter from all backwards that it has ended."""
-        for peer in self._wire.peers:
-            self._wire.post(peer, Kind.WITHDRAWN, self._epoch, unit, parameter, self.ended)
-        self._withdrawn[unit, parameter].add(self.ended)
 
     def backward_ended(self, count: int = 1) -> None:
         """Note that this rank has ended `count` backwards: what it has not contributed to them is absent."""
@@ -282,8 +259,6 @@ class Contributions:
         self._ready.clear()
         self._outgoing.clear()
         self._begun.clear()
-        self._withdrawn.clear()
-        self._starts.clear()
         self._waiting_bytes = sum(self._sending.values())
         self._bell.ring()
         if self._paused > self._closed:
@@ -292,14 +267,13 @@ class Contributions:
         for source, message in early:
             self.heard(source, message)
 
-    def sum_of(self, unit: int, chunk_index: int, piece: Piece, after: int) -> torch.Tensor | None:
+    def sum_of(self, unit: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
         """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
 
-        The sum has the gradients of as many backwards of each rank as this rank has ended, without those that
-        this rank has withdrawn, and maybe later ones of ranks that are ahead: owners add what has its turn.
-        after: number of backwards of which this rank has withdrawn them.
+        The sum has the gradients of as many backwards of each rank as this rank has ended, and maybe later
+        ones of ranks that are ahead: owners add what has its turn.
         """
-        if self.ended <= after:
+        if not self.ended:
             return None
         page = self._pages[unit]
         key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
@@ -309,11 +283,11 @@ class Contributions:
                 come = self._bell.wait_for(lambda: self._turns.complete(key, self.ended))
             if not come:
                 raise self._late("brings gradients to this rank")
-            return self._sum(key, after)
+            return self._sum(key)
         found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
-        fields = [self._epoch, self.ended, after, *key]
+        fields = [self._epoch, self.ended, *key]
         self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, *fields)
         with self._wire.meter.awaiting("gradients"), self._lock.released():
             delivery.wait()
@@ -335,9 +309,6 @@ class Contributions:
             micro_batch, listed = fields
             found = {(unit, index) for unit, index in listed}
             self._take(self._turns.expects(source, micro_batch, found))
-        elif epoch == self._epoch and message.kind is Kind.WITHDRAWN:
-            unit, parameter, micro_batch = fields
-            self._withdrawn[unit, parameter].add(micro_batch)
         elif epoch == self._epoch:
             self._heard[source] += 1
             micro_batch, token, dtype, *key = fields
@@ -358,10 +329,10 @@ class Contributions:
         dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=unit, tell=True)
         self._sending[dispatch] = room
 
-    def sum_requested(self, source: int, number: int, epoch: int, ended: int, after: int, *key: int) -> None:
+    def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
         """Take another rank's request for a sum, to be answered when the sum has what the rank asks for."""
         unit, chunk_index, index = key
-        self._asked_sums.append(_AskedSum(source, number, epoch, ended, after, (unit, chunk_index, index)))
+        self._asked_sums.append(_AskedSum(source, number, epoch, ended, (unit, chunk_index, index)))
         self._answer_sums()
 
     def sent(self, dispatch: Dispatch) -> None:
@@ -412,7 +383,7 @@ class Contributions:
 
     def _answer(self, asked: _AskedSum) -> None:
         key = asked.key
-        found = self._sum(key, asked.after)
+        found = self._sum(key)
         there = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
         if found is None:
             unit, chunk_index, _ = key
@@ -421,13 +392,11 @@ class Contributions:
         pieces = [there, found.view(torch.uint8)]
         self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=key[0])
 
-    def _sum(self, key: Key, after: int) -> torch.Tensor | None:
-        """A copy of the sum of a piece that this rank owns; None if it has none, but of gradients that the
-        asking rank has withdrawn after so many backwards.
-        """
+    def _sum(self, key: Key) -> torch.Tensor | None:
+        """A copy of the sum of a piece that this rank owns; None if it has none."""
         unit, chunk_index, _ = key
         page, piece = self._pages[unit], self._piece(key)
-        if not page.has_piece(chunk_index, piece) or self._starts.get(key, 0) < after:
+        if not page.has_piece(chunk_index, piece):
             return None
         return self._gradients.piece(page, chunk_index, piece)
 
@@ -448,11 +417,6 @@ class Contributions:
 
     def _add(self, key: Key, offer: _Offer, gradient: torch.Tensor) -> None:
         unit, chunk_index, _ = key
-        withdrawn = self._withdrawn.get(self._parameter_of(key), ())
-        start = max((each for each in withdrawn if each <= offer.micro_batch), default=0)
-        if start > self._starts.get(key, 0):
-            self._starts[key] = start
-            self._pages[unit].forget_piece(chunk_index, self._piece(key))
         last = offer.source == self._share.ranks - 1
         try:
             self._scheduler.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)

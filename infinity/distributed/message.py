@@ -65,11 +65,6 @@ class Kind(enum.IntEnum):
     contributes no more before the agreement's end.
     """
 
-    WITHDRAWN = 17
-    """Fields: the sender's number of zero_grad calls, a unit, the index of a parameter in it, and a number of
-    backwards. The sender has withdrawn its gradients of the parameter from that many backwards.
-    """
-
     VOTE = 18
     """Fields: the number of the agreement by which a commit was begun, and why the sender cannot make its
     part of the commit; None if it has.

@@ -13,6 +13,11 @@ A step may fail on all ranks alike, as with options that differ, and user code m
 once more, further backwards, or zero_grad(). By then ranks have counted on it that no more gradients come.
 So the contributions of all backwards before the call are completed first, as in a step that succeeds. Where
 that cannot be, because ranks are in different calls or steps, every later call raises the same error.
+
+[Note: dropped gradients]
+`p.grad = None` drops a parameter's gradient on all ranks, or on none: a rank's gradients may be in a sum
+already, from which nothing can be taken away. The ranks agree on it when the step ends, and forget the sum
+then. So a rank adds nothing to a parameter between its `p.grad = None` and that agreement.
 """
 
 from __future__ import annotations
@@ -34,8 +39,7 @@ from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
-from infinity.distributed.withdrawals import Withdrawals
-from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
+from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
@@ -88,7 +92,12 @@ class RankedStep:
         """Whether all ranks know which parameters have gradients: none has come since they agreed on it."""
         self._squares: dict[str, ExactSum] | None = None
         """What `squares_of` knows; None after a gradient has come."""
-        self._withdrawn = Withdrawals(self._name)
+        self._added: set[tuple[int, int]] = set()
+        """Parameters, (unit, index), to which this rank has contributed since its last zero_grad()."""
+        self._dropped: dict[tuple[int, int], bool] = {}
+        """Parameters, (unit, index), whose `p.grad` was set to None since the last agreement -> whether this
+        rank had contributed to them; see [Note: dropped gradients].
+        """
         self._ballots = ballots
         self._service = service
         self._remote = remote
@@ -124,7 +133,7 @@ class RankedStep:
             "content": bits_of(self._pages, lambda page: page.content),
             "zeros": bits_of(self._pages, lambda page: page.zeros),
             **self._contributed(),
-            "withdrawn": self._withdrawn.told(),
+            "dropped": [[*place, had] for place, had in sorted(self._dropped.items())],
             "failure": None if failure is None else str(failure),
             "lost": self._gradients.lost,
         }
@@ -132,7 +141,7 @@ class RankedStep:
         try:
             self._check_failures(call, heard, failure)
             check_same(call, heard, _EQUAL, _SAME_VALUES)
-            dropped = self._withdrawn.agreed(call, {rank: said["withdrawn"] for rank, said in heard.items()})
+            dropped = self._agreed_drops(call, {rank: said["dropped"] for rank, said in heard.items()})
         except InfinityError as error:
             self._end_failed(heard, error)
             raise
@@ -158,6 +167,29 @@ class RankedStep:
             self._whole.ended()
         return squares
 
+    def _agreed_drops(
+        self, call: str, heard: Mapping[int, Sequence[tuple[int, int, bool]]]
+    ) -> list[tuple[int, int]]:
+        """The parameters, (unit, index), whose gradients all ranks have dropped.
+
+        heard: rank -> what it has told of `_dropped`. Raises RankDivergence for one that a rank has not
+        dropped, while another one had a gradient to drop.
+        """
+        told = {rank: {(unit, index) for unit, index, _ in each} for rank, each in heard.items()}
+        found = sorted({(unit, index) for each in heard.values() for unit, index, had in each if had})
+        for place in found:
+            lacking = [rank for rank, each in told.items() if place not in each]
+            if lacking:
+                raise RankDivergence(
+                    f"At {call} the gradient of {self._name(*place)} was dropped (p.grad = None) on "
+                    f"{named_ranks([rank for rank in told if rank not in lacking])}, and not on "
+                    f"{named_ranks(lacking)}.",
+                    "Set p.grad = None on all ranks, or on none.",
+                )
+        self._dropped.clear()
+        self._added.difference_update(found)
+        return found
+
     def _end_failed(self, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
         """Complete the contributions of a step that fails by `error`; see [Note: after a failed step]."""
         if len({said[_TIMES_CLEARED] for said in heard.values()}) > 1:
@@ -176,7 +208,7 @@ class RankedStep:
         "backwards": number that it has ended. "offered": number of contributions to each rank.
         """
         contributions, ranks = self.contributions, range(self._share.ranks)
-        if contributions is None or self._forgotten < self._cleared[self._share.rank]:
+        if contributions is None or self._outdated:
             # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
             # this one contributes nothing.
             return {"backwards": 0, "offered": [0 for _ in ranks]}
@@ -277,7 +309,8 @@ class RankedStep:
         self._gradients.forgive()
         self.settled = False
         self._squares = None
-        self._withdrawn.clear()
+        self._dropped.clear()
+        self._added.clear()
         rank = self._share.rank
         self._cleared[rank] += 1
         for peer in self._wire.peers:
@@ -310,15 +343,21 @@ class RankedStep:
             self._whole.check()
         self.settled = False
         self._squares = None
-        self._withdrawn.contributed(unit, parameter)
+        if self._dropped.get((unit, parameter)):
+            raise ConfigError(
+                f"A backward adds to the gradient of {self._name(unit, parameter)}, which was dropped "
+                "(p.grad = None) before other ranks have agreed to it.",
+                "Call runtime.optimizer.zero_grad() on all ranks to forget gradients between backwards.",
+            )
+        self._dropped.pop((unit, parameter), None)
+        self._added.add((unit, parameter))
         if self.contributions is None:
             return False
         self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)
         return True
 
-    def withdraw(self, unit: int, parameter: int) -> None:
-        """Withdraw this rank's gradients of a parameter; see [Note: withdrawing] in
-        infinity/distributed/withdrawals.py.
+    def drop(self, unit: int, parameter: int) -> None:
+        """Drop a parameter's gradient; see [Note: dropped gradients].
 
         Does nothing for a parameter that was frozen in offload. Raises ConfigError inside of a backward.
         """
@@ -326,32 +365,30 @@ class RankedStep:
             return
         if torch._C._current_graph_task_id() != -1:
             raise ConfigError(
-                f"The gradient of {self._name(unit, parameter)} was withdrawn (p.grad = None) inside of a "
+                f"The gradient of {self._name(unit, parameter)} was dropped (p.grad = None) inside of a "
                 "backward, from which other ranks may have got it.",
                 "Set p.grad = None after the backward, on all ranks.",
             )
-        after = 0
-        if self._forgotten < self._cleared[self._share.rank]:
-            pass  # this rank has no gradients since its zero_grad()
-        elif self.contributions is not None:
-            after = self.contributions.ended
-            if after:
-                self.contributions.withdraw(unit, parameter)
-        elif self._whole is not None and not self._whole.summed:
+        if self._whole is not None and not self._whole.summed and not self._outdated:
             self._gradients.drop(unit, parameter)
-        self._withdrawn.note(unit, parameter, after)
+        self._dropped[unit, parameter] = (unit, parameter) in self._added
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient, as far as this rank knows, which it has not withdrawn."""
+        """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
         if not self._gradients.has(unit, parameter):
             return False
-        return parameter in self._pages[unit].zeros or not self._withdrawn.stands(unit, parameter)
+        return parameter in self._pages[unit].zeros or (unit, parameter) not in self._dropped
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether other ranks have yet to clear the gradients that this rank's pages have."""
+        return self._forgotten < self._cleared[self._share.rank]
 
     @property
     def any_stored(self) -> bool:
-        """Whether a gradient is stored that this rank has not withdrawn, as far as it knows."""
+        """Whether a gradient is stored that this rank has not dropped, as far as it knows."""
         return any(
-            not self._withdrawn.stands(unit, parameter)
+            (unit, parameter) not in self._dropped
             for unit, page in reversed(self._pages.items())
             for parameter in page.content
         )
@@ -377,15 +414,13 @@ class RankedStep:
             found = self._gradients.read(unit, parameter, self._sum_of)
             self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
             return found
-        ended = None if self.contributions is None else self.contributions.ended
-        if self._forgotten < cleared or self._withdrawn.nothing_since(unit, parameter, ended):
+        if self._outdated or (unit, parameter) in self._dropped:
             return self._gradients.zeros(unit, parameter)
         return self._gradients.read(unit, parameter, self._sum_of)
 
     def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
         if self.contributions is not None:
-            after = self._withdrawn.after(page.index, piece.parameter)
-            return self.contributions.sum_of(page.index, chunk_index, piece, after)
+            return self.contributions.sum_of(page.index, chunk_index, piece)
         assert self._whole is not None
         return self._whole.sum_of(page, chunk_index, piece)
 

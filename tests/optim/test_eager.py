@@ -254,7 +254,7 @@ def test_a_backward_that_broke_off_ends_with_a_step(tmp_path: Path) -> None:
         assert spent(runtime)
         with pytest.raises(infinity.ConfigError, match=r"zero_grad\(\) was called, but step\(\) was not"):
             runtime.optimizer.zero_grad()
-        with pytest.raises(infinity.ConfigError, match=r"withdrawn .* but step"):
+        with pytest.raises(infinity.ConfigError, match=r"dropped .* but step"):
             last.grad = None
         had = {id(each) for each in model.parameters() if each.grad is not None}
         assert had and id(first) not in had
