@@ -32,7 +32,7 @@ from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
 from infinity.optim.paged_optimizer import PagedOptimizer, retire
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.pages.edits import EditTracker
+from infinity.pages.edits import EditTracker, alone
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.health import Health
@@ -146,8 +146,8 @@ class _Wiring:
             scheduler = UpdateScheduler(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
-        versions = None if self.communicator is None else self.communicator.edit_versions(pages)
-        edits = EditTracker(pages, store, states, health=health, over_ranks=versions)
+        agree = alone if self.communicator is None else self.communicator.ballots.agree
+        edits = EditTracker(pages, store, states, health=health, agree=agree)
         resumed = checkpoint is not None and checkpoint.saved is not None
         engine = self._engine(pages, meter, scheduler or Updates(), edits, resumed=resumed)
         pager = Pager(
@@ -186,13 +186,11 @@ class _Wiring:
         if self.communicator is not None:
             from infinity.distributed.peers import Peers
 
-            assert versions is not None and self.remote is not None
+            assert self.remote is not None
             peers = Peers(
                 self.communicator,
                 self.remote,
                 pages=pages,
-                edits=edits,
-                versions=versions,
                 states={} if states is None else states.pages,
                 engine=engine,
                 gradients=gradients,

@@ -611,9 +611,9 @@ class TrainingStep:
         states.write(unit, index, {"momentum_buffer": momentum})
         states.pages[unit].steps[index] = step
         states.given[unit, index] = flat = in_memory_order(master, layout.stride)
-        with torch.no_grad():
+        with self._edits.agreed([page]), torch.no_grad():
             parameter.copy_(rounded(flat, layout.dtype).as_strided(layout.shape, layout.stride))
-        self._edits.write_back(page)
+            self._edits.write_back(page)
         del states.given[unit, index]
 
     def _exposed(self) -> list[int]:

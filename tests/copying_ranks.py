@@ -56,7 +56,7 @@ def edited(training: Training, factor: float) -> None:
     """Edit two parameters in place, the last rank later than the others."""
     if LAST:
         time.sleep(0.05)
-    with torch.no_grad():
+    with training.runtime.full_parameters(training.model), torch.no_grad():
         training.model.first.weight.mul_(factor)
         training.model.middle[1].bias.data.mul_(factor)
 

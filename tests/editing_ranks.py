@@ -15,8 +15,7 @@ from infinity.aio import Faults
 from infinity.distributed.page_service import PageService
 from infinity.system.disk_files import injected
 
-CASES = ((1, "in place"), (2, "whole"), (3, "whole"), (3, "in place"))
-"""(stage, how parameters are edited)."""
+STAGES = (1, 2, 3)
 ROOT = "EDITING_RANKS"
 """Environment variable: a directory for the runs."""
 _LATE, _SLOW = 0.1, 0.2
@@ -26,7 +25,7 @@ longer for a write.
 
 
 def edits() -> list[list[float]]:
-    """For each case, the values of a bias that all ranks edit after a step.
+    """For each stage, the values of a bias that all ranks edit after a step.
 
     Rank 1 owns the bias. It edits it before rank 0 has it, while the update of the step is being written.
     """
@@ -34,14 +33,14 @@ def edits() -> list[list[float]]:
     rank, found = int(os.environ["RANK"]), []
     if rank == 1:
         serve_late()
-    for number, (stage, how) in enumerate(CASES):
+    for number, stage in enumerate(STAGES):
         faults, job = Faults(), Job(stage=stage)
         node = Node(Path(os.environ[ROOT]) / str(number), rank)
         with injected(faults), opened(job, node, rank) as (model, runtime):
             if rank == 1:
                 faults.delay("write", 1, _SLOW, times=None)
             take_step(model, runtime, job, 1, range(rank, rank + 1))
-            edit(model, runtime, how)
+            edit(model, runtime)
             faults.clear()
             found.append(model.state_dict()["first.bias"].tolist())
     return found
@@ -57,13 +56,9 @@ def serve_late() -> None:
     PageService._serve = late  # type: ignore[method-assign]
 
 
-def edit(model: Divided, runtime: Any, how: str) -> None:
-    if how == "whole":
-        with runtime.full_parameters(model.first), torch.no_grad():
-            model.first.bias.add_(0.125)
-    else:
-        with torch.no_grad():
-            model.first.bias.add_(0.125)
+def edit(model: Divided, runtime: Any) -> None:
+    with runtime.full_parameters(model.first), torch.no_grad():
+        model.first.bias.add_(0.125)
 
 
 if __name__ == "__main__":

@@ -160,9 +160,9 @@ def edits_while_sending() -> list[str]:
             training.backward(number)
         training.runtime.optimizer.step()
         training.runtime.optimizer.zero_grad()
-        for view in views:
-            view.add_(0.125)
-        with torch.no_grad():
+        with training.runtime.full_parameters(training.model), torch.no_grad():
+            for view in views:
+                view.add_(0.125)
             for parameter in training.model.parameters():
                 parameter.mul_(0.5)
         found.append(training.digest())

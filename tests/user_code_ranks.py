@@ -175,6 +175,29 @@ def differing_edits() -> list[list[Any]]:
     return found
 
 
+def edits_outside() -> list[list[Any]]:
+    """For each partition: how edits outside of full_parameters end, whether they have changed anything, and
+    how training goes on, at last after one through a view.
+    """
+    found = []
+    for partition in PARTITIONS:
+        training = Training(partition)
+        weight, before = training.model.first.weight, training.digest()
+        given = training.model.state_dict()
+        ways: tuple[Callable[[], Any], ...] = (
+            functools.partial(torch.nn.init.zeros_, weight),
+            functools.partial(setattr, weight, "data", torch.zeros(96, 96, dtype=weight.dtype)),
+            functools.partial(training.model.load_state_dict, given),
+        )
+        told: list[Any] = [error_of(each) for each in ways]
+        told += [training.digest() == before, error_of(functools.partial(go_on, training))]
+        weight.data.clamp_(-0.01, 0.01)
+        told += [error_of(functools.partial(go_on, training)), error_of(training.digest)]
+        training.runtime.close()
+        found.append(told)
+    return found
+
+
 def edit(training: Training) -> None:
     with training.runtime.full_parameters(training.model.first), torch.no_grad():
         training.model.first.weight.mul_(2 + RANK)
@@ -480,8 +503,8 @@ def edited_masters() -> list[Any]:
             micro_batches(training, 2 * step)
             training.end()
         weight = training.model.middle[0].weight
-        weight.data.clamp_(-0.09, 0.09)
-        with torch.no_grad():
+        with training.runtime.full_parameters(training.model), torch.no_grad():
+            weight.data.clamp_(-0.09, 0.09)
             weight[3] = 0.5
             training.model.last.weight.copy_(training.model.last.weight.clone())
         values = {name: each.clone() for name, each in training.model.state_dict().items()}
@@ -494,7 +517,8 @@ def edited_masters() -> list[Any]:
         micro_batches(again, 6)
         again.end()
         again.runtime.optimizer.load_state_dict(states)
-        again.model.load_state_dict(values)
+        with again.runtime.full_parameters(again.model):
+            again.model.load_state_dict(values)
         micro_batches(again, 4)
         found.append([masters, end, again.end() == end])
         again.runtime.close()
@@ -571,7 +595,7 @@ def every_program() -> dict[str, Any]:
         kept,
         torch_clips,
     )
-    several = (refused, differing_edits, half_updated, other_calls, other_factors)
+    several = (refused, differing_edits, edits_outside, half_updated, other_calls, other_factors)
     found = {each.__name__: each() for each in several} if SIZE > 1 else {}
     return found | {each.__name__: each() for each in programs}
 

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.bell import Bell
 from infinity.distributed.commit_votes import CommitVotes
-from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
@@ -25,7 +24,6 @@ from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
 from infinity.layout.shards import Share
-from infinity.pages.parameter_page import ParameterPage
 from infinity.system import launcher, machine
 from infinity.system.closing import Closing
 from infinity.system.launcher import RankLocation
@@ -102,10 +100,6 @@ class Communicator(Closing):
         else:
             self.fail(error)
         self.close()
-
-    def edit_versions(self, pages: Sequence[ParameterPage]) -> EditVersions:
-        """What keeps edits of these pages from other ranks until these have made them, too."""
-        return EditVersions(self.wire, self.ballots, pages, self.lock)
 
     def remote_parts(self, room: Pool | None) -> RemoteParts:
         """What brings the parts of pages that other ranks own. room: in which parts from other nodes are kept

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 
 from infinity.distributed.contributions import Contributions
-from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Kind, Message, What
@@ -21,8 +20,6 @@ from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError
 
-_POLL = 0.005
-"""Seconds after which the conductor looks again whether this rank has made edits that another waits for."""
 _MOST_AT_ONCE = 32
 """The most messages that are acted on before the training thread gets the lock again."""
 
@@ -35,7 +32,6 @@ class Conductor:
         wire: Wire,
         *,
         service: PageService,
-        versions: EditVersions,
         contributions: Contributions | None,
         step: RankedStep | None,
         drive: Callable[[int], None],
@@ -51,12 +47,9 @@ class Conductor:
         self._wire = wire
         self._early = early
         self._service = service
-        self._versions = versions
         self._contributions = contributions
         self._liveness = liveness
         self._cache = cache
-        self._watching = False
-        """Whether another rank waits for edits of this rank, which make no noise."""
         self._step = step
         self._drive = drive
         self._lock = lock
@@ -91,10 +84,8 @@ class Conductor:
     def _conduct(self) -> None:
         self._act(list(self._early))
         while True:
-            waiting = []
-            with contextlib.suppress(queue.Empty):
-                waiting.append(self._wire.inbox.get(timeout=_POLL if self._watching else None))
-            while waiting and len(waiting) < _MOST_AT_ONCE:
+            waiting = [self._wire.inbox.get()]
+            while len(waiting) < _MOST_AT_ONCE:
                 try:
                     waiting.append(self._wire.inbox.get_nowait())
                 except queue.Empty:
@@ -116,16 +107,12 @@ class Conductor:
                 self._liveness.departed(source)
             elif message.kind is not Kind.FAILED:
                 others.append((source, message))
-        if others or self._watching:
+        if others:
             with self._lock.turn():
                 if self._stopping:  # after a failure: what other ranks asked for is not there any more
                     return False
                 for source, message in others:
-                    if message.kind is Kind.QUESTION:
-                        self._versions.questioned(source, *message.fields)
-                    elif message.kind is Kind.ANSWER:
-                        self._versions.answered(source, *message.fields)
-                    elif message.kind is Kind.CLEARED:
+                    if message.kind is Kind.CLEARED:
                         assert self._step is not None
                         self._step.cleared(source, *message.fields)
                     elif message.kind is Kind.DRIVE:
@@ -133,7 +120,6 @@ class Conductor:
                     else:
                         assert self._contributions is not None
                         self._about_gradients(self._contributions, source, message)
-                self._watching = self._versions.answer()
         return True
 
     def _relay(self, source: int, number: int, _: int, owner: int, *wanted: int) -> None:

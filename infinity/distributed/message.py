@@ -47,11 +47,6 @@ class Kind(enum.IntEnum):
     dispatch.
     """
 
-    QUESTION = 12
-    """Fields: a unit and an edit version, of which the sender wants to know when the receiver reaches it."""
-    ANSWER = 13
-    """Fields: a unit and the edit version that the sender has reached."""
-
     EXPECTED = 14
     """Fields: the sender's number of zero_grad calls, a micro-batch, and (unit, index) of each parameter to
     which the sender contributes in it, once.

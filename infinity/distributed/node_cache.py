@@ -8,7 +8,7 @@ parts of some owners (`Share.relay`), keeps them in RAM, and gives them to the o
 A key names a step and an edit version, so that whatever is kept under it never changes. The first rank that
 asks has the bytes brought, for its own place in the program, and later ones find them there or on their way.
 If there is no room, the asking rank is sent to the owner itself. So a rank waits for an owner alone, as if
-there was no cache, and [Note: edits over ranks] in infinity/distributed/edit_versions.py holds: nobody waits
+there was no cache, and [Note: edits over ranks] in infinity/pages/edits.py holds: nobody waits
 for room that is taken by those who wait for him.
 """
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import What
 from infinity.distributed.remote_parts import RemoteParts
@@ -29,7 +28,6 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage
@@ -65,8 +63,6 @@ class PageService:
         remote: RemoteParts,
         *,
         pages: Sequence[ParameterPage],
-        edits: EditTracker,
-        versions: EditVersions,
         states: Mapping[int, StatePage],
         gradients: Gradients | None,
         scheduler: UpdateScheduler | None,
@@ -81,8 +77,6 @@ class PageService:
         self._wire = wire
         self._remote = remote
         self._pages = pages
-        self._edits = edits
-        self._versions = versions
         self._states = states
         self._gradients = gradients
         self._scheduler = scheduler
@@ -192,23 +186,10 @@ class PageService:
         return self._remote.kept(request.source, self._pages[request.unit], start, nbytes)
 
     def _has_edits(self, request: _Request) -> bool:
-        """Whether the home has all edits that the asking rank has made; see [Note: edits over ranks].
-
-        Edits that all ranks have made are written home now. Raises ConfigError if this rank has made further
-        ones, so that the wanted values are gone.
+        """Whether the home has all edits that the asking rank has made; see [Note: edits over ranks] in
+        infinity/pages/edits.py.
         """
-        page, version = self._pages[request.unit], request.fields[2]
-        if page.home_version < version <= page.version:
-            if page.version > version:
-                name = page.layout.name or "the root"
-                raise ConfigError(
-                    f"Parameters of {name} left memory on rank {request.source} between two edits, and "
-                    "other ranks have made both.",
-                    "Edit them inside runtime.full_parameters(module), or give a larger budget.",
-                )
-            if self._versions.reached(page, version):
-                self._edits.write_back(page)
-        return page.home_version >= version
+        return self._pages[request.unit].home_version >= request.fields[2]
 
     def _place(self, request: _Request) -> tuple[Home, int, int]:
         start, nbytes = request.fields[:2]

@@ -8,7 +8,6 @@ from infinity.distributed.communicator import Communicator
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.copy_phases import CopyPhases
-from infinity.distributed.edit_versions import EditVersions
 from infinity.distributed.message import Message
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
@@ -16,7 +15,6 @@ from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.gradients.gradients import Gradients
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import StatePage
 from infinity.pages.parameter_page import ParameterPage
@@ -34,8 +32,6 @@ class Peers:
         remote: RemoteParts,
         *,
         pages: Sequence[ParameterPage],
-        edits: EditTracker,
-        versions: EditVersions,
         states: Mapping[int, StatePage],
         engine: PrefetchEngine,
         gradients: Gradients | None,
@@ -58,8 +54,6 @@ class Peers:
             wire,
             remote,
             pages=pages,
-            edits=edits,
-            versions=versions,
             states=states,
             gradients=gradients,
             scheduler=scheduler,
@@ -100,7 +94,6 @@ class Peers:
         self._conductor = Conductor(
             wire,
             service=service,
-            versions=versions,
             contributions=contributions,
             step=self.step,
             drive=drive,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -202,8 +202,11 @@ class ModuleHooks:
     def _end_recompute(self, *_: Any) -> None:
         self._recomputed.end()
 
-    def _before_loading(self, *_: Any) -> None:
+    def _before_loading(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         self._pager.refuse()
+        for name, each in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and isinstance(each, PagedParameter):
+                self._pager.edits.check(each._place.page, each._place.index)
 
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
         if not self._pager.copying:

@@ -148,6 +148,8 @@ class Pager:
             each._place for each in changed if isinstance(each, PagedParameter) and each._place.pager is self
         ]
         if found:
+            for place in found:
+                self.edits.check(place.page, place.index)
             self.edits.follow()
             for place in found:
                 self.edits.watch(place.page, place.index)
@@ -242,7 +244,7 @@ class Pager:
         """Context in which the pages of all `units` stay resident.
 
         At its end, edits of their parameters are written to the pages' homes, or refused with ConfigError if
-        those of other ranks differ (`EditTracker.compare`). The runtime's lock is not held in the context,
+        those of other ranks differ (`EditTracker.publish`). The runtime's lock is not held in the context,
         because autograd's threads, for which code in the context may wait, have to fetch pages too.
         """
         with self.lock:
@@ -252,9 +254,7 @@ class Pager:
         try:
             yield
             with self.lock:
-                self.edits.compare([self.pages[unit] for unit in units])
-                for unit in units:
-                    self.edits.write_back(self.pages[unit])
+                self.edits.publish([self.pages[unit] for unit in units])
         finally:
             with self.lock:
                 self.prefetch_engine.let_go(units)
@@ -308,6 +308,7 @@ class Pager:
             if self.reads_masters(place):
                 raise _no_edit()
             page = place.page
+            self.edits.check(page, place.index)
             self.prefetch_engine.demand([page.index], _kind_now())
             self._settle([place])
             assert page.residency is not None

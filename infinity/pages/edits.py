@@ -19,13 +19,20 @@ which elements it has changed: all values of the parameter become its masters.
 [Note: frozen parameters]
 A commit holds the only place on disk of a frozen parameter. After the first commit, an edit of such a
 parameter is undone when it is noticed: the parameter gets its committed values back, and ConfigError says so.
+
+[Note: edits over ranks]
+The home of a page is what other ranks see. Several ranks edit parameters inside of full_parameters, at whose
+end they compare digests of what they have edited. Each writes its edits home when all have made them, so none
+reads edits that it has not made. A request for a page carries the number of changes that the asking rank has
+made to it, and waits until what is at home has as many, so none misses edits that it has made. Any other edit
+is refused: an operation in place before it changes anything, and an edit through a view when it is noticed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -38,6 +45,10 @@ from infinity.pages.parameter_page import ParameterPage, Presence, parameter_ver
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT
 
+_CURE = (
+    "Edit parameters inside of runtime.full_parameters(module), alike on all ranks, in a budget that has "
+    "room for the module."
+)
 _LOANS_PER_PARAMETER = 4
 """Number of loans for each parameter of a page up to which no loan is dropped."""
 
@@ -54,18 +65,9 @@ class _Loan:
     """The version up to which the fp32 masters have followed edits; see [Note: masters of edited values]."""
 
 
-class EditsOverRanks(Protocol):
-    """Keeps this rank's edits from other ranks until these have made the same edits."""
-
-    def await_all(self, page: ParameterPage) -> None:
-        """Wait until all ranks have made the edits of a page that this rank has made."""
-
-    def differing(self, digests: Mapping[str, int]) -> list[str]:
-        """Tell all ranks the digests of edited parameters, by name, and return the names that differ.
-
-        All ranks that have edits call it.
-        """
-        ...
+def alone(call: str, digests: dict[str, int]) -> Mapping[int, dict[str, int]]:
+    """The agreement of a single rank on its edits."""
+    return {0: digests}
 
 
 class EditTracker:
@@ -81,14 +83,18 @@ class EditTracker:
         states: States | None,
         *,
         health: Health,
-        over_ranks: EditsOverRanks | None = None,
+        agree: Callable[[str, dict[str, int]], Mapping[int, dict[str, int]]] = alone,
     ) -> None:
         """pages: the parameter pages of all units. store: moves edited values home. states: the optimizer
         states, in which an edited value also replaces the parameter's fp32 master; None for inference.
-        health: is told of edits that can neither be kept nor undone. over_ranks: None with one rank.
+        health: is told of edits that can neither be kept nor undone. agree: tells all ranks the digests of
+        edited parameters, by name, for the call that it is given, and returns those of all: rank -> digests.
         """
         self._health = health
-        self._over_ranks = over_ranks
+        self._agree = agree
+        self._alone = store.plan.share.ranks == 1
+        self._agreed: set[int] = set()
+        """Units of which all ranks make the same edits now; see [Note: edits over ranks]."""
         self._pages = pages
         self._store = store
         self._states = states
@@ -159,7 +165,7 @@ class EditTracker:
         not moved.
         """
         self._replaced.setdefault(page.index, set()).add(index)
-        if self._over_ranks is not None:
+        if not self._alone:  # all ranks count the changes of a page
             torch.autograd.graph.increment_version(page.parameters[index])
 
     def write_back(self, page: ParameterPage) -> None:
@@ -173,25 +179,56 @@ class EditTracker:
         self._write_edits(page)
         self._forget_loans(page)
 
+    def check(self, page: ParameterPage, index: int) -> None:
+        """Raise ConfigError if user code may not change a parameter in place now: with several ranks, outside
+        of full_parameters. Nothing has been changed.
+        """
+        if not (self._alone or page.holds or page.index in self._agreed):
+            raise ConfigError(
+                f"The parameter {page.layout.parameters[index].names[0]} was to be edited on one of several "
+                "ranks; it is unchanged.",
+                _CURE,
+            )
+
+    @contextmanager
+    def agreed(self, pages: Sequence[ParameterPage]) -> Iterator[None]:
+        """Context in which this rank writes edits of pages home that all ranks have agreed on."""
+        units = {page.index for page in pages}
+        self._agreed |= units
+        try:
+            yield
+        finally:
+            self._agreed -= units
+
+    def publish(self, pages: Sequence[ParameterPage]) -> None:
+        """Write edits of present pages home that all ranks have made. Raises the errors of `compare`."""
+        self.compare(pages)
+        with self.agreed(pages):
+            for page in pages:
+                self.write_back(page)
+
     def compare(self, pages: Sequence[ParameterPage]) -> None:
         """Check that all ranks have edited parameters of present pages alike, before the edits are written
         home.
 
-        Does nothing with one rank, or without edits. Raises ConfigError, naming a parameter, if edits differ.
+        Does nothing with one rank, or without edits. All ranks that have edits call it. Raises ConfigError,
+        naming a parameter, if edits differ.
         They are then undone by the pages' next arrivals. A permanent page (stages 0 to 2, at home where the
         model computes) cannot undo them, since it is edited at home: then the error is kept, and the runtime
         cannot be used any more.
         """
-        if self._over_ranks is None:
+        if self._alone:
             return
-        digests = {}
+        digests: dict[str, int] = {}
         for page in pages:
             memory = page.living()
             for index in sorted(self._edited(page)) if memory is not None else ():
                 assert memory is not None
                 values = self._store.copied_to_host(page.flat(index, memory)).view(torch.uint8)
                 digests[page.layout.parameters[index].names[0]] = crc32c(values)
-        differing = self._over_ranks.differing(digests) if digests else []
+        heard = self._agree("the end of full_parameters with edits", digests) if digests else {}
+        names = sorted({name for said in heard.values() for name in said})
+        differing = [name for name in names if len({said.get(name) for said in heard.values()}) > 1]
         if differing:
             kept = any(page.permanent for page in pages)
             fate = "the edits are undone" if not kept else "no values from before are left"
@@ -291,8 +328,15 @@ class EditTracker:
         if not edited:
             return
         self.follow()
-        if self._over_ranks is not None:
-            self._over_ranks.await_all(page)
+        if not self._alone and page.index not in self._agreed:
+            names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
+            error = ConfigError(
+                f"An edit of {names} was noticed on one of several ranks, which have not agreed to it; "
+                "values computed since then may be wrong.",
+                f"{_CURE} This runtime cannot be used any more: start all ranks again.",
+            )
+            self._health.lose(error)
+            raise error.again()
         memory = page.living()
         undone = []
         for index in edited if memory is not None else ():

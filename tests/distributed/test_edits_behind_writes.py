@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import rank_processes
-from editing_ranks import CASES, ROOT
+from editing_ranks import ROOT, STAGES
 from ranked_commits import RANKS, undisturbed
 
 
@@ -16,5 +16,5 @@ def test_an_update_is_written_without_the_edit_behind_it(tmp_path: Path) -> None
     wanted = (undisturbed("fp32")[1][1].parameters["first.bias"] + 0.125).tolist()
     for each in found:
         assert (each.code, each.error) == (0, ""), each.text
-        for case, values in zip(CASES, each.result, strict=True):
-            assert values == wanted, case
+        for stage, values in zip(STAGES, each.result, strict=True):
+            assert values == wanted, stage

@@ -159,3 +159,16 @@ def test_edits_that_differ_are_undone_where_values_from_before_are_left(ranks: l
                 assert error.startswith(told + "no values from before are left. ")
                 assert error.endswith("This runtime cannot be used any more: start all ranks again.")
                 assert undone == trained == error
+
+
+def test_edits_outside_of_full_parameters_are_refused(ranks: list[Any]) -> None:
+    for each in ranks:
+        for in_place, data, loaded, unchanged, trained, through_view, after in each["edits_outside"]:
+            told = "ConfigError: The parameter first.weight was to be edited on one of several ranks; it is "
+            assert in_place == data == told + "unchanged."
+            assert loaded.startswith("ConfigError: The parameter first.")
+            assert (unchanged, trained) == (True, "")
+            assert through_view.startswith(
+                "ConfigError: An edit of first.weight was noticed on one of several"
+            )
+            assert after == through_view
