@@ -50,6 +50,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "clip": (None, 0.1),
     "groups": (1, 2),
     "compute": ("fp32", "bf16"),
+    "update": ("lazy", "eager"),
 }
 
 CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -57,17 +58,26 @@ CUDA_FACTORS: dict[str, tuple[Any, ...]] = {
     "accumulate": (1, 4),
     "clip": (None, 0.1),
     "compute": ("fp32", "bf16"),
+    "update": ("lazy", "eager"),
 }
 
 
+def allowed(case: dict[str, Any]) -> bool:
+    """Whether a combination is trained: the clipping factor is not known in the backward of eager updates."""
+    return case["update"] == "lazy" or (case["clip"] is None and case["entry"].one_gradient)
+
+
 def cases() -> list[Any]:
-    """Return pytest parameters (entry, case) for test_matrix, one for each combination of values in FACTORS.
+    """Return pytest parameters (entry, case) for test_matrix.
 
     case: the values of all factors but "entry", by name. A few combinations run by default. They are chosen
-    so that any two values of different factors occur together in one of them. All others are marked slow.
+    so that any two values of different factors occur together in one of them. All others with lazy updates
+    are there, too, and marked slow.
     """
-    quick, found = pairwise(FACTORS), []
+    quick, found = pairwise(FACTORS, allowed), []
     for case in product(FACTORS):
+        if case["update"] == "eager" and case not in quick:
+            continue
         words = [
             str(case["entry"]),
             case["home"],
@@ -75,6 +85,7 @@ def cases() -> list[Any]:
             "clipped" if case["clip"] else "unclipped",
             f"groups {case['groups']}",
             case["compute"],
+            case["update"],
         ]
         slow = () if case in quick else (pytest.mark.slow,)
         rest = {name: value for name, value in case.items() if name != "entry"}
@@ -91,7 +102,10 @@ def cuda_cases() -> list[Any]:
     """
     found = []
     for entry in zoo.ENTRIES:
-        for case in product(CUDA_FACTORS) if entry is TRANSFORMER else pairwise(CUDA_FACTORS):
+        factors = {"entry": (entry,), **CUDA_FACTORS}
+        chosen = product(factors) if entry is TRANSFORMER else pairwise(factors, allowed)
+        for case in filter(allowed, chosen):
+            del case["entry"]
             words = ", ".join(f"{name} {value}" for name, value in case.items())
             found.append(pytest.param(entry, case, id=f"{entry}, {words}"))
     return found
@@ -139,16 +153,19 @@ def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Pla
     """Train `entry` with all pages in the device tier, and then with pages at the home that `case` names.
 
     Assert that the first run agrees with plain PyTorch, as far as this module's docstring promises, and that
-    the second run has the same bits as the first. case: "home" and fields of Recipe, by name. device: the
-    device that computes the model. placed: keeps first runs for later calls. directory: for pages on NVMe.
+    the second run has the same bits as the first. case: "home", "update" and fields of Recipe, by name. The
+    first run has lazy updates; with eager ones nobody can look at gradients. device: the device that computes
+    the model. placed: keeps first runs for later calls. directory: for pages on NVMe.
     """
-    home = case["home"]
-    recipe = Recipe(device=device, **{name: value for name, value in case.items() if name != "home"})
+    fields = dict(case)
+    home, update = fields.pop("home"), fields.pop("update")
+    recipe = Recipe(device=device, decay_rate=update == "eager", **fields)
     base = placed.on_device(entry, recipe)
     check_same_as_pytorch(entry, recipe, base)
-    if home != "device":
-        run = parity.paged(entry, recipe, home, directory)
-        assert differences(vars(run), vars(base)) == []
+    if home != "device" or update == "eager":
+        run = parity.paged(entry, recipe, home, directory, update=update)
+        unseen = {"gradients": run.gradients} if update == "eager" else {}
+        assert differences(vars(run), vars(base) | unseen) == []
 
 
 @pytest.mark.parametrize("entry, case", cases())

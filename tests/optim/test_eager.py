@@ -10,14 +10,11 @@ from typing import Any
 import parity
 import pytest
 import torch
-import zoo
 from eager_runtimes import opened, spent
-from homes import CUDA_HOMES, HOMES, needs_cuda
 from parity import Recipe, differences
 from small_runtime import TIED, loss_of
 from staged_gradients import StagedGradients
 from torch import nn
-from zoo import Entry
 
 import infinity
 from infinity.aio import Faults
@@ -27,40 +24,6 @@ from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("cpu_updates")
-ENTRIES = [each for each in zoo.ENTRIES if each.one_gradient]
-
-
-def cases() -> list[Any]:
-    """Return test cases of (entry of the zoo, home, device).
-
-    On the CPU, the first two entries get every home, and each other entry gets two homes. On CUDA, every
-    entry gets all of CUDA_HOMES.
-    """
-    found = []
-    for number, each in enumerate(ENTRIES):
-        homes = HOMES if number < 2 else (HOMES[number % 6], HOMES[(number + 3) % 6])
-        found += [pytest.param(each, home, "cpu", id=f"{each}-{home}") for home in homes]
-        found += [
-            pytest.param(each, home, "cuda", id=f"{each}-{home} with cuda", marks=needs_cuda)
-            for home in CUDA_HOMES
-        ]
-    return found
-
-
-@pytest.mark.parametrize("entry, home, device", cases())
-def test_the_same_bits_as_lazy_updates(entry: Entry, home: str, device: str, tmp_path: Path) -> None:
-    number = ENTRIES.index(entry) + len(home)
-    recipe = Recipe(
-        accumulate=(1, 3)[number % 2],
-        groups=(1, 2)[number // 2 % 2],
-        compute=("bf16", "fp32")[number // 3 % 2],
-        decay_rate=True,
-        device=device,
-    )
-    lazy = parity.paged(entry, recipe, home, tmp_path, update="lazy")
-    eager = parity.paged(entry, recipe, home, tmp_path, update="eager")
-    lazy.gradients.clear()
-    assert differences(vars(lazy), vars(eager)) == []
 
 
 @pytest.mark.parametrize("kind", ["read", "write"])
