@@ -6,7 +6,6 @@ stop the next, and a part for which the machine has no room must be left out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.cli.job import add_options
 from infinity.config import Budget, Precision
 from infinity.formats.optimizer_rules import Rule
 from infinity.lm.decoder import PRESETS, Decoder
@@ -31,6 +29,7 @@ from infinity.tiers import Tier
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 sys.path.insert(0, str(SCRIPT.parent))
 
+import gpu_idle  # noqa: E402
 import train  # noqa: E402
 
 PARTS = [
@@ -124,11 +123,10 @@ def test_all_parts_pass_and_leave_their_results_alone(tmp_path: Path) -> None:
     every = ["deepspeed:cpu", "deepspeed:nvme", "fsdp2", "torch:fused"]
     assert peers == [["deepspeed:cpu"], every, [], []]
     assert list(done.swap.iterdir()) == []
-    step = next(shlex.split(line) for line in done.calls if "infinity train" in line)
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    options = parser.parse_args(step[step.index("train") + 1 :])
-    assert options.model == "926m" and Path(options.trace).parent == done.results
+    step = next(shlex.split(line) for line in done.calls if "gpu_idle.py" in line)
+    options = gpu_idle.parse(step[1:])
+    assert (options.model, options.device) == ("926m", "cuda")
+    assert options.timeline.parent == options.trace.parent == done.results
 
 
 def test_all_cuda_tests_are_asked_for(tmp_path: Path) -> None:
