@@ -90,12 +90,11 @@ def carry_out(
             others=_kept_by_others(model, plan.device),
             adopted=adopted,
             locks=None if checkpoint is None else checkpoint.locks,
-            spared=frozenset() if checkpoint is None else checkpoint.slabs,
         )
         cleanup.callback(store.close)
         if checkpoint is not None:
             assert store.nvme is not None
-            checkpoint.note_slabs(store.nvme)
+            checkpoint.begin(store.nvme)
         pages = InitialPages(model, plan, store, communicator)
         if checkpoint is not None and checkpoint.saved is not None:
             assert optimizer is not None

@@ -105,17 +105,13 @@ def names_of_slabs_not_synced(patch: Patch, faults: Faults) -> None:
     patch.setattr(DiskFiles, "sync_directory", careless)
 
 
-def slabs_marked_after_the_rename(patch: Patch, faults: Faults) -> None:
-    mark, write, tiers = NvmeTier.mark_committed, commit_files.write, []
+def slabs_named_after_the_manifest(patch: Patch, faults: Faults) -> None:
+    commit, write = NvmeTier.commit, commit_files.write
 
-    def remember(self: NvmeTier) -> None:
-        tiers.append(self)
-
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any, tier: NvmeTier) -> None:
         write(*arguments)
-        mark(tiers.pop())
+        commit(tier)
 
-    patch.setattr(NvmeTier, "mark_committed", remember)
     patch.setattr(commit_files, "write", late)
 
 
@@ -168,10 +164,12 @@ def slots_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
 def old_commit_removed_before_the_new_one(patch: Patch, faults: Faults) -> None:
     write = commit_files.write
 
-    def careless(manifest: Any, checksums: Any, tensors: Any, where: Any, files: DiskFiles) -> None:
+    def careless(
+        manifest: Any, checksums: Any, tensors: Any, where: Any, files: DiskFiles, **tier: Any
+    ) -> None:
         for each in commit_files.generations(where):
             commit_files.remove(where, each, files)
-        write(manifest, checksums, tensors, where, files)
+        write(manifest, checksums, tensors, where, files, **tier)
 
     patch.setattr(commit_files, "write", careless)
 
@@ -288,12 +286,12 @@ BUGS: dict[str, tuple[Bug, Record]] = {
     "slabs synced before the writes ended": (slabs_synced_before_the_writes_ended, NVME),
     "manifest not synced": (not_synced(".tmp"), NVME),
     "data file not synced": (not_synced(".safetensors"), NVME),
-    "headers of slabs not synced": (not_synced(".slab"), NVME),
+    "names of slabs not synced": (names_of_slabs_not_synced, NVME),
     "manifest renamed before it was synced": (manifest_renamed_before_it_was_synced, NVME),
     "directory not synced": (directory_not_synced, NVME),
     "directory synced before the rename": (directory_synced_before_the_rename, NVME),
-    "names of slabs not synced": (names_of_slabs_not_synced, STREAMED),
-    "slabs marked after the rename": (slabs_marked_after_the_rename, NVME),
+    "names of new slabs not synced": (names_of_slabs_not_synced, STREAMED),
+    "slabs named after the manifest": (slabs_named_after_the_manifest, NVME),
     "the durable slot is free": (slot_free("pending"), NVME),
     "the pending slot is free": (slot_free("durable"), NVME),
     "the durable slot is free, with homes in ram": (slot_free("pending"), RAM),

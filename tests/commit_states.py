@@ -17,14 +17,12 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.array_source import VALUES
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, volume_record
-from infinity.checkpoint.manifest import HEADER_BYTES
+from infinity.checkpoint.commit_source import CommitSource
 from infinity.errors import CorruptState, InfinityError
 from infinity.formats.master_weights import split
 from infinity.layout.strides import in_memory_order
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_directory import find_slab
-from infinity.tiers.slab_header import read_header
+from infinity.tiers.slab import find_slab
 
 FILES = DiskFiles()
 
@@ -33,15 +31,15 @@ class SlabFiles:
     """The slabs of a commit as a CommitSource reads them, without an I/O engine, to open fast."""
 
     def __init__(self, saved: SavedCommit, directories: Sequence[Path]) -> None:
-        """Raises as the adoption of slabs does. Raises CorruptState for a slab that counts as uncommitted."""
-        record = volume_record(saved)
+        """Raises as the adoption of slabs does."""
+        record = saved.manifest.volume
         self.free_bytes = record.nbytes
-        self._map = StripeMap([each.weight for each in record.slabs], record.stripe_bytes, HEADER_BYTES)
+        self._map = StripeMap([each.weight for each in record.slabs], record.stripe_bytes)
         self._descriptors: list[int] = []
         for each in record.slabs:
             path = find_slab(directories, saved.manifest.rank, each.uuid)
-            if not read_header(path, FILES).committed or path.stat().st_size < HEADER_BYTES + each.nbytes:
-                raise CorruptState(f"{path} is too short, or counts as uncommitted.", "None.")
+            if path.stat().st_size < each.nbytes:
+                raise CorruptState(f"{path} is too short.", "None.")
             self._descriptors.append(os.open(path, os.O_RDONLY))
 
     def lease(self, nbytes: int) -> None:

@@ -38,7 +38,7 @@ from infinity.system.disk_files import injected
 from infinity.tiers import NvmeTier
 
 OPERATIONS = {
-    "header": ("sync", ".slab"),
+    "name of a slab": ("rename", ".slab"),
     "data file": ("write", ".safetensors"),
     "manifest": ("sync", ".tmp"),
     "before the rename": ("rename", ".tmp"),

@@ -18,7 +18,7 @@ from rank_processes import Outcome
 
 from infinity.checkpoint import commit_files
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_header import slab_name
+from infinity.tiers.slab import slab_name
 
 Lines = list[list[str]]
 

@@ -8,13 +8,11 @@ from collections.abc import Sequence
 import torch
 from nvme_tiers import MIB, PAGE, random_bytes
 
-from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, VolumeRecord
 
 STRIPE = 2 * PAGE
 SIZE = 3 * MIB
 CONTENT = random_bytes(SIZE, 5)
-FILES = DiskFiles()
 
 
 def budgets(paths: Sequence[str], each: int = 8 * MIB) -> dict[str, int]:
@@ -28,14 +26,12 @@ def files_in(paths: Sequence[str]) -> list[str]:
 def commit(paths: Sequence[str], *, rank: int = 0, nbytes: int = SIZE) -> VolumeRecord:
     """Make a tier with slabs in all of `paths`, commit CONTENT in its first bytes, and close it."""
     speeds = [2.0, 1.0, 1.0, 1.0][: len(paths)]
-    with NvmeTier(
-        budgets(paths), nbytes, rank=rank, speeds=speeds, stripe_bytes=STRIPE, durable=True
-    ) as tier:
+    with NvmeTier(budgets(paths), nbytes, rank=rank, speeds=speeds, stripe_bytes=STRIPE) as tier:
         lease = tier.lease(nbytes)
         assert lease.offset == 0
         tier.write(lease, CONTENT[:nbytes]).result()
         tier.sync().result()
-        tier.mark_committed()
+        tier.commit()
         return tier.record
 
 

@@ -128,12 +128,12 @@ def full_disk() -> dict[str, Any]:
 
 
 def first_commit_fails() -> dict[str, Any]:
-    """The first commit fails at the slab's header, the second at its manifest, and no third is made."""
+    """The first commit fails at the slab's name, the second at its manifest, and no third is made."""
     with started() as run:
-        for operation in ("write", "rename"):
+        for nth in (1, 2):
             run.step()
             if run.failing:
-                run.files.fail(operation, 1, errno.ENOSPC)
+                run.files.fail("rename", nth, errno.ENOSPC)
             run.fails(run.save().wait)
             assert run.names() == []
             assert not run.runtime._components.store.nvme.keep
@@ -145,7 +145,7 @@ def first_commit_fails_once() -> dict[str, Any]:
     with started() as run:
         run.step()
         if run.failing:
-            run.files.fail("rename", 1, errno.ENOSPC)
+            run.files.fail("rename", 2, errno.ENOSPC)
         run.fails(run.save().wait)
         run.step()
         run.save().wait()

@@ -37,7 +37,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.errors import InfinityError, StorageError
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_header import slab_name
+from infinity.tiers.slab import slab_name
 
 HANG = 120
 """Seconds after which a run counts as hung. The process then prints the stacks of all threads and ends."""

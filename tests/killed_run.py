@@ -30,7 +30,7 @@ from infinity.tiers import NvmeTier
 OPERATIONS = {
     "manifest": ("sync", ".tmp"),
     "data file": ("write", ".safetensors"),
-    "header": ("sync", ".slab"),
+    "name of a slab": ("rename", ".slab"),
     "before the rename": ("rename", ".tmp"),
     "after the rename": ("sync directory", "commits"),
     "removal": ("remove", ""),

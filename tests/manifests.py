@@ -30,11 +30,10 @@ from infinity.checkpoint.manifest import (
     PrecisionEntry,
     Range,
     RunRecord,
-    SlabEntry,
     UnitEntry,
-    Volume,
 )
 from infinity.checksum import crc32c
+from infinity.tiers import SlabRecord, VolumeRecord
 
 Commit = tuple[Manifest, npt.NDArray[np.uint32], Tensors]
 CHECKSUMS = 13
@@ -50,7 +49,9 @@ def small(generation: int = 7) -> Commit:
         versions={"infinity": "0.1", "torch": "2.13", "python": "3.11"},
         isa="scalar",
         threads=2,
-        volume=Volume(8192, (SlabEntry("0123456789abcdef" * 2, 131072, 2), SlabEntry("f" * 32, 65536, 1))),
+        volume=VolumeRecord(
+            8192, (SlabRecord("0123456789abcdef" * 2, 131072, 2), SlabRecord("f" * 32, 65536, 1))
+        ),
         codecs={"moments": 1, "rounding": 1},
         chunk_elements=8192,
         rule=OptimizerRule("SGD", ("momentum_buffer",), "int8"),

@@ -118,7 +118,7 @@ def check(made: Plan, budget: Budget) -> None:
     assert sum(made.home_bytes.values()) == total
     assert made.host_bytes <= made.budgets[Tier.HOST]
     if budget.nvme_bytes or not made.commits:
-        assert made.nvme_bytes + made.slab_header_bytes <= sum(budget.nvme_bytes.values())
+        assert made.nvme_bytes <= sum(budget.nvme_bytes.values())
     else:
         assert made.home_bytes[Tier.NVME] == 0
     if not made.unified:

@@ -92,26 +92,15 @@ def old_parts_removed_before_others_voted(patch: Patch) -> None:
 
 def refused_part_left(patch: Patch) -> None:
     """The part of a commit that another rank has refused keeps its name, and its places are free."""
-    _take_back(patch, lambda *_: None)
+    patch.set(commit_files, "take_back", lambda *_: None)
 
 
-def refused_part_removed_without_a_sync(patch: Patch) -> None:
-    def careless(where: Path, generation: int, files: DiskFiles) -> None:
+def refused_part_taken_back_without_a_sync(patch: Patch) -> None:
+    def careless(where: Path, generation: int, files: DiskFiles, *_: Any) -> None:
         files.remove(commit_files.manifest_path(where, generation))
         files.remove(commit_files.data_path(where, generation))
 
-    _take_back(patch, careless)
-
-
-def _take_back(patch: Patch, instead: Callable[[Path, int, DiskFiles], None]) -> None:
-    """Do something else where a rank takes back its newest part."""
-    remove = commit_files.remove
-
-    def removing(where: Path, generation: int, files: DiskFiles) -> None:
-        newest = generation == commit_files.generations(where)[-1]
-        (instead if newest else remove)(where, generation, files)
-
-    patch.set(commit_files, "remove", removing)
+    patch.set(commit_files, "take_back", careless)
 
 
 def resumed_name_not_synced(patch: Patch) -> None:
@@ -137,6 +126,6 @@ BUGS: Mapping[str, Bug] = {
     "voted before the name was synced": voted_before_the_name_was_synced,
     "old parts removed before others voted": old_parts_removed_before_others_voted,
     "refused part left": refused_part_left,
-    "refused part removed without a sync": refused_part_removed_without_a_sync,
+    "refused part taken back without a sync": refused_part_taken_back_without_a_sync,
     "resumed name not synced": resumed_name_not_synced,
 }

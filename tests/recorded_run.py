@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from infinity.aio import Faults
-from infinity.tiers.slab_header import _FIELDS, SLAB_HEADER_BYTES
 
 Images = Mapping[str, Mapping[str, bytes]]
 """The bytes of every regular file, by directory (an absolute path) and by name."""
@@ -93,16 +92,26 @@ def images(*directories: str | os.PathLike[str]) -> dict[str, dict[str, bytes]]:
 def with_whole_slabs(events: Sequence[Event]) -> list[Event]:
     """Events in which a slab that is made has its whole length at once: its room is taken before it is used.
 
-    Taking the room is no operation of DiskFiles, so the length is taken from the slab's header.
+    Taking the room is no operation of DiskFiles, so the length is that of the file that is there now, after
+    the recorded run, or up to the last byte that was written if it is gone.
     """
     return [
-        event._replace(kind="preallocate", offset=_slab_bytes(events, event.path))
+        event._replace(kind="preallocate", offset=_slab_bytes(events[number:]))
         if event.kind == "create" and event.path.endswith(".slab")
         else event
-        for event in events
+        for number, event in enumerate(events)
     ]
 
 
-def _slab_bytes(events: Sequence[Event], path: str) -> int:
-    header = next(each.data for each in events if each.kind == "write" and each.path == path)
-    return SLAB_HEADER_BYTES + int(_FIELDS.unpack_from(header)[-1])
+def _slab_bytes(events: Sequence[Event]) -> int:
+    """The length of the slab that the first of these events has made."""
+    made, path = events[0], events[0].path
+    for each in events[1:]:
+        if each.kind == "create" and each.path == made.path:
+            break
+        if each.kind == "rename" and each.path == path and each.ok:
+            path = each.target
+    if path != made.path and os.path.exists(path):
+        return os.path.getsize(path)
+    writes = (each for each in events if each.kind == "write" and each.path == made.path)
+    return max((each.offset + len(each.data) for each in writes), default=0)

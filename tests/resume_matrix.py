@@ -32,7 +32,7 @@ from infinity.layout.division import Division
 from infinity.layout.units import survey
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import nvme
-from infinity.tiers.slab_header import slab_name
+from infinity.tiers.slab import slab_name
 
 DISKS = ("here", "one", "two")
 """Directories of the nvme budget. "here": that of the commits. "one", "two": so many others."""

@@ -131,5 +131,5 @@ def copied(run: Run, root: Path) -> Run:
 
 
 def names(directory: Path) -> list[str]:
-    """The names of the files in a directory, sorted, without the list of slabs that its runs have used."""
-    return sorted(each.name for each in directory.iterdir() if each.name != "slabs")
+    """The names of the files in a directory, sorted."""
+    return sorted(each.name for each in directory.iterdir())

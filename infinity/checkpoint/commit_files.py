@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +40,15 @@ from infinity.errors import (
 )
 from infinity.system.disk_files import DiskFiles
 
+if TYPE_CHECKING:
+    from infinity.tiers import NvmeTier
+
 MANIFEST_LIMIT = 1 << 30
 """The most bytes of a manifest's file that are read; a larger file is no manifest."""
 
 _NAME = re.compile(r"commit-(0|[1-9][0-9]{0,17})")
-_LEFTOVER = re.compile(rf"{_NAME.pattern}\.safetensors|\.{_NAME.pattern}\.tmp")
+_TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.tmp")
+_LEFTOVER = re.compile(rf"{_NAME.pattern}\.safetensors|{_TEMPORARY.pattern}")
 _FIRST_LINE = re.compile(rb"infinity-commit ([1-9][0-9]{0,8}) (0|[1-9][0-9]{0,17}) ([0-9a-f]{8})\n")
 _LINE_LIMIT = 64
 _CHECKSUMS = "checksums"
@@ -83,16 +88,21 @@ def write(
     tensors: Tensors,
     directory: str | os.PathLike[str],
     files: DiskFiles,
+    *,
+    tier: NvmeTier | None = None,
 ) -> None:
     """Write a commit into `directory`; when this returns, it is durable.
 
     The pages that the manifest describes must be durable before the call. checksums: CRC-32Cs of the bytes of
     blocks, shape (n,). tensors: those to which the manifest's values refer. A data file and a
-    temporary file of this generation, which a crash left behind, are replaced.
+    temporary file of this generation, which a crash left behind, are replaced. tier: has the slabs, which are
+    given the names of committed ones; see [Note: the name of a slab says whose it is] in
+    infinity/tiers/slab.py.
 
     Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
-    this generation. After an error before the manifest has its name, neither file is left. Raises ConfigError
-    if the files could not be read again, for instance because a name has half a surrogate pair.
+    this generation. After an error before the manifest has its name, neither file is left, and slabs have the
+    names of before. Raises ConfigError if the files could not be read again, for instance because a name has
+    half a surrogate pair.
     """
     generation = manifest.generation
     path, data, temporary = (
@@ -108,17 +118,48 @@ def write(
         raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")
     files.remove(data)
     files.remove(temporary)
+    first = tier is not None and not tier.keep
     try:
         files.create(data, content)
         files.create(temporary, text)
+        if tier is not None:
+            tier.commit()
         files.rename(temporary, path)
     except BaseException:
-        for each in (temporary, data):
+        if not os.path.lexists(path):
             with contextlib.suppress(StorageError):
-                if not os.path.lexists(path):
-                    files.remove(each)
+                _undo(directory, generation, files, tier if first else None)
         raise
     files.sync_directory(directory)
+
+
+def _undo(
+    directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None
+) -> None:
+    """Remove a commit's files before its manifest has its name, or after that was taken back.
+
+    tier: has the slabs if no other commit needs them; None otherwise. Raises StorageError.
+    """
+    if tier is not None:
+        tier.uncommit()
+    files.remove(_temporary_path(directory, generation))
+    files.remove(data_path(directory, generation))
+
+
+def take_back(
+    directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None = None
+) -> None:
+    """Take a commit that does not count back. Its slabs are left to `unfinished_slabs`, or given the names of
+    new ones.
+
+    tier: has the slabs if they are this process's and no other commit needs them. Raises StorageError; the
+    manifest may have its name then.
+    """
+    files.rename(manifest_path(directory, generation), _temporary_path(directory, generation))
+    files.sync_directory(directory)
+    if tier is not None:
+        with contextlib.suppress(StorageError):
+            _undo(directory, generation, files, tier)
 
 
 def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> bytes:
@@ -193,9 +234,33 @@ def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozense
     found: set[str] = set()
     for generation in generations(directory):
         with contextlib.suppress(CorruptState, IncompatibleCheckpoint):
-            saved = read(directory, generation, files)
-            found |= {slab.uuid for slab in saved.manifest.volume.slabs}
+            found |= _slabs(manifest_path(directory, generation), files)
     return frozenset(found)
+
+
+def unfinished_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozenset[str]:
+    """UUIDs of the slabs that a crash has left with the names of committed ones, and of which no commit
+    needs anything. None of them if there is a commit that cannot be read, as it may need any slab. Raises
+    StorageError.
+    """
+    found: set[str] = set()
+    with storage_errors("list", directory):
+        names = [name for name in os.listdir(directory) if _TEMPORARY.fullmatch(name)]
+    for name in names:
+        with contextlib.suppress(CorruptState, IncompatibleCheckpoint):  # it was not written whole
+            found |= _slabs(Path(directory) / name, files)
+    try:
+        for generation in generations(directory) if found else ():
+            found -= _slabs(manifest_path(directory, generation), files)
+    except (CorruptState, IncompatibleCheckpoint):
+        found.clear()
+    return frozenset(found)
+
+
+def _slabs(path: Path, files: DiskFiles) -> set[str]:
+    """UUIDs of the slabs that the manifest `path` names."""
+    tree, _ = _tree(_content(path, files, MANIFEST_LIMIT), path)
+    return {slab.uuid for slab in typed(tree, Manifest, path.name).volume.slabs}
 
 
 def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:

@@ -23,14 +23,6 @@ from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.nvme import NvmeLease
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.volume_record import SlabRecord, VolumeRecord
-
-
-def volume_record(saved: SavedCommit) -> VolumeRecord:
-    """The slabs of a commit, as `NvmeTier` adopts them."""
-    volume = saved.manifest.volume
-    slabs = (SlabRecord(each.uuid, each.nbytes, each.weight) for each in volume.slabs)
-    return VolumeRecord(volume.stripe_bytes, tuple(slabs))
 
 
 def open_slabs(
@@ -45,7 +37,7 @@ def open_slabs(
     directories: where the slabs are looked for. shared: the locks of directories that the caller holds.
     faults: of the I/O engines, for tests. Raises IncompatibleCheckpoint if a slab is missing.
     """
-    record = volume_record(saved)
+    record = saved.manifest.volume
     return NvmeTier(
         {os.fspath(each): 1 << 62 for each in directories},
         record.nbytes,

@@ -6,9 +6,12 @@
 2. The updates of the step run, as they would anyway, and write to these slots. Parts at home in memory that
    the CPU can use are written by the commit's thread.
 3. When these writes have ended: fdatasync of every slab.
-4. The manifest is written to a temporary file and synced, renamed to commit-<generation>, and the directory
-   is synced. From here on a crash resumes from this commit.
-5. Only now are the slots free that the commit before held, and its manifest is removed.
+4. The manifest is written to a temporary file and synced. The first commit then renames the slabs and syncs
+   their directories; see [Note: the name of a slab says whose it is] in infinity/tiers/slab.py. The manifest
+   is renamed to commit-<generation>, and the directory is synced. From here on a crash resumes from this
+   commit.
+5. Only now are the slots free that the commit before held. Slabs that only commits before needed are removed,
+   and then their manifests: as long as one is there, the next run can find its slabs.
 
 [Note: failed commits]
 A commit that fails before its manifest has its name leaves the commit before as it was. Its slots are free
@@ -332,14 +335,13 @@ class Committer:
         except InfinityError as error:
             return error.again()  # the others may have the commit, so a restart may continue it
         if failure is not None:
+            slabs = self._durable.nvme if first else None
             try:
-                commit_files.remove(self.directory, commit.generation, self._store.files)
+                commit_files.take_back(self.directory, commit.generation, self._store.files, slabs)
             except InfinityError as error:
                 self._health.lose(error)
             else:
                 commit.state = CommitState.WRITING  # its name is taken back
-                if first:
-                    self._durable.nvme.forget()  # as in `_make_durable`
         return failure
 
     def _make_durable(self, commit: Commit, draft: SavedCommit) -> None:
@@ -351,23 +353,17 @@ class Committer:
         nvme.check_names()
         with self._poisoning():
             nvme.sync().wait()
-        first = not nvme.keep
-        try:
-            nvme.mark_committed()
-        except InfinityError as error:
-            if nvme.sync_failed:
-                self._health.lose(error)
-            raise  # a header that was not written is written by the next commit
         made = self._recorder.finish(draft, commit)
         try:
-            commit_files.write(made.manifest, made.checksums, made.tensors, self.directory, self._store.files)
+            commit_files.write(
+                made.manifest, made.checksums, made.tensors, self.directory, self._store.files, tier=nvme
+            )
             commit.state = CommitState.NAMED
         except InfinityError as error:
             if self._may_be_named(commit.generation):
                 commit.state = CommitState.NAMED
-                self._health.lose(error)  # nobody knows whether the name is durable
-            elif first:
-                nvme.forget()  # else slabs of no commit would stay when the runtime is closed
+            if commit.state is CommitState.NAMED or nvme.sync_failed:
+                self._health.lose(error)  # nobody knows whether the names are durable
             raise
 
     def _may_be_named(self, generation: int) -> bool:
@@ -407,12 +403,12 @@ class Committer:
         generation: of the new commit.
         """
         with contextlib.suppress(InfinityError):
-            for each in commit_files.generations(self.directory):
-                if each < generation:
-                    commit_files.remove(self.directory, each, self._store.files)
             if self._superseded is not None:
                 self._superseded()
                 self._superseded = None
+            for each in commit_files.generations(self.directory):
+                if each < generation:
+                    commit_files.remove(self.directory, each, self._store.files)
 
 
 def _thread(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, open_slabs, volume_record
+from infinity.checkpoint.commit_source import CommitSource, open_slabs
+from infinity.checkpoint.first_commit import write_run
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
 from infinity.checkpoint.rank_directories import commit_directories, directory_of, rank_directories
 from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
-from infinity.checkpoint.run_slabs import RunSlabs
 from infinity.config import Budget
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, make_directory, unmake
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers import NvmeTier
+from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab_directory import reclaim
+from infinity.tiers.slab import lock_directory
 from infinity.tiers.volume_record import VolumeRecord
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
@@ -71,9 +71,13 @@ class Checkpoint(Closing):
             # The part of a rank that runs on another node now is not here, and its directory is made.
             makes = resume is None or directory is not None or share.ranks > 1
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
-            self._run_slabs = RunSlabs(self.directory, share.rank, _name_of_run(communicator, resume), files)
+            self._run = _name_of_run(communicator, resume)
+            self._removed_from: Mapping[Path, PathLock] = {}
+            """The locks of the directories in which slabs that no commit needs any more are removed."""
+            self._own: frozenset[str] = frozenset()
+            """UUIDs of the slabs of this run."""
             self.locks: dict[Path, PathLock] = {}
-            """The locks of directories that this object holds, which tiers share."""
+            """The locks of directories that this object holds, which tiers use, too."""
             self._lock(self.directory, cleanup)
             if resume is not None:
                 there = directory_of(resume, share)
@@ -85,8 +89,6 @@ class Checkpoint(Closing):
                 else:
                     self.saved, self.moved = commit_of_all(communicator, check_directory(resume), files)
                     cleanup.callback(self.moved.close)
-            for lock in self.locks.values():
-                reclaim(lock, files, spared=self.slabs)
             if resume is not None:
                 # A process that was killed may not have synced the name of this commit. The run is going to
                 # write to places of the commit before, to which a power cut must not lead back.
@@ -101,7 +103,6 @@ class Checkpoint(Closing):
             """Number of the newest commit in `directory`, or of the one that is continued; 0 if there is
             none.
             """
-            commit_files.remove_leftovers(self.directory, files)
             made.clear()
             self._cleanup = cleanup.pop_all()
 
@@ -111,15 +112,6 @@ class Checkpoint(Closing):
         run has adopted them or continues none.
         """
         return self._old
-
-    @property
-    def slabs(self) -> frozenset[str]:
-        """UUIDs of the slabs of the commit that the run continues. They stay, even if they look like what a
-        crash has left.
-        """
-        lent = () if self.moved is None else (each.saved for each in self.moved.lent.values())
-        parts = () if self.saved is None else (self.saved, *lent)
-        return frozenset(slab.uuid for each in parts for slab in each.manifest.volume.slabs)
 
     def divide(self, plan: Plan) -> None:
         """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
@@ -135,7 +127,7 @@ class Checkpoint(Closing):
         if self.moved is not None and (self.moved.away or self.moved.recut):
             return None
         paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
-        return volume_record(self.saved) if lie_in(self.saved, paths, self._share.rank) else None
+        return self.saved.manifest.volume if lie_in(self.saved, paths, self._share.rank) else None
 
     def open_source(self, budget: Budget, locks: Mapping[Path, PathLock]) -> CommitSource:
         """Open the slabs of the commit that the run continues, to stream from them.
@@ -148,20 +140,24 @@ class Checkpoint(Closing):
         self._old = open_slabs(self.saved, directories, self.files, {**self.locks, **locks})
         return CommitSource(self.saved, self._old)
 
-    def note_slabs(self, tier: NvmeTier) -> None:
-        """List the slabs of this run durably, and remove those that a crash left to no commit.
+    def begin(self, tier: NvmeTier) -> None:
+        """Remove what a crash left to no commit, and note the run's name, where it needs one.
 
         tier: the run's, before its first commit; slabs are removed from the directories that it has locked.
-        Raises StorageError. See [Note: slabs of no commit] in infinity/checkpoint/run_slabs.py.
+        Raises StorageError.
         """
-        continued = self.slabs if self.continues else None
-        damaged = self.saved is not None and bool(self.saved.skipped)
-        self._run_slabs.note(tier, {**self.locks, **tier.locks}, continued, damaged=damaged)
+        self._own = frozenset(slab.uuid for slab in tier.slabs)
+        self._removed_from = {**self.locks, **tier.locks}
+        self._remove(commit_files.unfinished_slabs(self.directory, self.files))
+        commit_files.remove_leftovers(self.directory, self.files)
+        write_run(self.directory, self._run, self.files)
 
     def superseded(self) -> None:
-        """Remove the slabs from which the run was streamed: a commit of this run has replaced theirs.
+        """Remove the slabs of the commits that the first commit of this run replaces; called after it, and
+        before their manifests are removed. Raises StorageError.
 
-        No slab is without a commit from then on. Raises StorageError.
+        They are those of all commits in the directory. A rank whose part has come from another node may find
+        older commits here, of the time when it ran here.
         """
         old, self._old = self._old, None
         if old is not None:
@@ -170,23 +166,31 @@ class Checkpoint(Closing):
             old.close()
         if self.moved is not None and self.continues:
             self.moved.superseded()
-        self._run_slabs.superseded()
+        self._remove(commit_files.named_slabs(self.directory, self.files) - self._own)
+        commit_files.remove_leftovers(self.directory, self.files)
+        write_run(self.directory, None, self.files)
 
     def close(self) -> None:
         """Release the locks. Slabs that the run was streamed from stay. A second call does nothing.
 
-        If no commit was made and the run's own slabs are gone, the list of them is removed. Called after the
-        tiers were closed.
+        Called after the tiers were closed.
         """
         old, self._old = self._old, None
         if old is not None:
             old.close()
-        self._run_slabs.close()
+        with suppress(InfinityError):
+            if self._run is not None and not commit_files.generations(self.directory):
+                write_run(self.directory, None, self.files)
         self._cleanup.close()
 
     def _lock(self, directory: Path, cleanup: ExitStack) -> None:
-        lock = PathLock(directory, rank=self._share.rank, files=self.files)
+        lock = lock_directory(directory, self._share.rank, self.files)
         self.locks[directory] = cleanup.enter_context(lock)
+
+    def _remove(self, slabs: frozenset[str]) -> None:
+        for slab in sorted(slabs):
+            for lock in self._removed_from.values():
+                remove_slab(lock, slab, self.files)
 
 
 def _has_ranks(directory: Path) -> bool:

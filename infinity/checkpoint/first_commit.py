@@ -3,8 +3,8 @@
 [Note: a run without a commit]
 A death in the first commit can leave some ranks with a part and others with none. As no commit has counted,
 the run can begin anew. But ranks whose disks were exchanged or lost look alike, and theirs may have counted.
-So all ranks give a new run one name, which each writes into its list of slabs before the first step. The list
-goes when a commit has counted. A rank that has the list and no part has never made a part in that run, and
+So all ranks give a new run one name, which each writes into the file `run` before the first step. The file
+goes when a commit has counted. A rank that has the file and no part has never made a part in that run, and
 without its part no commit counts: so parts of other ranks with the same name are no commit. A run that
 continues a commit has no name.
 """
@@ -12,6 +12,7 @@ continues a commit has no name.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +22,33 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import reader_of
 from infinity.checkpoint.manifest import CommitName
 from infinity.checkpoint.rank_directories import commit_directories, name_of, rank_of
-from infinity.checkpoint.slab_list import SlabList
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
 
 if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
+
+
+_NAME = "run"
+
+
+def write_run(directory: Path, run: str | None, files: DiskFiles) -> None:
+    """Write the name of a run durably; None: remove the file. Raises StorageError."""
+    path = directory / _NAME
+    files.remove(path)
+    if run is not None:
+        files.create(path, run.encode())
+        files.sync_directory(directory)
+
+
+def read_run(directory: Path, files: DiskFiles) -> str | None:
+    """The name that `write_run` has written; None if there is none."""
+    path = directory / _NAME
+    if path.is_symlink() or not path.is_file():
+        return None
+    found = files.read(path, limit=64).decode("ascii", errors="replace")
+    return found if re.fullmatch("[0-9a-f]{32}", found) else None
 
 
 class _Found(NamedTuple):
@@ -38,7 +59,7 @@ class _Found(NamedTuple):
     committed: bool
     """Whether there are parts of commits."""
     run: str | None
-    """The name of the run that has its list of slabs there."""
+    """The name of the run that has made no commit there yet."""
     parts: frozenset[tuple[CommitName, int]]
     """The commits of which there is a part that can be read, each with the number of its parts."""
 
@@ -95,7 +116,7 @@ def _look(name: str, directory: Path, files: DiskFiles) -> tuple[str, bool, str 
         with suppress(CorruptState):
             manifest = commit_files.read(directory, generation, files).manifest
             parts.append((manifest.name, manifest.world_size))
-    return name, bool(generations), SlabList(directory, files).read().run, parts
+    return name, bool(generations), read_run(directory, files), parts
 
 
 def _never_counted(found: Collection[_Found], lacking: Collection[str]) -> bool:
@@ -106,8 +127,8 @@ def _never_counted(found: Collection[_Found], lacking: Collection[str]) -> bool:
 
 
 def _remove_parts(directories: Iterable[Path], files: DiskFiles) -> None:
-    """Remove the parts of commits in directories."""
+    """Take the parts of commits in directories back. The next run there removes their slabs."""
     for directory in directories:
         with PathLock(directory, rank=rank_of(directory), files=files):
             for generation in commit_files.generations(directory):
-                commit_files.remove(directory, generation, files)
+                commit_files.take_back(directory, generation, files)

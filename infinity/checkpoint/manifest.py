@@ -22,15 +22,14 @@ from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checkpoint.typed_json import LARGEST, Json, Row, short
 from infinity.checksum import crc32c
 from infinity.layout.strides import is_dense
+from infinity.tiers.volume_record import VolumeRecord
 
-FORMAT = 3
+FORMAT = 4
 """The version of the format that is written, and the only one that is read."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
 SCALE_BLOCK = 64
 """Number of elements of a parameter that share one entry of a ".scale" array."""
-HEADER_BYTES = 4096
-"""Bytes at the start of a slab's file that are not part of the volume."""
 
 _PAGE = 4096
 _UUID = re.compile("[0-9a-f]{32}")
@@ -60,53 +59,6 @@ class DataFile:
     def of(cls, content: bytes) -> DataFile:
         """The entry for a file with this content."""
         return cls(len(content), crc32c(content))
-
-
-@dataclass(frozen=True)
-class SlabEntry:
-    """A slab of the volume."""
-
-    uuid: str
-    """The UUID in the slab's header, as 32 lower-case hexadecimal digits."""
-    nbytes: int
-    """Bytes of the volume that lie in the slab, behind the header."""
-    weight: int
-    """Number of stripes that lie in the slab in each period; 0 for none."""
-
-    def check(self) -> None:
-        """See the module."""
-        if not _UUID.fullmatch(self.uuid):
-            raise ValueError("uuid is not 32 hexadecimal digits")
-        _check_multiple("nbytes", self.nbytes)
-        if self.weight > 1 << 20:
-            raise ValueError(f"weight is {self.weight}")
-
-
-@dataclass(frozen=True)
-class Volume:
-    """The slabs that hold the pages, in the order of the volume."""
-
-    stripe_bytes: int
-    slabs: tuple[SlabEntry, ...]
-    header_bytes: int = HEADER_BYTES
-
-    def check(self) -> None:
-        """See the module."""
-        _check_multiple("stripe_bytes", self.stripe_bytes)
-        _check_unique("slabs", [slab.uuid for slab in self.slabs])
-        if not self.stripe_bytes or not any(slab.weight for slab in self.slabs):
-            raise ValueError("slabs has no slab that holds stripes")
-        if self.header_bytes != HEADER_BYTES:
-            raise ValueError(f"header_bytes is {self.header_bytes}, not {HEADER_BYTES}")
-
-    @property
-    def nbytes(self) -> int:
-        """The length of the volume in bytes, in whole periods; 0 if a slab lacks the room for its stripes."""
-        used = [slab for slab in self.slabs if slab.weight]
-        if len(used) == 1:
-            return used[0].nbytes
-        periods = min((slab.nbytes // (slab.weight * self.stripe_bytes) for slab in used), default=0)
-        return periods * self.stripe_bytes * sum(slab.weight for slab in used)
 
 
 @dataclass(frozen=True)
@@ -416,7 +368,7 @@ class Manifest:
     """The instruction set of the update kernels. Informative."""
     threads: int
     """Number of threads that computed. Informative."""
-    volume: Volume
+    volume: VolumeRecord
     codecs: Mapping[str, int]
     """Versions of the codecs by name ("moments", "rounding")."""
     chunk_elements: int

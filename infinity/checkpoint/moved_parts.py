@@ -83,8 +83,8 @@ class LentPart(Closing):
             locks = self._tier.locks
             self._tier.forget()
         for uuid in sorted(slabs):
-            for path, lock in locks.items():
-                remove_slab(path, uuid, lock.rank, self._files, lock=lock)
+            for lock in locks.values():
+                remove_slab(lock, uuid, self._files)
         for generation in commit_files.generations(self._directory):
             commit_files.remove(self._directory, generation, self._files)
         self.close()

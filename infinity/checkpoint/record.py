@@ -85,10 +85,7 @@ class Recorder:
         self._pages = pages
         self._states = states
         self._scale = scale
-        self._volume = form.Volume(
-            volume.stripe_bytes,
-            tuple(form.SlabEntry(each.uuid, each.nbytes, each.weight) for each in volume.slabs),
-        )
+        self._volume = volume
         self._ranges = [
             [
                 ranges_of(page.shard, page.home.parts, states.pages[page.index], index)

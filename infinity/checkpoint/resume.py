@@ -36,7 +36,7 @@ from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.link import Transfer
-from infinity.tiers.slab_directory import slab_paths
+from infinity.tiers.slab import slab_paths
 
 _READS = 8
 """Number of parts that are read to their homes in memory at a time."""

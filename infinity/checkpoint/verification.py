@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,13 +15,12 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs
 from infinity.checkpoint.rank_directories import rank_of
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError, StorageError
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab_directory import slab_paths
-from infinity.tiers.slab_header import read_header, slab_name
+from infinity.tiers.slab import slab_name, slab_paths
 
 _WINDOW = 4 << 20
 """Number of elements that are read at a time: enough that all of a disk's requests are in flight."""
@@ -42,7 +42,7 @@ class FoundSlab:
     path: str | None
     """None if it lies in none of the directories."""
     fault: str | None
-    """Why the commit cannot be read from it; None if its header is as it has to be."""
+    """Why the commit cannot be read from it; None if it has the length that it has to have."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +84,20 @@ def list_commits(
 
 
 def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles) -> Iterator[FoundSlab]:
-    """Look for the slabs of a commit in directories, and read their headers."""
-    volume, rank = saved.manifest.volume, saved.manifest.rank
-    for slab in volume.slabs:
-        nbytes = volume.header_bytes + slab.nbytes
-        there = slab_paths(directories, rank, slab.uuid)
+    """Look for the slabs of a commit in directories."""
+    for slab in saved.manifest.volume.slabs:
+        there = slab_paths(directories, saved.manifest.rank, slab.uuid)
         if len(there) != 1:
-            yield FoundSlab(slab.uuid, nbytes, None, "missing" if not there else f"found {len(there)} times")
+            yield FoundSlab(
+                slab.uuid, slab.nbytes, None, "missing" if not there else f"found {len(there)} times"
+            )
             continue
-        try:
-            header = read_header(there[0], files)
-            fault = None if header.committed else "its header says that it was never committed"
-        except InfinityError as error:
-            fault = error.cause
-        yield FoundSlab(slab.uuid, nbytes, str(there[0]), fault)
+        found, fault = os.lstat(there[0]), None
+        if not stat.S_ISREG(found.st_mode):
+            fault = "it is not a regular file"
+        elif found.st_size < slab.nbytes:
+            fault = f"it has {found.st_size} bytes"
+        yield FoundSlab(slab.uuid, slab.nbytes, str(there[0]), fault)
 
 
 class Verification(Closing):

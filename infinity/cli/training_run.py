@@ -245,7 +245,7 @@ class TrainingRun:
         parts = self._runtime._components
         assert parts.checkpoint is not None and parts.committer is not None and parts.store.nvme is not None
         tier = parts.checkpoint.streamed_from or parts.store.nvme
-        slabs = {str(slab.path): slab.base + slab.nbytes for slab in tier.slabs}
+        slabs = {str(slab.path): slab.nbytes for slab in tier.slabs}
         self.kept = {
             "generation": parts.committer.generation,
             "step": self._committed,

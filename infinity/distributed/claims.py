@@ -22,7 +22,7 @@ from infinity.system.directory import check_directory, free_bytes
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
-from infinity.tiers.slab_directory import leftover_bytes
+from infinity.tiers.slab import leftover_bytes
 
 _CURES = {
     Tier.HOST: "",

@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,6 @@ from infinity.tiers.copy_streams import open_link
 from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES
 from infinity.tiers.volume_record import VolumeRecord
 
 
@@ -59,13 +58,11 @@ class Store:
         others: int = 0,
         adopted: VolumeRecord | None = None,
         locks: Mapping[Path, PathLock] | None = None,
-        spared: Collection[str] = (),
     ) -> None:
         """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
         bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
         adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: of
-        directories that the caller has locked, which the NVMe tier shares. spared: UUIDs of slabs that stay
-        in the directories, whatever their headers say.
+        directories that the caller has locked, which the NVMe tier uses.
         """
         self.plan = plan
         self.meter = meter
@@ -112,7 +109,7 @@ class Store:
             """Reads and writes the slots of durable pages; None if commits are off."""
             self.files = injected_files()
             if plan.nvme_bytes:
-                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks, spared))
+                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks))
                 self.nvme.register(self.host)
             if plan.commits:
                 assert self.nvme is not None
@@ -128,27 +125,21 @@ class Store:
         self._cleanup.close()
 
     def _open_nvme(
-        self,
-        budget: Budget,
-        adopted: VolumeRecord | None,
-        locks: Mapping[Path, PathLock] | None,
-        spared: Collection[str],
+        self, budget: Budget, adopted: VolumeRecord | None, locks: Mapping[Path, PathLock] | None
     ) -> NvmeTier:
         plan = self.plan
         paths: Mapping[str, int] = {os.fspath(path): size for path, size in budget.nvme_bytes.items()}
         if plan.slab_directory is not None:
             # It has no budget, and slabs that are adopted there may be larger than the plan's.
-            limit = plan.nvme_bytes + SLAB_HEADER_BYTES if adopted is None else 1 << 62
+            limit = plan.nvme_bytes if adopted is None else 1 << 62
             paths = {plan.slab_directory: limit}
         return NvmeTier(
             paths,
             plan.nvme_bytes,
             rank=plan.share.rank,
-            durable=plan.commits,
             adopt=adopted,
             files=self.files,
             shared=locks,
-            spared=spared,
             verify=budget.verify or plan.commits,
             faults=injected_faults(),
         )

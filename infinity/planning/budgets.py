@@ -26,23 +26,20 @@ paths (infinity/tiers/striping.py).
 """
 
 
-def usable_nvme(budgets: Mapping[str, int], header: int = 0) -> int:
+def usable_nvme(budgets: Mapping[str, int]) -> int:
     """Bytes of pages that the directories of the NVMe tier can hold together.
 
-    budgets: the most bytes that may be used in each directory. header: bytes of each directory's slab file
-    that hold no page.
+    budgets: the most bytes that may be used in each directory.
     """
-    whole = (limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
-    nbytes = sum(max(0, limit - header) for limit in whole)
+    nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
 
 
-def nvme_budget_for(nbytes: int, paths: int, header: int = 0) -> int:
+def nvme_budget_for(nbytes: int, paths: int) -> int:
     """The smallest budget of the NVMe tier, in bytes, with which `paths` directories together can hold
-    `nbytes` bytes of pages, and a header of `header` bytes each.
+    `nbytes` bytes of pages.
     """
-    striped = nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
-    return striped + paths * header
+    return nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
 
 
 def format_count(number: int) -> str:
@@ -61,7 +58,6 @@ def shortage(
     what: str,
     *,
     reserves: Mapping[Tier, Reserve],
-    header: int = 0,
 ) -> BudgetError:
     """Make the error for a model that has no placement in `room`.
 
@@ -74,8 +70,7 @@ def shortage(
 
     search: the search that found no placement. room: the bytes of each tier that it could use. budgets:
     each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error message,
-    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`. header:
-    bytes of each NVMe directory's slab file that hold no page, and that `room` does not contain.
+    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`.
     """
     nothing = Reserve(0)
 
@@ -91,7 +86,7 @@ def shortage(
     host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
     nvme = search.needed(Tier.NVME, room)
     if paths and nvme is not None and host is not None and host <= room.host:
-        return _error(Tier.NVME, nvme_budget_for(nvme, paths, header), what, budgets[Tier.NVME], nothing)
+        return _error(Tier.NVME, nvme_budget_for(nvme, paths), what, budgets[Tier.NVME], nothing)
     pages = search.needed(Tier.HOST, room)
     pages = host if pages is None else pages
     assert pages is not None  # host memory alone can hold everything, and endless NVMe what commits need

@@ -125,8 +125,6 @@ class Plan:
     """The checkpoint's directory, if the slab file with the images lies there. None if the slab files are
     those of the NVMe tier, and without commits.
     """
-    slab_header_bytes: int = 0
-    """Bytes of the NVMe budget that the headers of the slab files take; 0 without commits."""
     commit_interval: int | None = None
     """Steps between commits; None if unknown, and without commits."""
     share: Share = ALONE
@@ -282,7 +280,7 @@ class Plan:
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that slab files hold, in sum and without headers. Without commits: those of the pages at home
+        """Bytes that slab files hold, in sum. Without commits: those of the pages at home
         on NVMe. With commits: those of all images, wherever the slab files lie, and of the gradient pages at
         home on NVMe.
         """
@@ -379,11 +377,10 @@ class Plan:
         the sum of all working buffers (staging, transit buffers, the pool of resident pages, the buffers
         through which gradients leave the device, exchange buffers, the workspace of updates on the device)
         and of `headroom`.
-        On NVMe it is the bytes that commits take beside pages at home there: other images, and headers.
+        On NVMe it is the bytes that commits take beside pages at home there.
         "activations" is None if the bytes of activations are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
-        used[Tier.NVME] += self.slab_header_bytes
         near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
         working = {Tier.DEVICE: near, Tier.HOST: self._working_in_ram}
         working[Tier.NVME] = used[Tier.NVME] - self.home_bytes[Tier.NVME]

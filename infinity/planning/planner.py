@@ -32,7 +32,7 @@ from infinity.planning.plan import Plan
 from infinity.planning.predict import UpdateTime, Work
 from infinity.planning.ranks import least_bytes, shares_of_budget, wanted_bytes
 from infinity.planning.search import Search
-from infinity.tiers import PAGE_ALIGNMENT, SLAB_HEADER_BYTES, Tier
+from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
 from infinity.tiers.device import available_bytes, left_of
 from infinity.tiers.link import is_direct
@@ -144,8 +144,7 @@ def make_plan(
         share=share,
     )
     paths = len(budget.nvme_bytes)
-    header = SLAB_HEADER_BYTES if commits else 0
-    nvme = usable_nvme(budget.nvme_bytes, header)
+    nvme = usable_nvme(budget.nvme_bytes)
     updates = available.device_updates
     if updates is None:
         updates = twin_flow.has_kernels(device)
@@ -161,12 +160,11 @@ def make_plan(
             paths,
             what,
             reserves={draft.computes_in: reserve},
-            header=header,
         )
     smallest = search.smallest(unified=unified, nvme=paths > 0)
     smallest[draft.computes_in] = reserve.budget_for(smallest[draft.computes_in])
     if commits and paths:
-        smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths, header)
+        smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths)
     options: dict[str, Any] = {
         "precision": precision,
         "rule": rule,
@@ -179,7 +177,6 @@ def make_plan(
         "accumulation": accumulation,
         "commits": commits,
         "slab_directory": slab_directory if commits and not paths else None,
-        "slab_header_bytes": paths * header,
     }
     replan = functools.partial(draft.replanned, reserve, options)
     return draft.made(placement, reserve, speeds=speeds, work=work, replan=replan, **options)

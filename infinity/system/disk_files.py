@@ -1,4 +1,4 @@
-"""Disk files: the operations on files other than pages: manifests, slab headers, names.
+"""Disk files: the operations on files other than pages: manifests, and all names.
 
 Every operation goes through a `DiskFiles`, so that tests can record it or make it fail. For pages, which the
 I/O engine writes, its `Faults` does the same (infinity/aio.py).

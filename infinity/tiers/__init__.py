@@ -6,15 +6,12 @@ from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device
 from infinity.tiers.nvme import NvmeExtent, NvmeLease, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
-from infinity.tiers.slab import Slab
-from infinity.tiers.slab_directory import remove_slab
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES
+from infinity.tiers.slab import Slab, remove_slab
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, aligned_ram
 from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 __all__ = [
     "PAGE_ALIGNMENT",
-    "SLAB_HEADER_BYTES",
     "CpuDeviceTier",
     "CudaTier",
     "DeviceTier",

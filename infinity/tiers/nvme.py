@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch
 from infinity import _tiers
 from infinity.aio import Engine, EngineStats, Faults, Future, Volume
 from infinity.config import format_size, round_up
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import BudgetError, ConfigError, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
 from infinity.system.disk_files import DiskFiles
@@ -23,12 +24,10 @@ from infinity.system.io_settings import open_engine, tuned_shares
 from infinity.tiers.arena import HostArena
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.probes import disk_speed
-from infinity.tiers.slab import Slab
-from infinity.tiers.slab_directory import lock_directories
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES
+from infinity.tiers.slab import Slab, find_slab, lock_directory
 from infinity.tiers.striping import Striping, choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
-from infinity.tiers.volume_record import SlabRecord, VolumeRecord, adopt_slabs
+from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 _PROBE_BYTES = 128 << 20
 
@@ -99,18 +98,14 @@ class NvmeTier(Closing):
     backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are
     the settings that `infinity tune` found for each directory.
 
-    durable: whether the pages can be committed. The slabs then have headers, for which each budget loses
-    4096 bytes, and `record` says how a later tier finds the pages again.
-
-    adopt: the record of a durable tier that was committed. Its slabs are looked for in the directories of
+    adopt: the record of a tier that was committed. Its slabs are looked for in the directories of
     `budgets`, wherever each lies, and used as they are: no page is read or moved. `speeds` and
     `stripe_bytes` have no effect. The slabs grow if `nbytes` is more than they hold. All directories are
     locked.
 
-    files: reaches the disk for headers, locks and removals. shared: locks of directories that the caller
-    holds, by the directory without symbolic links, which this tier shares. spared: UUIDs of slabs that are
-    not removed from the directories, whatever their headers say. verify: whether reads are compared with what
-    was written, as `Engine.open` says.
+    files: reaches the disk for names and locks. shared: locks of directories that the caller holds, by the
+    directory without symbolic links, which this tier uses. verify: whether reads are compared with what was
+    written, as `Engine.open` says.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
     the files, unless `keep` says that they stay.
@@ -134,11 +129,9 @@ class NvmeTier(Closing):
         depth: int | None = None,
         block_bytes: int | None = None,
         faults: Faults | None = None,
-        durable: bool = False,
         adopt: VolumeRecord | None = None,
         files: DiskFiles | None = None,
         shared: Mapping[Path, PathLock] | None = None,
-        spared: Collection[str] = (),
         verify: bool = False,
     ) -> None:
         if not budgets:
@@ -148,34 +141,33 @@ class NvmeTier(Closing):
         paths = [check_directory(path) for path in budgets]
         limits = [limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values()]
         wanted = round_up(nbytes, PAGE_ALIGNMENT)
-        files = files or DiskFiles()
-        shared = shared or {}
+        self._files = files = files or DiskFiles()
         self.engines: list[Engine] = []
-        self._base = SLAB_HEADER_BYTES if durable or adopt is not None else 0
+        self._sync_failure: StorageError | None = None
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         self.locks: dict[Path, PathLock] = {}
         """Locks of the directories that the tier uses, by the directory without symbolic links."""
         with ExitStack() as cleanup, ExitStack() as undo:
             if adopt is None:
-                self.striping = _choose(
-                    paths, limits, wanted, speeds, stripe_bytes=stripe_bytes, header_bytes=self._base
-                )
+                self.striping = _choose(paths, limits, wanted, speeds, stripe_bytes)
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
-                self.locks = lock_directories(
-                    [path for path, _ in used], rank, files, shared, cleanup, spared=spared
-                )
-                made = (
-                    Slab(path, size, rank=rank, durable=durable, lock=self.locks[path], files=files)
-                    for path, size in used
-                )
+                self._lock([path for path, _ in used], rank, shared or {}, cleanup)
+                made = (Slab(self.locks[path], size, files=files) for path, size in used)
                 self.slabs = [cleanup.enter_context(slab) for slab in made]
             else:
                 self.striping = adopt.striping
-                spared = {*spared, *(slab.uuid for slab in adopt.slabs)}
-                self.locks = lock_directories(paths, rank, files, shared, cleanup, spared=spared)
-                budget = dict(zip(self.locks.values(), limits, strict=True))
-                self.slabs = adopt_slabs(adopt, budget, wanted, files=files, cleanup=cleanup, undo=undo)
+                self._lock(paths, rank, shared or {}, cleanup)
+                found = [find_slab(paths, rank, slab.uuid) for slab in adopt.slabs]
+                sizes = _grown(adopt, found, dict(zip(paths, limits, strict=True)), wanted)
+                self.slabs = []
+                for path, each in zip(found, adopt.slabs, strict=True):
+                    adopted = Slab.adopt(self.locks[path.parent], each.uuid, each.nbytes, files=files)
+                    self.slabs.append(cleanup.enter_context(adopted))
+                for slab, size in zip(self.slabs, sizes, strict=True):
+                    if size > slab.nbytes:
+                        undo.callback(slab.shrink, slab.nbytes)
+                        slab.grow(size)
             self._weights = [weight for weight in self.striping.weights if weight]
             striping = Striping(tuple(self._weights), self.striping.stripe_bytes)
             self.budget = striping.volume_bytes([slab.nbytes for slab in self.slabs])
@@ -191,44 +183,61 @@ class NvmeTier(Closing):
                 for engine, slab in zip(self.engines, self.slabs, strict=True)
             ]
             parts = zip(opened, self._weights, strict=True)
-            self._volume: Volume | None = Volume(parts, self.striping.stripe_bytes, base=self._base)
+            self._volume: Volume | None = Volume(parts, self.striping.stripe_bytes)
             undo.pop_all()
             self._cleanup = cleanup.pop_all()
 
     @property
     def record(self) -> VolumeRecord:
-        """What a later tier needs to adopt this tier's slabs. Raises ConfigError for a tier not durable."""
-        self._check_durable()
+        """What a later tier needs to adopt this tier's slabs."""
         return VolumeRecord(
             self.striping.stripe_bytes,
             tuple(
-                SlabRecord(slab.uuid or "", slab.nbytes, weight)
+                SlabRecord(slab.uuid, slab.nbytes, weight)
                 for slab, weight in zip(self.slabs, self._weights, strict=True)
             ),
         )
 
     @property
     def keep(self) -> bool:
-        """Whether the files stay when the tier is closed: after `mark_committed`, or if it was adopted."""
+        """Whether the files stay when the tier is closed: after `commit`, or if it was adopted."""
         return all(slab.keep for slab in self.slabs)
-
-    def mark_committed(self) -> None:
-        """Say durably in every slab's header that a commit holds its pages, and keep the files from now on.
-
-        Does nothing once this succeeded. Raises StorageError if a header cannot be written or synced; the
-        files are then still removed on close. A later call tries again, unless `sync_failed`. Raises
-        ConfigError if the tier is not durable.
-        """
-        self._check_durable()
-        for slab in self.slabs:
-            slab.mark_committed()
-        for slab in self.slabs:
-            slab.keep = True
 
     @property
     def sync_failed(self) -> bool:
-        """Whether a sync of a header has failed. Later calls of `mark_committed` raise its error then."""
-        return any(slab.sync_failed for slab in self.slabs)
+        """Whether names of slabs could not be synced, so that nobody knows what the disk holds."""
+        return self._sync_failure is not None
+
+    def commit(self) -> None:
+        """Give the slabs durably the names of committed ones, and keep the files from now on.
+
+        Does nothing once this succeeded. Raises StorageError if this fails. A later call then tries again, or
+        raises the same error if `sync_failed`.
+        """
+        if self.keep:
+            return
+        self._rename(committed=True)
+        for slab in self.slabs:
+            slab.keep = True
+
+    def uncommit(self) -> None:
+        """Undo `commit`, because no commit needs the slabs. Raises StorageError; files are then still removed
+        on close.
+        """
+        self.forget()
+        self._rename(committed=False)
+
+    def _rename(self, *, committed: bool) -> None:
+        if self._sync_failure is not None:
+            raise self._sync_failure.again()
+        for slab in self.slabs:
+            slab.rename(committed=committed)
+        try:
+            for directory in dict.fromkeys(slab.directory for slab in self.slabs):
+                self._files.sync_directory(directory)
+        except StorageError as error:
+            self._sync_failure = error.again()
+            raise
 
     def check_names(self) -> None:
         """Raise StorageError (ENOENT) if a slab has lost its name, so that no later process would find it."""
@@ -342,9 +351,15 @@ class NvmeTier(Closing):
         self._volume = None  # open descriptors would keep the room of the removed files
         self._registered.clear()
 
-    def _check_durable(self) -> None:
-        if not self._base:
-            raise ConfigError("The nvme tier is not durable.", "Open it with durable=True.")
+    def _lock(
+        self, directories: Iterable[Path], rank: int, shared: Mapping[Path, PathLock], cleanup: ExitStack
+    ) -> None:
+        """Fill `locks`: with those of `shared`, and with new ones, which `cleanup` closes."""
+        for path in directories:
+            if path in shared and path not in self.locks:
+                self.locks[path] = shared[path]
+            else:  # a directory that was given twice is refused here
+                self.locks[path] = cleanup.enter_context(lock_directory(path, rank, self._files))
 
     def _open_volume(self) -> Volume:
         if self._volume is None:
@@ -367,18 +382,40 @@ def _choose(
     limits: Sequence[int],
     wanted: int,
     speeds: Sequence[float] | None,
-    *,
     stripe_bytes: int,
-    header_bytes: int,
 ) -> Striping:
     """The striping of `wanted` bytes over the directories. Arguments: as for `choose_striping`.
 
     speeds: None for those of `_speeds_of`.
     """
     if speeds is None:
-        room = [max(0, limit - header_bytes) for limit in limits]
-        speeds = _speeds_of([os.fspath(path) for path in paths], room, wanted)
-    return choose_striping(wanted, limits, speeds, stripe_bytes, header_bytes=header_bytes)
+        speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
+    return choose_striping(wanted, limits, speeds, stripe_bytes)
+
+
+def _grown(record: VolumeRecord, paths: list[Path], limits: Mapping[Path, int], wanted: int) -> list[int]:
+    """The bytes of each slab of a committed volume that is to hold `wanted` bytes, at least as now.
+
+    paths: of the slabs. limits: the budget of each directory in bytes. Raises BudgetError where the slabs in
+    a directory are larger than its budget, and ConfigError where `wanted` is not positive.
+    """
+    if wanted <= 0:
+        raise ConfigError(f"An nvme tier of {wanted} bytes was asked for.", "Ask for at least one page.")
+    sizes = record.striping.path_bytes(wanted)
+    sizes = [max(slab.nbytes, size) for slab, size in zip(record.slabs, sizes, strict=True)]
+    needed: Counter[Path] = Counter()
+    for path, size in zip(paths, sizes, strict=True):
+        needed[path.parent] += size
+    for directory, size in needed.items():
+        if size > limits[directory]:
+            raise BudgetError(
+                f"The commit's slabs in {directory} need {format_size(size)}, and the nvme budget there is "
+                f"{format_size(limits[directory])}.",
+                f"Give {directory} {size} bytes.",
+                needed=size,
+                tier="nvme",
+            )
+    return sizes
 
 
 def _speeds_of(paths: Sequence[str], limits: Sequence[int], wanted: int) -> Sequence[float]:

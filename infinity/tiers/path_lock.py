@@ -12,15 +12,14 @@ the lock after its parent was killed. Three things follow from this choice:
 - A forked child has its parent's objects, but not its parent's locks. Every entry of the table, and every
   object, names the process that it is true for. In the child, closing an object closes descriptors only.
 
-The last owner removes the file while it still holds the lock. A process that opened the file before that
-locks an inode without a name, sees that the path does not name the inode, and begins again. A lock file that
-nobody has locked means nothing: the next owner takes it over.
+The owner removes the file while it still holds the lock. A process that opened the file before that locks an
+inode without a name, sees that the path does not name the inode, and begins again. A lock file that nobody
+has locked means nothing: the next owner takes it over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import fcntl
 import gc
@@ -28,10 +27,9 @@ import os
 import struct
 import threading
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, is_at
 from infinity.system.disk_files import DiskFiles
@@ -44,20 +42,6 @@ _OURS = (
 )
 _THIS = "this process"
 _FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, pid
-_TEXT_BYTES = 100
-
-
-@dataclass
-class _Hold:
-    """A lock that a process has, and that its PathLock objects share."""
-
-    process: int
-    path: Path
-    files: DiskFiles
-    descriptors: list[int]
-    """Every open descriptor of the lock file in the process. The first one took the lock."""
-    users: int = 1
-    """Number of PathLock objects that have not been closed."""
 
 
 class _Table:
@@ -66,13 +50,13 @@ class _Table:
     def __init__(self) -> None:
         # Reentrant, because the garbage collector can end a lock at any point of the code that takes another.
         self.mutex = threading.RLock()
-        self.holds: dict[tuple[int, int, int], _Hold] = {}
-        """Locks by the process that took them, and the device and inode of the file."""
+        self.held: set[tuple[int, int, int]] = set()
+        """The process that took the lock, and the device and inode of the file."""
 
     def begin_anew(self) -> None:
         """Forget everything in a forked child, where another thread of the parent may have had the mutex."""
         self.mutex = threading.RLock()
-        self.holds.clear()
+        self.held.clear()
 
 
 _table = _Table()
@@ -83,9 +67,8 @@ class PathLock(Closing):
     """The exclusive right of this process to the slabs of one rank in one directory.
 
     It is held from construction until `close`, until this object is garbage-collected, or until the process
-    ends in any way. Its file infinity-rank<rank>.lock (mode 0600) holds the process's id and the time of the
-    lock as text, for messages; `close` removes it. In a forked child, `close` changes nothing for the parent.
-    `share` makes further objects that hold the same lock, which ends when all of them are closed.
+    ends in any way. `close` removes its file, infinity-rank<rank>.lock (mode 0600, empty). In a forked child,
+    `close` changes nothing for the parent.
 
     directory: must exist, be writable, and not lie in RAM. files: makes, locks and removes the file.
 
@@ -102,40 +85,11 @@ class PathLock(Closing):
         self.path = self.directory / f"infinity-rank{rank}.lock"
         with _table.mutex:
             descriptor = self._acquire(files)
-            self._hold = _Hold(os.getpid(), self.path, files, [descriptor])
-            _table.holds[_key(os.fstat(descriptor))] = self._hold
-            self._finalizer = weakref.finalize(self, _release, self._hold)
-        text = f"{os.getpid()}\n{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M:%S} UTC\n"
-        # The text only helps messages, and a full disk must not hinder a run that needs no more room.
-        with contextlib.suppress(StorageError, OSError):
-            os.ftruncate(descriptor, 0)
-            files.write(descriptor, self.path, 0, text.encode())
-
-    @property
-    def held(self) -> bool:
-        """Whether this process holds the lock through this object."""
-        return self._finalizer.alive and self._hold.process == os.getpid()
-
-    def share(self) -> PathLock:
-        """Return another object that holds this lock. Raises ConfigError if this one does not hold it."""
-        if not self.held:
-            raise ConfigError(
-                "A lock that is not held was to be shared.", "Share a lock before it is closed."
-            )
-        other = PathLock.__new__(PathLock)
-        other.directory, other.rank, other.path, other._hold = (
-            self.directory,
-            self.rank,
-            self.path,
-            self._hold,
-        )
-        with _table.mutex:
-            self._hold.users += 1
-            other._finalizer = weakref.finalize(other, _release, self._hold)
-        return other
+            _table.held.add(_key(os.fstat(descriptor)))
+            self._finalizer = weakref.finalize(self, _release, descriptor, self.path, files, os.getpid())
 
     def close(self) -> None:
-        """Remove the lock file and release the lock, unless it is shared. A second call does nothing."""
+        """Remove the lock file and release the lock. A second call does nothing."""
         self._finalizer()
 
     def _acquire(self, files: DiskFiles) -> int:
@@ -143,10 +97,6 @@ class PathLock(Closing):
         while True:
             self._check_not_ours()
             descriptor = self._open(files)
-            ours = _table.holds.get(_key(os.fstat(descriptor)))
-            if ours is not None:  # renamed or linked since the check; closing it would end our lock
-                ours.descriptors.append(descriptor)
-                raise self._in_use(_THIS)
             try:
                 files.lock(descriptor, self.path)
                 if is_at(descriptor, self.path):
@@ -161,9 +111,9 @@ class PathLock(Closing):
 
     def _check_not_ours(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if _key(os.lstat(self.path)) in _table.holds:
+            if _key(os.lstat(self.path)) in _table.held:
                 gc.collect()  # a runtime that nothing refers to ends itself
-            if _key(os.lstat(self.path)) in _table.holds:
+            if _key(os.lstat(self.path)) in _table.held:
                 raise self._in_use(_THIS)
 
     def _open(self, files: DiskFiles) -> int:
@@ -188,19 +138,15 @@ class PathLock(Closing):
         )
 
 
-def _release(hold: _Hold) -> None:
-    """End one object's use of a lock. With the last one the file is removed and closed: the lock ends."""
+def _release(descriptor: int, path: Path, files: DiskFiles, process: int) -> None:
+    """Remove a lock's file and close it, which ends the lock. In a forked child: only close it."""
     with _table.mutex:
-        hold.users -= 1
-        if hold.users:
-            return
-        if hold.process == os.getpid():
-            del _table.holds[_key(os.fstat(hold.descriptors[0]))]
+        if process == os.getpid():
+            _table.held.discard(_key(os.fstat(descriptor)))
             with contextlib.suppress(OSError):
-                if is_at(hold.descriptors[0], hold.path):
-                    hold.files.remove(hold.path)
-        for descriptor in hold.descriptors:
-            os.close(descriptor)
+                if is_at(descriptor, path):
+                    files.remove(path)
+        os.close(descriptor)
 
 
 def _key(status: os.stat_result) -> tuple[int, int, int]:
@@ -213,7 +159,5 @@ def _holder(descriptor: int) -> str:
         wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         kind, _, _, _, process = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
         if kind != fcntl.F_UNLCK and process > 0:  # 0: a process of another PID namespace
-            text = os.pread(descriptor, _TEXT_BYTES, 0).decode(errors="replace").splitlines()
-            since = f" (since {text[1]})" if len(text) == 2 and text[0] == str(process) else ""
-            return f"process {process}{since}"
+            return f"process {process}"
     return "another process"

@@ -1,8 +1,15 @@
-"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, removes
-and adopts the files, but does no I/O on pages.
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, names,
+finds and removes the files, but does no I/O on pages.
 
-A plain slab lasts as long as its run. A durable slab has a header (infinity/tiers/slab_header.py), and stays
-for the next run once it was committed.
+[Note: the name of a slab says whose it is]
+A new slab is `infinity-rank<rank>.slab`. No commit has pages in it, so a file of this name goes with its run,
+and if its process was killed, the next one that locks the directory for the rank removes it. The first commit
+renames the slab to `infinity-rank<rank>-<uuid>.slab`, and the manifest names the uuid. A slab of this name is
+only removed by a run that has read the commits it belongs to.
+
+A crash between this rename and that of the manifest leaves a slab of no commit. The temporary manifest is
+there then, and names it: see `commit_files.unfinished_slabs`. So that manifest is written before slabs are
+renamed, and goes after they have their old names back.
 """
 
 from __future__ import annotations
@@ -12,21 +19,25 @@ import errno
 import os
 import uuid as uuids
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.config import round_up
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError, storage_errors
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, storage_errors
 from infinity.system.closing import Closing
-from infinity.system.directory import check_directory, is_at, preallocate
+from infinity.system.directory import is_at, preallocate
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab_directory import lock_directory
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES, SlabHeader, read_header, slab_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def slab_name(rank: int, uuid: str | None = None) -> str:
+    """The name of a slab's file. uuid: 32 hexadecimal digits; None for a slab that was never committed."""
+    return f"infinity-rank{rank}.slab" if uuid is None else f"infinity-rank{rank}-{uuid}.slab"
 
 
 @dataclass
@@ -37,90 +48,66 @@ class _Open:
     path: Path
     files: DiskFiles
     lock: PathLock
+    """Is held as long as this object lives, because a lock ends when nobody refers to it."""
     keep: bool
     process: int
 
 
 class Slab(Closing):
-    """A file of `nbytes` bytes for pages on disk, which is preallocated, and removed on close.
+    """A file of `nbytes` bytes for pages on disk, which is preallocated, and removed on close unless it was
+    committed. A context manager.
 
-    A plain slab is the file `directory`/infinity-rank<rank>.slab, with mode 0600. Its room on the file
-    system is taken at once, so that a full disk shows before training and not hours into it. The directory
-    is locked for the rank (PathLock) as long as the slab is open, and leftovers of dead processes there are
-    removed first. A context manager.
+    Its room on the file system is taken at once, so that a full disk shows before training and not hours into
+    it. The file has mode 0600.
 
-    directory: must exist, be writable, and not lie in RAM (as on tmpfs). nbytes: bytes of pages, rounded up
-    to whole 4 KiB blocks. durable: makes the file infinity-rank<rank>-<uuid>.slab instead, with a header
-    before the pages; the header and the file's name are durable when the constructor returns. lock: a lock
-    of the directory and rank that the caller holds, after `lock_directory`; by default the slab takes its
-    own. files: reaches the disk for headers, locks and removals.
+    lock: of the directory and rank, after `lock_directory`; the slab does not close it. nbytes: bytes of
+    pages, rounded up to whole 4 KiB blocks. files: makes, renames and removes the file.
 
     Raises StorageFull where the file system does not have that much room; no file is left behind then.
-    Raises StorageError (with path and errno) for a directory that is missing, read-only or in RAM, and for
-    a directory in use (EBUSY, naming the process that has it). Raises ConfigError where `nbytes` is not
-    positive.
+    Raises StorageError (EEXIST) for what has the slab's name and is no regular file, and ConfigError where
+    `nbytes` is not positive.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        nbytes: int,
-        *,
-        rank: int = 0,
-        durable: bool = False,
-        lock: PathLock | None = None,
-        files: DiskFiles | None = None,
-    ) -> None:
+    def __init__(self, lock: PathLock, nbytes: int, *, files: DiskFiles | None = None) -> None:
         if nbytes <= 0:
             raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
         files = files or DiskFiles()
-        uuid = uuids.uuid4().hex if durable else None
-        path = check_directory(directory) / slab_name(rank, uuid)
-        with lock.share() if lock else lock_directory(path.parent, rank, files) as held:
-            self._own(files.create_open(path), path, held.share(), files, keep=False)
+        path = lock.directory / slab_name(lock.rank)
+        self._own(files.create_open(path), path, lock, files, keep=False)
+        self.uuid = uuids.uuid4().hex
+        """32 hexadecimal digits, which are part of the file's name once it is committed."""
         self.nbytes = round_up(nbytes, 4096)
-        self.rank = rank
-        self.uuid = uuid
-        self._committed = False
-        self._broken: StorageError | None = None
         try:
-            preallocate(self._open.descriptor, self.base + self.nbytes, path)
-            if durable:
-                self._write_header()
-                files.sync_directory(path.parent)
+            preallocate(self._open.descriptor, self.nbytes, path)
         except BaseException:
             self.close()
             raise
 
     @classmethod
-    def adopt(
-        cls, path: str | os.PathLike[str], nbytes: int, *, lock: PathLock, files: DiskFiles | None = None
-    ) -> Self:
+    def adopt(cls, lock: PathLock, uuid: str, nbytes: int, *, files: DiskFiles | None = None) -> Self:
         """Open a committed slab, which stays on close. No byte of its pages is read or changed.
 
-        path: the slab's path in the directory of `lock`, under its own name. nbytes: bytes of pages that the
-        commit recorded. Room that the file lacks, as a copy with holes does, is taken.
+        lock: of the slab's directory and rank. nbytes: bytes of pages that the commit recorded. Room that the
+        file lacks, as a copy with holes does, is taken.
 
-        Raises CorruptState for a damaged header or a file that is too short, IncompatibleCheckpoint for a
-        slab that was never committed or has an unknown format version, StorageError for what cannot be
-        opened or is no regular file.
+        Raises CorruptState for a file that is too short, StorageError for what cannot be opened or is no
+        regular file.
         """
         files = files or DiskFiles()
-        path = Path(path)
+        path = lock.directory / slab_name(lock.rank, uuid)
         descriptor = files.open(path)
         slab = cls.__new__(cls)
-        slab._own(descriptor, path, lock.share(), files, keep=True)
+        slab._own(descriptor, path, lock, files, keep=True)
+        slab.uuid, slab.nbytes = uuid, nbytes
         try:
-            header = read_header(path, files)
-            _check_adoptable(path, header, nbytes, os.fstat(descriptor).st_size)
-            slab.nbytes = nbytes
-            slab.rank = header.rank
-            slab.uuid = header.uuid
-            slab._committed = True
-            slab._broken = None
-            whole = SLAB_HEADER_BYTES + nbytes
-            if os.fstat(descriptor).st_blocks * 512 < whole:  # else slow, where fallocate is emulated
-                preallocate(descriptor, whole, path)
+            status = os.fstat(descriptor)
+            if status.st_size < nbytes:
+                raise CorruptState(
+                    f"The slab {path} has {status.st_size} bytes, where the commit recorded {nbytes}.",
+                    "Load another commit, or restore this file from a copy.",
+                )
+            if status.st_blocks * 512 < nbytes:  # else slow, where fallocate is emulated
+                preallocate(descriptor, nbytes, path)
             files.sync_directory(path.parent)  # the file may have been moved here just now
         except BaseException:
             slab.close()
@@ -128,19 +115,9 @@ class Slab(Closing):
         return slab
 
     @property
-    def base(self) -> int:
-        """Offset in the file at which the pages begin, in bytes: 0 for a plain slab."""
-        return 0 if self.uuid is None else SLAB_HEADER_BYTES
-
-    @property
-    def committed(self) -> bool:
-        """Whether the header on disk says that a commit holds pages of the slab."""
-        return self._committed
-
-    @property
-    def sync_failed(self) -> bool:
-        """Whether a sync of the header has failed, so that nobody knows what the disk holds of the file."""
-        return self._broken is not None
+    def path(self) -> Path:
+        """The file's path, which changes at the first commit."""
+        return self._open.path
 
     @property
     def keep(self) -> bool:
@@ -151,17 +128,15 @@ class Slab(Closing):
     def keep(self, stays: bool) -> None:
         self._open.keep = stays
 
-    def mark_committed(self) -> None:
-        """Say durably in the header that a commit holds pages of the slab. Does nothing once this succeeded.
-
-        Raises StorageError if this fails. After a failed write a later call writes the header again. After a
-        failed sync it raises the same error, since a sync that succeeds after one that failed proves nothing.
+    def rename(self, *, committed: bool) -> None:
+        """Give the file the name of a slab that was committed, or that of a new one. Does nothing if it has
+        it. The caller syncs the directory. Raises StorageError.
         """
-        if self.uuid is None:
-            raise ConfigError("A plain slab cannot be committed.", "Make the slab with durable=True.")
-        if not self._committed:
-            self._write_header(committed=True)
-            self._committed = True
+        opened = self._open
+        target = opened.path.with_name(slab_name(opened.lock.rank, self.uuid if committed else None))
+        if target != opened.path:
+            opened.files.rename(opened.path, target)
+            opened.path = target
 
     def check_name(self) -> None:
         """Raise StorageError (ENOENT) if the slab's path does not name its file any more.
@@ -174,32 +149,27 @@ class Slab(Closing):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
 
     def grow(self, nbytes: int) -> None:
-        """Take room for `nbytes` bytes of pages in all, and say so durably in the header.
+        """Take room for `nbytes` bytes of pages in all, a multiple of 4096.
 
         Raises StorageFull or StorageError if this fails; the slab then has the size of before.
         """
         if nbytes <= self.nbytes:
             return
-        before, self.nbytes = self.nbytes, nbytes
         try:
-            preallocate(self._open.descriptor, self.base + nbytes, self.path)
-            if self.uuid is not None:
-                self._write_header(committed=self._committed)
+            preallocate(self._open.descriptor, nbytes, self.path)
         except BaseException:
-            self.shrink(before)
+            self.shrink(self.nbytes)
             raise
+        self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Give back the room behind the first `nbytes` bytes of pages; undoes `grow`. Raises no StorageError.
-
-        The header may go on to say more bytes. That does no harm: a commit's own record counts, see `adopt`.
-        """
+        """Give back the room behind the first `nbytes` bytes of pages; undoes `grow`. Raises no error."""
         self.nbytes = nbytes
         with contextlib.suppress(OSError):
-            os.ftruncate(self._open.descriptor, self.base + nbytes)
+            os.ftruncate(self._open.descriptor, nbytes)
 
     def close(self) -> None:
-        """Remove the file, unless `keep` is set, and release the lock. A second call does nothing.
+        """Remove the file, unless `keep` is set. A second call does nothing.
 
         This also happens if the object is garbage-collected, or is still open when the process ends. In a
         forked child this method only closes the child's descriptor, because the file belongs to the parent.
@@ -207,52 +177,77 @@ class Slab(Closing):
         self._finalizer()
 
     def _own(self, descriptor: int, path: Path, lock: PathLock, files: DiskFiles, *, keep: bool) -> None:
-        self.path = path
         self.directory = path.parent
         self._open = _Open(descriptor, path, files, lock, keep, os.getpid())
         self._finalizer = weakref.finalize(self, _end, self._open)
 
-    def _write_header(self, *, committed: bool = False) -> None:
-        """Write and sync the header.
-
-        A write that fails leaves the header of before or the new one, which differ in one byte or in the
-        bytes of pages. Whichever it is, the next call writes all of it.
-        """
-        assert self.uuid is not None
-        if self._broken is not None:
-            raise self._broken.again()
-        content = SlabHeader(self.uuid, self.rank, self.nbytes, committed).pack()
-        self._open.files.write(self._open.descriptor, self.path, 0, content)
-        try:
-            self._open.files.sync(self._open.descriptor, self.path)
-        except StorageError as error:
-            self._broken = error.again()
-            raise
-
-
-def _check_adoptable(path: Path, header: SlabHeader, nbytes: int, file_bytes: int) -> None:
-    """Check that a slab has the `nbytes` bytes of pages that a commit recorded. Raises as `Slab.adopt`.
-
-    file_bytes: bytes of the whole file.
-    """
-    cure = "Load another commit, or restore this file from a copy."
-    if path.name != slab_name(header.rank, header.uuid):
-        raise CorruptState(f"The slab {path} is that of {slab_name(header.rank, header.uuid)}.", cure)
-    if not header.committed:
-        raise IncompatibleCheckpoint(f"No commit was ever made in the slab {path}.", cure)
-    if min(header.nbytes, file_bytes - SLAB_HEADER_BYTES) < nbytes:
-        raise CorruptState(
-            f"The slab {path} has {file_bytes} bytes, {header.nbytes} of them pages by its header, where the "
-            f"commit recorded {nbytes} bytes of pages.",
-            cure,
-        )
-
 
 def _end(slab: _Open) -> None:
-    """Close a slab's file, remove it if it is not to be kept, and then release the lock."""
+    """Close a slab's file, and remove it if it is not to be kept."""
     if os.getpid() == slab.process and not slab.keep:
         with contextlib.suppress(OSError):
             if is_at(slab.descriptor, slab.path):
                 slab.files.remove(slab.path)
     os.close(slab.descriptor)
-    slab.lock.close()
+
+
+def lock_directory(directory: str | os.PathLike[str], rank: int, files: DiskFiles) -> PathLock:
+    """Lock a directory for a rank, and remove the slab that a dead process left there uncommitted.
+
+    Raises as PathLock does.
+    """
+    lock = PathLock(directory, rank=rank, files=files)
+    try:
+        if _is_regular(path := lock.directory / slab_name(rank)):
+            files.remove(path)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def leftover_bytes(directory: Path, rank: int) -> int:
+    """Bytes on disk that `lock_directory` would free in a directory."""
+    path = directory / slab_name(rank)
+    return path.lstat().st_blocks * 512 if _is_regular(path) else 0
+
+
+def slab_paths(directories: Sequence[Path], rank: int, uuid: str) -> list[Path]:
+    """The paths in the directories that have the name of the committed slab with this uuid."""
+    paths = (directory / slab_name(rank, uuid) for directory in directories)
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def find_slab(directories: Sequence[Path], rank: int, uuid: str) -> Path:
+    """Return the path of the slab with this uuid, which must lie in exactly one of the directories.
+
+    Raises IncompatibleCheckpoint if it lies in none of them or in several.
+    """
+    name = slab_name(rank, uuid)
+    found = slab_paths(directories, rank, uuid)
+    if not found:
+        searched = ", ".join(map(str, directories))
+        raise IncompatibleCheckpoint(
+            f"The slab {name} of the commit is in none of the directories {searched}.",
+            "Give the directory where it lies in the nvme budget.",
+        )
+    if len(found) > 1:
+        raise IncompatibleCheckpoint(
+            f"The slab {name} of the commit was found {len(found)} times: {', '.join(map(str, found))}.",
+            "Keep the one that the last run used, and move the copies to where no nvme budget points.",
+        )
+    return found[0]
+
+
+def remove_slab(lock: PathLock, uuid: str, files: DiskFiles) -> None:
+    """Remove a committed slab of which no commit needs anything any more, if it lies in the lock's directory
+    and is a regular file. The directory is synced. Raises StorageError.
+    """
+    path = lock.directory / slab_name(lock.rank, uuid)
+    if _is_regular(path):
+        files.remove(path)
+        files.sync_directory(path.parent)
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

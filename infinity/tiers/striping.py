@@ -73,7 +73,7 @@ def proportional_shares(nbytes: int, budgets: Sequence[int], speeds: Sequence[fl
 
 
 def choose_striping(
-    nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int, *, header_bytes: int = 0
+    nbytes: int, budgets: Sequence[int], speeds: Sequence[float], stripe_bytes: int
 ) -> Striping:
     """Choose the striping of a volume of `nbytes` bytes over paths with these budgets (in bytes) and speeds.
 
@@ -81,8 +81,7 @@ def choose_striping(
     differ from its share there by at most 5% of `nbytes / len(budgets)`. If no period comes so close, the
     closest one is taken. No path gets more than its budget. Stripes are `stripe_bytes` long. Where budgets
     are so tight that whole periods of such stripes do not fit, the length of stripes is halved until they
-    fit. If no length fits, stripes are distributed in proportion to the budgets. header_bytes: bytes of each
-    path's budget that are not for the volume.
+    fit. If no length fits, stripes are distributed in proportion to the budgets.
 
     Raises BudgetError where the budgets cannot hold `nbytes` bytes. They always can if they have 33 bytes
     for each 32 bytes of the volume, and if `nbytes` and all budgets are multiples of 4096. Raises
@@ -95,7 +94,6 @@ def choose_striping(
             f"The speeds {list(speeds)} do not fit {len(budgets)} paths.",
             "Give one positive number per path.",
         )
-    budgets = [max(0, budget - header_bytes) for budget in budgets]
     if nbytes <= sum(budgets):
         shares = proportional_shares(nbytes, budgets, speeds)
         stripe = stripe_bytes
@@ -110,8 +108,8 @@ def choose_striping(
     raise BudgetError(
         f"{format_size(nbytes)} do not fit the nvme budget of {format_size(sum(budgets))} on {len(budgets)} "
         "path(s).",
-        f"Give one path {nbytes + header_bytes} bytes, or all paths together about 3% more.",
-        needed=nbytes + header_bytes if len(budgets) == 1 else None,
+        f"Give one path {nbytes} bytes, or all paths together about 3% more.",
+        needed=nbytes if len(budgets) == 1 else None,
     )
 
 

@@ -1,20 +1,10 @@
-"""Records of volumes: the slabs of a durable NVMe tier as a commit stores them, and their adoption."""
+"""Records of volumes: what a commit's manifest says of the slabs of an NVMe tier."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+import re
 from dataclasses import dataclass
-from pathlib import Path
 
-from infinity.config import format_size
-from infinity.errors import BudgetError, ConfigError, CorruptState
-from infinity.system.disk_files import DiskFiles
-from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab import Slab
-from infinity.tiers.slab_directory import find_slab
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES, check_uuid
 from infinity.tiers.striping import Striping
 from infinity.tiers.tier import PAGE_ALIGNMENT
 
@@ -25,35 +15,42 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class SlabRecord:
-    """A slab of a volume. Raises CorruptState for values that no volume has."""
+    """A slab of a volume."""
 
     uuid: str
-    """The slab's uuid as 32 hexadecimal digits. It is part of the file's name, so no directory is stored."""
+    """32 hexadecimal digits, which are part of the file's name, so no directory is stored."""
     nbytes: int
-    """Bytes of pages, without the header."""
+    """Bytes of pages."""
     weight: int
     """Number of stripes of a period that lie in the slab."""
 
-    def __post_init__(self) -> None:
-        check_uuid(self.uuid)
-        _check(_is_multiple(self.nbytes, _MOST_BYTES), f"a slab of {self.nbytes!r} bytes")
-        _check(type(self.weight) is int and 0 < self.weight <= _MOST_STRIPES, f"a weight of {self.weight!r}")
+    def check(self) -> None:
+        """Raise ValueError, with a text that begins with a field's name, for values that no slab has."""
+        if not re.fullmatch("[0-9a-f]{32}", self.uuid):
+            raise ValueError("uuid is not 32 hexadecimal digits")
+        _check_multiple("nbytes", self.nbytes, _MOST_BYTES)
+        if not 0 < self.weight <= _MOST_STRIPES:
+            raise ValueError(f"weight is {self.weight}")
 
 
 @dataclass(frozen=True)
 class VolumeRecord:
-    """A volume over slabs: all that says where each byte lies. Raises CorruptState for impossible values."""
+    """A volume over slabs: all that says where each byte lies."""
 
     stripe_bytes: int
     slabs: tuple[SlabRecord, ...]
     """The slabs in the volume's order, on which the places of bytes depend."""
 
-    def __post_init__(self) -> None:
-        _check(_is_multiple(self.stripe_bytes, _LONGEST_STRIPE), f"stripes of {self.stripe_bytes!r} bytes")
-        _check(len({slab.uuid for slab in self.slabs}) == len(self.slabs), "a slab twice")
+    def check(self) -> None:
+        """Raise ValueError, with a text that begins with a field's name, for values that no volume has."""
+        _check_multiple("stripe_bytes", self.stripe_bytes, _LONGEST_STRIPE)
+        if len({slab.uuid for slab in self.slabs}) < len(self.slabs):
+            raise ValueError("slabs has a slab twice")
         weight = sum(slab.weight for slab in self.slabs)
-        _check(0 < weight <= _MOST_STRIPES, f"{weight} stripes in a period")
-        _check(self.nbytes > 0, "no bytes")
+        if not 0 < weight <= _MOST_STRIPES:
+            raise ValueError(f"slabs has {weight} stripes in a period")
+        if not self.nbytes:
+            raise ValueError("slabs has no bytes")
 
     @property
     def striping(self) -> Striping:
@@ -62,67 +59,10 @@ class VolumeRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the volume."""
+        """Bytes of the volume, in whole periods."""
         return self.striping.volume_bytes([slab.nbytes for slab in self.slabs])
 
 
-def adopt_slabs(
-    record: VolumeRecord,
-    limits: Mapping[PathLock, int],
-    wanted: int,
-    *,
-    files: DiskFiles,
-    cleanup: ExitStack,
-    undo: ExitStack,
-) -> list[Slab]:
-    """Open the slabs of a committed volume, in its order, and have them grow to `wanted` bytes together.
-
-    limits: the locks of the directories in which the slabs are looked for, and the budget of each directory
-    in bytes. cleanup: will close the slabs. undo: will give back the room by which they grew.
-
-    Raises BudgetError where the slabs in a directory are larger than its budget, ConfigError where `wanted`
-    is not positive, and otherwise as `find_slab`, `Slab.adopt` and `Slab.grow` do.
-    """
-    if wanted <= 0:
-        raise ConfigError(f"An nvme tier of {wanted} bytes was asked for.", "Ask for at least one page.")
-    locks = {lock.directory: lock for lock in limits}
-    rank = next(iter(limits)).rank
-    paths = [find_slab(list(locks), rank, slab.uuid) for slab in record.slabs]
-    sizes = [
-        max(slab.nbytes, size)
-        for slab, size in zip(record.slabs, record.striping.path_bytes(wanted), strict=True)
-    ]
-    _check_budgets(paths, sizes, {lock.directory: limit for lock, limit in limits.items()})
-    slabs = [
-        cleanup.enter_context(Slab.adopt(path, slab.nbytes, lock=locks[path.parent], files=files))
-        for path, slab in zip(paths, record.slabs, strict=True)
-    ]
-    for slab, size in zip(slabs, sizes, strict=True):
-        if size > slab.nbytes:
-            undo.callback(slab.shrink, slab.nbytes)
-            slab.grow(size)
-    return slabs
-
-
-def _check_budgets(paths: list[Path], sizes: list[int], limits: Mapping[Path, int]) -> None:
-    needed: Counter[Path] = Counter()
-    for path, size in zip(paths, sizes, strict=True):
-        needed[path.parent] += SLAB_HEADER_BYTES + size
-    for directory, size in needed.items():
-        if size > limits[directory]:
-            raise BudgetError(
-                f"The commit's slabs in {directory} need {format_size(size)}, and the nvme budget there is "
-                f"{format_size(limits[directory])}.",
-                f"Give {directory} {size} bytes.",
-                needed=size,
-                tier="nvme",
-            )
-
-
-def _is_multiple(nbytes: int, most: int) -> bool:
-    return type(nbytes) is int and 0 < nbytes <= most and nbytes % PAGE_ALIGNMENT == 0
-
-
-def _check(sound: bool, what: str) -> None:
-    if not sound:
-        raise CorruptState(f"The record of a volume has {what}.", "Load another commit.")
+def _check_multiple(name: str, nbytes: int, most: int) -> None:
+    if not 0 < nbytes <= most or nbytes % PAGE_ALIGNMENT:
+        raise ValueError(f"{name} is {nbytes}, not a multiple of {PAGE_ALIGNMENT} up to {most}")

@@ -25,14 +25,14 @@ from zoo import entry as zoo_entry
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, Damage, volume_record
+from infinity.checkpoint.commit_source import CommitSource, Damage
 from infinity.checkpoint.tensor_files import packed
 from infinity.checkpoint.tensor_reader import unpacked
 from infinity.checksum import crc32c
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES, slab_name
+from infinity.tiers.slab import slab_name
 
 __all__ = ["watchdog"]
 
@@ -86,9 +86,9 @@ def arrays(saved: SavedCommit) -> Iterator[tuple[Any, Any, Any]]:
 def flip(path: Path, offset: int, bit: int) -> None:
     """Flip a bit of the file at byte `offset` of its pages."""
     with path.open("r+b") as file:
-        file.seek(SLAB_HEADER_BYTES + offset)
+        file.seek(offset)
         (byte,) = file.read(1)
-        file.seek(SLAB_HEADER_BYTES + offset)
+        file.seek(offset)
         file.write(bytes([byte ^ 1 << bit]))
         file.flush()
         os.fsync(file.fileno())  # direct I/O reads what is on the disk
@@ -97,7 +97,7 @@ def flip(path: Path, offset: int, bit: int) -> None:
 @contextlib.contextmanager
 def opened(saved: SavedCommit, path: Path) -> Iterator[CommitSource]:
     """Open the slab of a commit, to check it."""
-    record = volume_record(saved)
+    record = saved.manifest.volume
     with NvmeTier({str(path.parent): 1 << 40}, record.nbytes, adopt=record) as tier:
         yield CommitSource(saved, tier)
 

@@ -202,7 +202,7 @@ def test_pages_in_several_tiers(name: str, states: str, tmp_path: Path) -> None:
 
 
 def test_a_commit_writes_two_small_files_beside_pages(files_written: Counter[str], tmp_path: Path) -> None:
-    """Its manifest and its data file; after the first commit no header of a slab."""
+    """Its manifest and its data file."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -228,10 +228,8 @@ def test_a_commit_writes_two_small_files_beside_pages(files_written: Counter[str
             assert set(sizes) == {"", ".safetensors"} and (directory / f"commit-{generation}").exists()
             added = {kind: count - before.get(kind, 0) for kind, count in files_written.items()}
             added = {kind: count for kind, count in added.items() if count}
-            headers = added.pop(".slab", 0)
             # The manifest gets its name by a rename.
             assert added == {".tmp": sizes[""], ".safetensors": sizes[".safetensors"]}
-            assert (headers > 0) is (generation == 1)
             assert sum(sizes.values()) <= MOST_OF_STATES * states
 
 

@@ -13,14 +13,18 @@ import torch
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
+from recorded_run import Recording
 from run_copies import raw, train
 from small_commits import committed, names
 from zoo import entry
 
 import infinity
-from infinity.checkpoint import directory
-from infinity.checkpoint.directory import Checkpoint
+from infinity.aio import Faults
+from infinity.checkpoint import commit_files, directory
+from infinity.checkpoint.committer import Committer
 from infinity.errors import StorageError
+from infinity.system.disk_files import DiskFiles, injected
+from infinity.tiers.slab import slab_name
 
 __all__ = ["watchdog"]
 
@@ -88,38 +92,65 @@ def test_a_run_without_a_commit_leaves_no_slab(tmp_path: Path) -> None:
     assert list((tmp_path / "swap").iterdir()) == names(tmp_path / "commits") == []
 
 
-def test_committed_slabs_of_no_commit_are_removed_by_the_next_run(tmp_path: Path) -> None:
-    """As after a crash between the headers of slabs and the name of the first manifest."""
-    with committed(TIED.make(), tmp_path) as runtime:
-        runtime._components.store.nvme.mark_committed()
-    (left,) = (tmp_path / "swap").iterdir()
+def test_slabs_of_no_commit_are_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between the rename of slabs and that of the first manifest."""
+    swap, faults = tmp_path / "swap", Faults()
+    files = Recording(faults)
+    with injected(faults, files), committed(TIED.make(), tmp_path) as runtime:
+        monkeypatch.setattr(commit_files, "_undo", lambda *_: None)
+        files.fail("rename", 2, errno.EIO)
+        with pytest.raises(StorageError, match="rename"):
+            runtime.save().wait()
+    monkeypatch.undo()
+    (left,) = swap.iterdir()
+    assert names(tmp_path / "commits") == [".commit-1.tmp", "commit-1.safetensors"]
     foreign = left.with_name(f"infinity-rank0-{'5' * 32}.slab")
     foreign.write_bytes(left.read_bytes())
     with committed(TIED.make(), tmp_path) as runtime:
         assert not left.exists()
+        assert names(tmp_path / "commits") == []
         runtime.save().wait()
-        (kept,) = {*(tmp_path / "swap").glob("*.slab")} - {foreign}
-    assert [each.name for each in (tmp_path / "commits").iterdir() if each.name == "slabs"] == []
+        (kept,) = {*swap.glob("*.slab")} - {foreign}
     with committed(TIED.make(), tmp_path, resume=True):
-        assert {*(tmp_path / "swap").glob("*.slab")} == {kept, foreign}
+        assert {*swap.glob("*.slab")} == {kept, foreign}
+
+
+def test_nothing_is_removed_while_a_commit_cannot_be_read(tmp_path: Path) -> None:
+    """It may need the slabs that a temporary manifest names."""
+    with committed(TIED.make(), tmp_path) as runtime:
+        runtime.save().wait()
+    (slab,) = (tmp_path / "swap").iterdir()
+    commits = tmp_path / "commits"
+    manifest = commits / "commit-1"
+    (commits / ".commit-2.tmp").write_bytes(manifest.read_bytes())
+    assert commit_files.unfinished_slabs(commits, DiskFiles()) == frozenset(), "commit-1 needs it"
+    (commits / "commit-3").write_bytes(b"no manifest")
+    manifest.unlink()
+    assert commit_files.unfinished_slabs(commits, DiskFiles()) == frozenset()
+    (commits / "commit-3").unlink()
+    assert [slab.name] == [slab_name(0, uuid) for uuid in commit_files.unfinished_slabs(commits, DiskFiles())]
 
 
 def test_slabs_that_a_crash_left_after_a_resume_with_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old slabs stay until the first commit. If they are not removed then, the next run does it."""
+    """The old slabs stay until the first commit. What is not removed then is when the next run commits."""
     swap = tmp_path / "swap"
     with committed(TIED.make(), tmp_path) as runtime:
         runtime.save()
     (old,) = swap.glob("*.slab")
     monkeypatch.setattr(directory, "is_cut_alike", lambda *_: False)
-    monkeypatch.setattr(Checkpoint, "superseded", lambda self: None)
+    monkeypatch.setattr(Committer, "_remove_old", lambda *_: None)
     with committed(TIED.make(), tmp_path, resume=True) as runtime:
-        (new,) = {*swap.glob("*.slab")} - {old}
         runtime.save().wait()
+        (new,) = {*swap.glob("*.slab")} - {old}
     assert {*swap.glob("*.slab")} == {old, new}
     monkeypatch.undo()
-    with committed(TIED.make(), tmp_path, resume=True):
+    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+        assert {*swap.glob("*.slab")} == {old, new}
+        runtime.save().wait()
         assert {*swap.glob("*.slab")} == {new}
 
 

@@ -25,7 +25,7 @@ RUNS: dict[str, Record] = {
     "streamed from ram to nvme": streamed(Job(home="ram"), Job()),
     "streamed from ram to two paths": streamed(Job(home="ram"), Job(paths=2, update="eager")),
     "killed and resumed": killed(Job()),
-    "a header refused": refused(Job(paths=2)),
+    "a name refused": refused(Job(paths=2)),
 }
 ORDERS = (True, False)
 """Whether the names that survive are the first n operations, or any."""

@@ -100,20 +100,19 @@ def test_every_write_of_a_commit(home: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
-def test_a_header_that_the_first_commit_cannot_write(home: str, code: int, tmp_path: Path) -> None:
-    """The commit fails, the run goes on, and the next commit writes the header and is whole."""
+def test_a_name_that_the_first_commit_cannot_give_a_slab(home: str, code: int, tmp_path: Path) -> None:
+    """The commit fails, the run goes on, and the next commit gives the name and is whole."""
     run, faults = Run(tmp_path, home=home), Faults()
     with run.opened() as (model, runtime):
         losses = run.train(model, runtime, range(4))
     files = Recording(faults)
     with run.opened(observer=files, faults=faults) as (model, runtime):
         again = run.train(model, runtime, range(1))
-        calls = files.calls.copy()
-        files.fail("write", 1, code)
+        files.fail("rename", 1, code)
         with pytest.raises(StorageError) as caught:
             runtime.save(state="lost").wait()
         assert (caught.value.errno, Path(caught.value.path).suffix) == (code, ".slab")
-        assert (files.calls - calls)["any"] == 1, "nothing was written after it"
+        assert names(run.directory) == ["infinity-rank0.lock"] or home != "nvme"
         assert not runtime._components.store.nvme.keep
         again += run.train(model, runtime, range(1, 2))
         runtime.save(state="two").wait()
@@ -136,21 +135,26 @@ def trained(run: Run) -> Iterator[tuple[Any, Any, Recording]]:
         yield model, runtime, files
 
 
-def refuse(runtime: Any, files: Recording, operation: str) -> None:
-    """Make a commit fail, because the disk is full at the next operation of a kind."""
-    files.fail(operation, 1, errno.ENOSPC)
+def refuse(runtime: Any, files: Recording, operation: str, nth: int = 1) -> None:
+    """Make a commit fail, because the disk is full at the nth next operation of a kind."""
+    files.fail(operation, nth, errno.ENOSPC)
     with pytest.raises(StorageFull):
         runtime.save().wait()
 
 
 @pytest.mark.parametrize(
-    ("home", "operation"), [("nvme", "write"), ("nvme", "rename"), ("unified", "rename")]
+    ("home", "operation", "nth"),
+    [("nvme", "create", 1), ("nvme", "rename", 1), ("nvme", "rename", 2), ("unified", "rename", 2)],
 )
-def test_a_run_whose_only_commit_failed_leaves_nothing(home: str, operation: str, tmp_path: Path) -> None:
-    """After the rename was refused its slabs say that they are committed, and belong to no commit."""
+def test_a_run_whose_only_commit_failed_leaves_nothing(
+    home: str, operation: str, nth: int, tmp_path: Path
+) -> None:
+    """The slabs have their old names back, which say that they belong to no commit."""
     run = Run(tmp_path, home=home)
     with trained(run) as (_, runtime, files):
-        refuse(runtime, files, operation)
+        refuse(runtime, files, operation, nth)
+        (slab,) = (run.swap if home == "nvme" else run.directory).glob("*.slab")
+        assert slab.name == "infinity-rank0.slab"
     assert [*run.swap.iterdir()] == [*run.directory.iterdir()] == []
 
 
@@ -166,10 +170,10 @@ def test_a_commit_after_one_that_failed_stays(tmp_path: Path) -> None:
         assert differences(everything(model, runtime), whole) == []
 
 
-def test_a_header_that_cannot_be_synced_ends_the_run(tmp_path: Path) -> None:
+def test_names_of_slabs_that_cannot_be_synced_end_the_run(tmp_path: Path) -> None:
     run = Run(tmp_path)
     with trained(run) as (model, runtime, files):
-        files.fail("sync", 1, errno.EIO)
+        files.fail("sync directory", 1, errno.EIO)
         with pytest.raises(StorageError, match="sync"):
             runtime.save().wait()
         with pytest.raises(StorageError, match="sync"):

@@ -20,7 +20,7 @@ from warm_python import Popen
 import infinity
 from infinity.checkpoint import commit_files
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_header import left_by_a_crash, slab_name
+from infinity.tiers.slab import slab_name
 
 LAST = 240
 """Steps of the undisturbed run."""
@@ -120,10 +120,9 @@ class Killed:
         slabs = {each for directory in (commits, *others) for each in directory.glob("*.slab")}
         assert named <= {each.name for each in slabs}
         if killed:
-            # A process that is killed between the mark in its slabs and the first manifest that names them
-            # leaves slabs that no other process may take for leftovers.
-            old = {path for path in slabs if path.name not in named}
-            self.orphans |= {path for path in old if not left_by_a_crash(path, DiskFiles())}
+            # A process that is killed between the rename of its slabs and that of the first manifest leaves
+            # slabs of no commit, and the next one, which may be given other directories, may not find them.
+            self.orphans |= {path for path in slabs if path.name not in {*named, slab_name(0)}}
             return
         assert saved is not None
         generation = saved.manifest.generation

@@ -22,7 +22,7 @@ from typed_values import VALUES, same
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import decode, encode
 from infinity.checkpoint.commit_files import generations, newest, read, remove, write
-from infinity.checkpoint.manifest import FORMAT, Manifest, SlabEntry, Volume
+from infinity.checkpoint.manifest import FORMAT, Manifest
 from infinity.checkpoint.tensor_files import packed
 from infinity.checkpoint.typed_json import dumps, parse, typed
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError, StorageFull
@@ -212,7 +212,12 @@ def test_another_format_is_not_passed_over(tmp_path: Path, version: int) -> None
 def test_a_version_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
     write(*small(3), tmp_path, FILES)
     manifest, data = contents(small(8))
-    put(tmp_path, manifest.replace(b"infinity-commit 3 ", b"infinity-commit 2 ", 1), data, generation=8)
+    put(
+        tmp_path,
+        manifest.replace(b"infinity-commit %d " % FORMAT, b"infinity-commit 2 ", 1),
+        data,
+        generation=8,
+    )
     found = newest(tmp_path, FILES)
     assert found is not None and found.manifest.generation == 3 and len(found.skipped) == 1
 
@@ -285,12 +290,6 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["commit-08.safetensors", "commit-7", "commit-7.safetensors", "notes.data"]
 
 
-def test_the_length_of_a_volume() -> None:
-    entries = (SlabEntry("a", 100_000, 2), SlabEntry("b", 40_960, 1), SlabEntry("c", 0, 0))
-    assert Volume(8192, entries).nbytes == 5 * 3 * 8192
-    assert Volume(8192, entries[:1]).nbytes == 100_000
-
-
 WEIGHT = "parameters[0]"
 CHANGES: list[tuple[str, Any, str]] = [
     ("generation", -1, "generation"),
@@ -300,13 +299,20 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("created", None, "created"),
     ("more", 1, "'more'"),
     ("volume.stripe_bytes", 1000, "volume.stripe_bytes"),
-    ("volume.stripe_bytes", 0, "volume.slabs"),
-    ("volume.header_bytes", 512, "volume.header_bytes"),
+    ("volume.stripe_bytes", 0, "volume.stripe_bytes"),
+    ("volume.stripe_bytes", 1 << 41, "volume.stripe_bytes"),
+    ("volume.stripe_bytes", 1 << 24, "volume.slabs"),
     ("volume.slabs[0].uuid", "f" * 32, "twice"),
     ("volume.slabs[0].uuid", "../../etc/passwd", "volume.slabs[0].uuid"),
-    ("volume.slabs[0].nbytes", 4096, "past the end of the volume"),
+    ("volume.slabs[0].nbytes", 65536, "past the end of the volume"),
+    ("volume.slabs[0].nbytes", 4096, "volume.slabs"),
+    ("volume.slabs[0].nbytes", 0, "volume.slabs[0].nbytes"),
+    ("volume.slabs[0].nbytes", 100, "volume.slabs[0].nbytes"),
+    ("volume.slabs[0].uuid", "AB" * 16, "volume.slabs[0].uuid"),
     ("volume.slabs[0].weight", 1 << 21, "volume.slabs[0].weight"),
-    ("volume.slabs", [], "no slab"),
+    ("volume.slabs[0].weight", 0, "volume.slabs[0].weight"),
+    ("volume.slabs[0].weight", 65536, "volume.slabs"),
+    ("volume.slabs", [], "volume.slabs"),
     ("chunk_elements", 100, "chunk_elements"),
     ("chunk_elements", 0, "chunk_elements"),
     ("rule.states", "int4", "rule.states"),

@@ -193,7 +193,7 @@ def test_a_run_in_progress(run: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert verify(capsys, run)[0] == 0
     with started_owner(run) as owner:
         line, _, error = run_error(capsys, ["checkpoint", "verify", "--json", str(run)], 1)
-    assert f"are in use by process {owner.pid} (since " in error["cause"]
+    assert f"are in use by process {owner.pid}." in error["cause"]
     assert error["cure"].startswith("Wait until ")
 
 

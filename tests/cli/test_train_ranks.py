@@ -23,7 +23,7 @@ from tiny_job import DIES, JSON_KEYS, PATIENCE, TinyJob, ended, run_error
 
 from infinity.checkpoint import commit_files
 from infinity.system.disk_files import DiskFiles
-from infinity.tiers.slab_header import slab_name
+from infinity.tiers.slab import slab_name
 
 pytestmark = pytest.mark.usefixtures("warm")
 RANKS = 2

@@ -13,8 +13,7 @@ import pytest
 from commit_parts import Meeting
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.first_commit import commits_to_continue
-from infinity.checkpoint.slab_list import SlabList
+from infinity.checkpoint.first_commit import commits_to_continue, write_run
 from infinity.errors import IncompatibleCheckpoint, StorageError
 from infinity.layout.shards import Share
 from infinity.system.disk_files import DiskFiles
@@ -24,15 +23,14 @@ FILES = DiskFiles()
 RUN, OTHER = "5" * 32, "7" * 32
 
 
-def rank_directory(node: Path, rank: int, run: str | None, *generations: int, lists: bool = True) -> Path:
-    """Make a rank's directory. run: in its list of slabs. lists: whether there is such a list."""
+def rank_directory(node: Path, rank: int, run: str | None, *generations: int) -> Path:
+    """Make a rank's directory. run: the name of its run that has made no commit; None if there is none."""
     directory = node / f"rank-{rank}"
     directory.mkdir(parents=True)
     for generation in generations:
         commit_files.manifest_path(directory, generation).touch()
         commit_files.data_path(directory, generation).touch()
-    if lists:
-        SlabList(directory, FILES).write(["a" * 32], run)
+    write_run(directory, run, FILES)
     return directory
 
 
@@ -77,7 +75,7 @@ def test_ranks_go_on_where_all_have_parts(tmp_path: Path) -> None:
 def test_parts_of_exchanged_nodes_are_found(tmp_path: Path) -> None:
     nodes = tmp_path / "one", tmp_path / "two"
     for rank, node in enumerate(nodes):
-        rank_directory(node, rank, None, 5, lists=False)
+        rank_directory(node, rank, None, 5)
     assert started(nodes[::-1]) == [True, True]
 
 
@@ -88,35 +86,25 @@ def test_ranks_begin_anew_after_a_death_in_the_first_commit(order: int, tmp_path
     directory = rank_directory(nodes[0], 0, RUN, 2)
     rank_directory(nodes[1], 1, RUN)
     assert started(nodes[::order]) == [False, False]
-    assert parts(*nodes) == []
-    assert SlabList(directory, FILES).read().slabs == {"a" * 32}, "the next run removes these"
+    assert parts(*nodes) == ["commit-2.safetensors"]
+    assert (directory / ".commit-2.tmp").exists(), "the next run removes the slabs that it names"
 
 
 @pytest.mark.parametrize(
-    ("mine", "other", "lists"),
+    ("mine", "other"),
     [
-        (RUN, OTHER, True),  # rank 1 is back on a node where an earlier run ended before its first commit
-        (None, None, True),  # the run continued a commit
-        (None, RUN, True),
-        (RUN, None, True),
-        (RUN, None, False),  # rank 1's directory was made anew
+        (RUN, OTHER),  # rank 1 is back on a node where an earlier run ended before its first commit
+        (None, None),  # the run continued a commit
+        (None, RUN),  # a commit has counted
+        (RUN, None),  # rank 1's directory was made anew
     ],
 )
-def test_parts_that_may_have_counted_stay(
-    mine: str | None, other: str | None, lists: bool, tmp_path: Path
-) -> None:
+def test_parts_that_may_have_counted_stay(mine: str | None, other: str | None, tmp_path: Path) -> None:
     rank_directory(tmp_path, 0, mine, 1)
-    rank_directory(tmp_path, 1, other, lists=lists)
+    rank_directory(tmp_path, 1, other)
     with pytest.raises(IncompatibleCheckpoint, match=r"commits of some ranks in .*, and none of rank-1"):
         started([tmp_path] * 2)
     assert len(parts(tmp_path)) == 2
-
-
-def test_parts_without_a_list_have_counted(tmp_path: Path) -> None:
-    rank_directory(tmp_path, 0, None, 1, lists=False)
-    rank_directory(tmp_path, 1, RUN)
-    with pytest.raises(IncompatibleCheckpoint):
-        started([tmp_path] * 2)
 
 
 def test_parts_of_a_run_that_goes_on_stay(tmp_path: Path) -> None:

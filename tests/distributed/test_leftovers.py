@@ -133,7 +133,7 @@ def test_a_second_run_is_refused_and_harms_nothing(
     for each in refused:
         # A rank for which the directory is free, or that comes later, is told of the one that was refused.
         assert each.code == 0 and each.error in ("StorageError", "RankFailure"), each
-        assert any(f"are in use by process {owner} (since " in each.text for owner in owners), each
+        assert any(f"are in use by process {owner}." in each.text for owner in owners), each
     assert "StorageError" in [each.error for each in refused]
     assert results(run.result()) == trained[size]
     assert inodes(directory) == {}

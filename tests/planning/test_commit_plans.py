@@ -105,7 +105,7 @@ def test_the_smallest_budgets_are_true_minima(model, device, nvme, accumulation)
     check(made, Budget(host=smallest[Tier.HOST], nvme=on(smallest.get(Tier.NVME))))
     for tier, nbytes in smallest.items():
         with pytest.raises(BudgetError):
-            fits({**smallest, tier: nbytes - 4096})
+            fits({**smallest, tier: max(1, nbytes - 4096)})
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,7 +131,7 @@ def test_a_page_less_than_the_images_is_too_little_however_much_ram_there_is() -
     model = stack([64] * 4, frozen=[2])
     ample = planned(model, host="64MiB", nvme=on(64 * MiB), commits=True)
     assert ample.home_bytes[Tier.NVME] == 0
-    needed = ample.durable_bytes + 4096  # the header of the slab file
+    needed = ample.durable_bytes
     made = planned(model, host="64MiB", nvme=on(needed), commits=True)
     assert made.homes == ample.homes
     (row,) = [row for row in made.rows() if row["tier"] == "nvme"]
@@ -150,11 +150,11 @@ def test_states_on_nvme_take_no_bytes_beside_their_images_but_gradients_do() -> 
     assert 0 < on_disk < made.home_bytes[Tier.NVME]
     assert made.nvme_bytes == made.durable_bytes + on_disk
     with pytest.raises(BudgetError, match="the nvme tier") as caught:
-        planned(model, host=least, nvme=on(made.durable_bytes + 4096), commits=True)
-    assert made.durable_bytes < caught.value.needed <= made.nvme_bytes + 4096
+        planned(model, host=least, nvme=on(made.durable_bytes), commits=True)
+    assert made.durable_bytes < caught.value.needed <= made.nvme_bytes
     (row,) = [row for row in made.rows() if row["tier"] == "nvme"]
     used = row["params"] + row["gradients"] + row["optimizer"] + row["working"]
-    assert used == made.nvme_bytes + 4096 == row["budget"] - row["free"]
+    assert used == made.nvme_bytes == row["budget"] - row["free"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +164,7 @@ def test_states_on_nvme_take_no_bytes_beside_their_images_but_gradients_do() -> 
     host=st.sampled_from(["400KiB", "16MiB"]),
 )
 def test_a_plan_for_several_paths_can_be_opened(width, shares, host) -> None:
-    """The volume that a plan accepts can be striped over its paths, each of which has a header."""
+    """The volume that a plan accepts can be striped over its paths."""
     model = stack([width] * 4)
     with pytest.raises(BudgetError, match="the nvme tier") as caught:
         planned(model, host="16MiB", nvme={f"/{path}": 1 for path in range(len(shares))}, commits=True)
@@ -177,8 +177,7 @@ def test_a_plan_for_several_paths_can_be_opened(width, shares, host) -> None:
             assert host != "16MiB" or sum(limits) < caught.value.needed
             continue
         check(made, Budget(host=host, nvme=nvme))
-        room = [limit - 4096 for limit in limits]
-        choose_striping(made.nvme_bytes, room, [1.0 + path for path in range(len(room))], STRIPE_BYTES)
+        choose_striping(made.nvme_bytes, limits, [1.0 + path for path in range(len(limits))], STRIPE_BYTES)
 
 
 # ---- The places of images ----
@@ -228,7 +227,7 @@ def test_the_slabs_of_an_nvme_tier_are_not_in_the_directory_of_the_checkpoint() 
 def test_without_commits_there_are_no_images() -> None:
     made = planned(stack([64] * 4), host="16MiB", nvme=on(16 * MiB), slab_directory="/kept")
     assert (made.commits, made.slab_directory, made.slab_layout) == (False, None, None)
-    assert (made.durable_bytes, made.slab_header_bytes) == (0, 0)
+    assert made.durable_bytes == 0
     assert (made.commit_bytes, made.first_commit_bytes) == (0, 0)
     assert made.nvme_bytes == made.home_bytes[Tier.NVME] == 0
     assert "commit" not in str(made)
@@ -305,7 +304,7 @@ def test_needed_knows_the_preferred_division(model, chunk, whole, host, nvme) ->
         planned(model, **others, host=smallest["host"], nvme=on(smallest["nvme"])).smallest == made.smallest
     )
     for tier, nbytes in smallest.items():
-        less = {**smallest, tier: nbytes - 4096}
+        less = {**smallest, tier: max(1, nbytes - 4096)}
         with pytest.raises(BudgetError):
             planned(model, **others, host=less["host"], nvme=on(less["nvme"]))
 
@@ -314,7 +313,7 @@ def test_a_preferred_division_may_need_less_than_all_others() -> None:
     """Several layers share a 4 KiB page in the preferred division alone."""
     model = stack([3] * 4)
     whole = Division((("", tuple(name for name, _ in model.named_parameters())),), 4096)
-    needed = 4096 + 2 * (4096 + 3 * 4096)  # a header, and two places of parameters and three state arrays
+    needed = 2 * (4096 + 3 * 4096)  # two places of parameters and three state arrays
     for prefer in (None, whole):
         with pytest.raises(BudgetError, match="the nvme tier") as caught:
             planned(model, host="1MiB", nvme=on(8192), commits=True, prefer=prefer)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from durable_tiers import (
     CONTENT,
-    FILES,
     SIZE,
     STRIPE,
     budgets,
@@ -38,8 +37,9 @@ from infinity.errors import (
     StorageError,
     StorageFull,
 )
+from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
-from infinity.tiers.slab_header import SLAB_HEADER_BYTES, SlabHeader, read_header, slab_name
+from infinity.tiers.slab import slab_name
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -67,7 +67,7 @@ def test_all_slabs_may_lie_in_one_directory(tmp_path: Path) -> None:
     for path in paths[1:]:
         (file,) = os.listdir(path)
         shutil.move(os.path.join(path, file), paths[0])
-    whole = sum(slab.nbytes + SLAB_HEADER_BYTES for slab in record.slabs)
+    whole = sum(slab.nbytes for slab in record.slabs)
     with pytest.raises(BudgetError) as error:
         NvmeTier({paths[0]: whole - PAGE}, SIZE, adopt=record)
     assert (error.value.needed, error.value.tier) == (whole, "nvme")
@@ -105,7 +105,7 @@ def test_a_copied_slab_is_refused(tmp_path: Path) -> None:
     check_adoptable(paths, record)
 
 
-@pytest.mark.parametrize("kind", ["foreign", "uncommitted", "shrunk", "magic", "version", "symlink", "fifo"])
+@pytest.mark.parametrize("kind", ["shrunk", "symlink", "fifo"])
 def test_a_slab_that_is_not_the_commit_s_is_refused(tmp_path: Path, kind: str) -> None:
     paths = directories(tmp_path, 2)
     record = commit(paths)
@@ -113,21 +113,13 @@ def test_a_slab_that_is_not_the_commit_s_is_refused(tmp_path: Path, kind: str) -
     path = Path(paths[1]) / slab_name(0, slab.uuid)
     whole = path.read_bytes()
     saved = path.rename(tmp_path / "saved")
-    pages = whole[SLAB_HEADER_BYTES:]
-    contents = {
-        "foreign": SlabHeader(f"{1:032x}", 0, slab.nbytes, True).pack() + pages,
-        "uncommitted": SlabHeader(slab.uuid, 0, slab.nbytes, False).pack() + pages,
-        "shrunk": whole[:-PAGE],
-        "magic": b"XXXXXXXX" + whole[8:],
-        "version": whole[:8] + b"\7" + whole[9:],
-    }
     if kind == "symlink":
         path.symlink_to(saved)
     elif kind == "fifo":
         os.mkfifo(path)
     else:
-        path.write_bytes(contents[kind])
-    errors = (IncompatibleCheckpoint, StorageError, CorruptState)
+        path.write_bytes(whole[:-PAGE])
+    errors = (StorageError, CorruptState)
     with nothing_left(), pytest.raises(errors) as error:
         NvmeTier(budgets(paths), SIZE, adopt=record)
     assert slab.uuid in str(error.value)
@@ -148,8 +140,7 @@ def test_adopted_slabs_grow_and_never_shrink(tmp_path: Path) -> None:
         assert [slab.uuid for slab in grown.slabs] == [slab.uuid for slab in record.slabs]
         assert all(new.nbytes > old.nbytes for new, old in zip(grown.slabs, record.slabs, strict=True))
         for slab in tier.slabs:
-            assert slab.path.stat().st_size == SLAB_HEADER_BYTES + slab.nbytes
-            assert read_header(slab.path, FILES).nbytes == slab.nbytes
+            assert slab.path.stat().st_size == slab.nbytes
         check_content(tier)
         behind = tier.lease(tier.budget)
         tier.write(behind, torch.zeros(MIB, dtype=torch.uint8), offset=tier.budget - MIB).result()
@@ -170,7 +161,7 @@ def test_growth_keeps_to_the_budgets(tmp_path: Path) -> None:
     record = commit(paths)
     before = {path: Path(path).read_bytes() for path in files_in(paths)}
     with nothing_left(), pytest.raises(BudgetError) as error:
-        NvmeTier({paths[0]: 8 * MIB, paths[1]: MIB + SLAB_HEADER_BYTES}, 2 * SIZE, adopt=record)
+        NvmeTier({paths[0]: 8 * MIB, paths[1]: MIB}, 2 * SIZE, adopt=record)
     assert {path: Path(path).read_bytes() for path in files_in(paths)} == before
     needed = error.value.needed
     assert needed is not None
@@ -183,7 +174,7 @@ def test_a_full_disk_lets_no_slab_grow(tmp_path: Path, small_disk: Path) -> None
     (roomy,) = directories(tmp_path, 1)
     paths = [roomy, os.fspath(small_disk)]
     record = commit(paths)
-    sizes = {slab.uuid: slab.nbytes + SLAB_HEADER_BYTES for slab in record.slabs}
+    sizes = {slab.uuid: slab.nbytes for slab in record.slabs}
     with nothing_left(), pytest.raises(StorageFull) as error:
         NvmeTier(budgets(paths, 256 * MIB), 128 * MIB, adopt=record)
     assert error.value.path.startswith(os.fspath(small_disk))
@@ -197,24 +188,23 @@ def test_two_tiers_of_one_process_are_refused_unless_one_is_beside_the_other(tmp
     paths = directories(tmp_path, 2)
     record = commit(paths)
     old = NvmeTier(budgets(paths), SIZE, adopt=record)
-    arguments = {"speeds": [1.0, 1.0], "stripe_bytes": STRIPE, "durable": True}
-    for durable in (False, True):
-        with pytest.raises(StorageError, match="in use by this process"):
-            NvmeTier(budgets(paths), SIZE, **{**arguments, "durable": durable})
+    arguments = {"speeds": [1.0, 1.0], "stripe_bytes": STRIPE}
+    with pytest.raises(StorageError, match="in use by this process"):
+        NvmeTier(budgets(paths), SIZE, **arguments)
     new = NvmeTier(budgets(paths), SIZE, shared=old.locks, **arguments)
-    third = NvmeTier(budgets(paths), SIZE, shared=new.locks, **arguments)
-    assert len(files_in(paths)) == 8, "three slabs and a lock in each: nothing was reclaimed"
-    third.close()
+    again = NvmeTier(budgets(paths), SIZE, adopt=record, shared=new.locks)
+    assert len(files_in(paths)) == 6, "two slabs and a lock in each: nothing was removed"
+    again.close()
     lease = new.lease(SIZE)
     new.write(lease, CONTENT).result()
     check_content(old)
-    new.mark_committed()
+    new.commit()
     old.forget()
-    old.close()
-    with pytest.raises(StorageError, match="in use by this process"):
-        NvmeTier(budgets(paths), SIZE, **arguments)
     record = new.record
     new.close()
+    with pytest.raises(StorageError, match="in use by this process"):
+        NvmeTier(budgets(paths), SIZE, **arguments)
+    old.close()
     assert len(files_in(paths)) == 2
     check_adoptable(paths, record)
 
@@ -224,7 +214,7 @@ def test_a_superseded_slab_is_removed_beside_the_running_tier(tmp_path: Path) ->
     superseded, record = commit(paths), commit(paths)
     with NvmeTier(budgets(paths), SIZE, adopt=record) as tier:
         lock = tier.locks[Path(paths[0]).resolve()]
-        assert remove_slab(paths[0], superseded.slabs[0].uuid, lock=lock)
+        remove_slab(lock, superseded.slabs[0].uuid, DiskFiles())
         check_content(tier)
     assert [os.path.basename(path) for path in files_in(paths)] == [slab_name(0, record.slabs[0].uuid)]
 
@@ -251,7 +241,6 @@ def test_every_operation_that_fails_leaves_a_commit_as_it_was(tmp_path: Path) ->
 
     recorded = FailingFiles()
     use(recorded)
-    assert "write" in {operation for operation, name in recorded.operations if name.endswith(".slab")}
     failed = 0
     for place in range(len(recorded.operations)):
         for path, content in before.items():
@@ -266,9 +255,9 @@ def test_every_operation_that_fails_leaves_a_commit_as_it_was(tmp_path: Path) ->
                     path: len(content) for path, content in before.items()
                 }, "the room went back"
         for path, content in before.items():
-            assert Path(path).read_bytes()[SLAB_HEADER_BYTES : len(content)] == content[SLAB_HEADER_BYTES:]
+            assert Path(path).read_bytes()[: len(content)] == content
         check_adoptable(paths, record)
-    assert failed == len(recorded.operations) - 2 - 2, "all but the texts and the removals of two locks"
+    assert failed == len(recorded.operations) - 2, "all but the removals of two locks"
 
 
 def test_an_engine_that_cannot_open_lets_no_slab_grow(tmp_path: Path) -> None:

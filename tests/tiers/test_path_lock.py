@@ -1,7 +1,7 @@
 """Tests of the lock of a directory for a rank.
 
-One process at a time holds it, through one object or through objects that share it. It ends with its process,
-whatever forked children still have open, and its file never outlives it except after a kill.
+One process at a time holds it, through one object. It ends with its process, whatever forked children
+still have open, and its file never outlives it except after a kill.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from failing_files import FailingFiles
 from process_resources import nothing_left
 
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import StorageError
 from infinity.tiers.path_lock import PathLock
 
 NAME = "infinity-rank0.lock"
@@ -68,16 +68,10 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def test_the_file_names_the_owner_and_goes_with_the_lock(tmp_path: Path) -> None:
+def test_the_file_goes_with_the_lock(tmp_path: Path) -> None:
     with PathLock(tmp_path) as lock:
-        assert lock.held
         assert lock.path == tmp_path / NAME
         assert lock.path.stat().st_mode & 0o777 == 0o600
-        # Another process reads: closing the file in this one would end the lock.
-        process, since = in_child(lock.path.read_text).splitlines()
-        assert process == str(os.getpid())
-        assert since.endswith(" UTC")
-    assert not lock.held
     lock.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -117,17 +111,6 @@ def test_a_hard_link_to_the_lock_file_is_the_same_lock(tmp_path: Path) -> None:
         os.link(lock.path, tmp_path / "other" / NAME)
         with pytest.raises(StorageError, match="in use by this process"):
             PathLock(tmp_path / "other")
-        assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
-
-
-def test_a_lock_file_that_was_opened_again_is_not_closed_before_the_lock_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a rename between the look at the path and its opening: the open file is one that is locked."""
-    monkeypatch.setattr(PathLock, "_check_not_ours", lambda self: None)
-    with nothing_left(), PathLock(tmp_path):
-        with pytest.raises(StorageError, match="in use by this process"):
-            PathLock(tmp_path)
         assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
 
 
@@ -194,9 +177,7 @@ def test_another_process_is_named(warm: None, tmp_path: Path) -> None:
     owner = start_owner(tmp_path, 'print("ready", flush=True); time.sleep(600)')
     try:
         assert line_of(owner) == "ready"
-        with pytest.raises(
-            StorageError, match=rf"in use by process {owner.pid} \(since \d{{4}}-.* UTC\)"
-        ) as error:
+        with pytest.raises(StorageError, match=rf"in use by process {owner.pid}\.") as error:
             PathLock(tmp_path)
         assert error.value.errno == errno.EBUSY
         assert error.value.path == str(tmp_path / NAME)
@@ -205,8 +186,7 @@ def test_another_process_is_named(warm: None, tmp_path: Path) -> None:
         owner.kill()
         owner.wait()
     assert (tmp_path / NAME).exists(), "a killed process removes nothing"
-    with PathLock(tmp_path):
-        assert in_child((tmp_path / NAME).read_text).startswith(f"{os.getpid()}\n")
+    assert try_lock(tmp_path) == "locked"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -234,13 +214,11 @@ def test_a_forked_child_neither_has_nor_ends_its_parents_lock(tmp_path: Path) ->
 
     def drop() -> str:
         nonlocal lock
-        held = lock.held
         lock.close()
-        return f"{held} {try_lock(tmp_path)}"
+        return try_lock(tmp_path)
 
     assert in_child(lambda: try_lock(tmp_path)).startswith(f"EBUSY: The slabs of rank 0 in {tmp_path} are")
     assert f"process {os.getpid()}" in in_child(drop)
-    assert lock.held
     assert lock.path.exists()
     assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
     lock.close()
@@ -281,23 +259,6 @@ def test_a_fork_while_another_thread_locks_does_not_hang_the_child(tmp_path: Pat
     go_on.set()
     thread.join()
     assert outcome == "locked"
-
-
-def test_a_shared_lock_ends_with_its_last_object(tmp_path: Path) -> None:
-    first = PathLock(tmp_path)
-    second = first.share()
-    first.close()
-    first.close()
-    assert not first.held
-    assert second.held
-    assert in_child(lambda: try_lock(tmp_path)).startswith("EBUSY")
-    with pytest.raises(ConfigError, match="not held"):
-        first.share()
-    third = second.share()
-    second.close()
-    del second, third
-    gc.collect()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_was_removed_and_made_by_others_is_left_alone(tmp_path: Path) -> None:
@@ -358,14 +319,11 @@ def test_every_operation_that_fails_leaves_no_lock(tmp_path: Path) -> None:
     recorded = FailingFiles()
     PathLock(tmp_path, files=recorded).close()
     names = [operation for operation, _ in recorded.operations]
-    assert names == ["open", "create", "lock", "write", "remove"]
+    assert names == ["open", "create", "lock", "remove"]
     for place, name in enumerate(names):
         files = FailingFiles(place)
         with nothing_left():
-            if name in {
-                "write",
-                "remove",
-            }:  # the text is for messages, and a file without a lock means nothing
+            if name == "remove":  # a file without a lock means nothing
                 PathLock(tmp_path, files=files).close()
             else:
                 with pytest.raises(StorageError, match="EIO"):

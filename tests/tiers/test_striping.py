@@ -139,13 +139,3 @@ def test_files_hold_the_volume_that_they_were_sized_for(
     if sum(weight > 0 for weight in striping.weights) > 1:
         short = [max(0, size - 1) for size in sizes]
         assert striping.volume_bytes(short) == held - sum(striping.weights) * striping.stripe_bytes
-
-
-def test_headers_are_taken_from_each_budget() -> None:
-    with pytest.raises(BudgetError) as error:
-        choose_striping(MIB, [MIB], [1.0], MIB, header_bytes=4096)
-    assert error.value.needed == MIB + 4096
-    assert str(MIB + 4096) in error.value.cure
-    assert choose_striping(MIB, [MIB + 4096], [1.0], MIB, header_bytes=4096).weights == (1,)
-    tight = choose_striping(8 * MIB, [4 * MIB + 4096, 4 * MIB + 4096, 100], [1.0] * 3, MIB, header_bytes=4096)
-    assert tight.path_bytes(8 * MIB) == [4 * MIB, 4 * MIB, 0]
