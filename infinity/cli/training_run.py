@@ -28,7 +28,6 @@ from infinity.cli.job import Job
 from infinity.errors import StorageFull, storage_errors
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.lm.loop import (
-    ONE_RANK,
     HeldOut,
     RunRanks,
     StepReport,
@@ -120,10 +119,8 @@ class TrainingRun:
         self._committed: int | None = None if job.resumed is None else job.resumed["step"]
         """The step of the last commit, pending or durable; None if there is none."""
         self._ranks = ranks = _ranks_of(job)
-        # Several ranks stop together, after a step.
-        between = self._flag.check if self._commits and ranks.ranks == 1 else None
         model, batches = job.language_model, job.batches
-        self._training = Training(model, runtime, batches, job.recipe, between=between, ranks=ranks)
+        self._training = Training(model, runtime, batches, job.recipe, ranks)
         count = evaluation_batches(model.parameters, batches.tokens)
         if job.resumed is not None:
             runtime.load()
@@ -171,7 +168,6 @@ class TrainingRun:
                 try:
                     self._work()
                 except Stopped:
-                    self._training.undo()
                     self.stopped = self._flag.signal
                 with self._out.console.status(f"committing step {self.step}"):
                     self._finish_commits()
@@ -204,21 +200,16 @@ class TrainingRun:
                     timeline.annotate(loss=report.loss, norm=report.norm, tokens=report.tokens)
                 if self._commits and (report.step == steps or report.step % self._job.every == 0):
                     self._save()
-                if self._ranks.ranks > 1:
-                    self._check_stopped()
+                self._check_stopped()
 
     def _check_stopped(self) -> None:
         """Raise Stopped on all ranks if a signal has arrived on one of them. All ranks call this."""
         if not self._commits:
             return
-        if self._ranks.ranks > 1:
-            heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
-            arrived = [each for each in heard if each]
-            if not arrived:
-                return  # one that has come meanwhile is still to be told to the others
-            if self._flag.signal is None:
-                self._flag.signal = signal.Signals(arrived[0])
-        self._flag.check()
+        heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
+        if arrived := [each for each in heard if each]:  # one that has come since is still to be told
+            self._flag.signal = self._flag.signal or signal.Signals(arrived[0])
+            self._flag.check()
 
     def _save(self) -> None:
         """Begin a commit of the last finished step, with all that a later process goes on with."""
@@ -274,7 +265,7 @@ def _ranks_of(job: Job) -> RunRanks:
     """The ranks as the training loop sees them."""
     communicator = job.communicator
     if communicator is None:
-        return ONE_RANK
+        return RunRanks()
 
     def gather(call: str, value: Any) -> list[Any]:
         return [said["value"] for said in communicator.agree(call, value=value).values()]

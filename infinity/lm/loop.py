@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.checkpoint.run_state import generators, set_generators
 from infinity.config import round_up
 from infinity.lm.data import Batches
 from infinity.lm.model import LanguageModel
@@ -79,7 +78,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunRanks:
-    """The processes that train a model together. Each trains on micro-batches of its own. By default one."""
+    """The processes that train a model together, each on micro-batches of its own. By default one."""
 
     rank: int = 0
     ranks: int = 1
@@ -88,9 +87,6 @@ class RunRanks:
     """Function that gives a number, or a list of numbers, to all ranks and returns theirs, in the order of
     ranks. All ranks call it as often, in the same order. Its first argument names the value, for errors.
     """
-
-
-ONE_RANK = RunRanks()
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
@@ -118,7 +114,7 @@ def do_nothing() -> None:
 
 
 class Training:
-    """A training run, step by step, which can be stopped after any micro-batch and continued later."""
+    """A training run, step by step, which can be continued later."""
 
     def __init__(
         self,
@@ -126,23 +122,17 @@ class Training:
         runtime: Runtime,
         batches: Batches,
         recipe: Recipe,
-        *,
-        between: Callable[[], object] | None = None,
-        ranks: RunRanks = ONE_RANK,
+        ranks: RunRanks,
     ) -> None:
         """runtime: the runtime that pages `language_model.model`, and averages gradients over ranks. ranks:
-        micro-batch m of rank r is micro-batch m * ranks + r of a single rank. between: called after each
-        micro-batch, and may raise an exception, after which `undo` forgets the step that was under way. None:
-        nothing is kept for `undo`.
+        micro-batch m of rank r is micro-batch m * ranks + r of a single rank.
         """
         self.step = 0
         """Number of steps that were finished, those of an earlier process included."""
         self._subject, self._runtime = language_model, runtime
         self._batches, self._recipe = batches, recipe
-        self._between = between or do_nothing
         self._ranks = ranks
         self._scheduler = LambdaLR(runtime.optimizer, lambda step: warm_up_and_cosine(step, recipe.steps))
-        self._step_end = None if between is None else StepEnd(language_model.model)
 
     def steps(self) -> Iterator[StepReport]:
         """Train until `recipe.steps` steps are finished, and yield a report after each, before the next."""
@@ -165,14 +155,6 @@ class Training:
         groups = self._runtime.optimizer.param_groups
         for group, highest in zip(groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = highest * warm_up_and_cosine(self.step, self._recipe.steps)
-        if self._step_end is not None:
-            self._step_end.keep()
-
-    def undo(self) -> None:
-        """Forget the micro-batches of a step that was not finished: the run is as at the end of the last."""
-        self._runtime.optimizer.zero_grad()
-        if self._step_end is not None:
-            self._step_end.restore()
 
     def _train_step(self) -> StepReport:
         recipe, device, optimizer = self._recipe, self._runtime.plan.device, self._runtime.optimizer
@@ -184,7 +166,6 @@ class Training:
             (loss / recipe.accumulate).backward()
             losses.append(loss.detach())
             tokens += batch[:, 1:].numel()
-            self._between()
         norm = self._runtime.clip_grad_norm_(recipe.clip)
         rate = optimizer.param_groups[0]["lr"]
         optimizer.step()
@@ -192,8 +173,6 @@ class Training:
         optimizer.zero_grad()
         heard = self._ranks.gather("the losses of a step", [float(each) for each in losses])
         self.step += 1
-        if self._step_end is not None:
-            self._step_end.keep()
         last = self._runtime.stats.last_step
         assert last is not None
         return StepReport(
@@ -206,37 +185,6 @@ class Training:
             seconds=time.perf_counter() - started,
             stats=last,
         )
-
-
-class StepEnd:
-    """The buffers of a model and the random number generators as they were at the end of a step.
-
-    Forwards in training mode change them (running averages, dropout). Parameters and states are no part of
-    it: they change in a step's update only.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Keep the present state. model: RAM or the device holds one copy of its buffers from now on."""
-        self._model = model
-        self.keep()
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Keep the present state instead of the one before."""
-        # All are copied: batch normalisation updates running averages without a new version of the tensor.
-        self._buffers = [
-            (name, buffer, buffer.clone())
-            for name, buffer in self._model.named_buffers(remove_duplicate=False)
-        ]
-        self._generators = generators()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Set buffers, also those that a forward has replaced, and generators back to what was kept last."""
-        for name, buffer, values in self._buffers:
-            owner, _, last = name.rpartition(".")
-            self._model.get_submodule(owner)._buffers[last] = buffer.copy_(values)
-        set_generators(self._generators)
 
 
 def evaluation_batches(parameters: int, tokens: int) -> int:
@@ -255,8 +203,8 @@ class HeldOut:
         batches: Batches,
         device: torch.device,
         *,
+        ranks: RunRanks,
         count: int | None = None,
-        ranks: RunRanks = ONE_RANK,
     ) -> None:
         """count: the most batches that are taken; None: all. ranks: those that divide them among them."""
         self._ranks, self._subject = ranks, language_model
@@ -267,8 +215,8 @@ class HeldOut:
     def loss(self, *, between: Callable[[], object] = do_nothing) -> float:
         """Measure and return the mean loss over the held-out batches, in nats per token.
 
-        With several ranks all of them call this. They measure a batch each at a time, and all return the same
-        mean. between: called after each batch, and may raise an exception to end the call.
+        All ranks call this, measure a batch each at a time, and return the same mean. between: called after
+        each batch, and may raise an exception to end the call.
         """
         ranks, found = self._ranks, list[float]()
         with _evaluating(self._subject.model):

@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     undisturbed = job.train(capsys, *options, "--log", whole)
     again = [*options, "--log", log, *commits(job, "--every", 2)]
     with monkeypatch.context() as patched:
-        signal_at(patched, 3, 0, signal.SIGTERM)
+        signal_at(patched, 2, 1, signal.SIGTERM)  # in the third step, which is finished
         first = stopped(capsys, job.arguments("train", "--json", *again), 143)
     assert first["stopped"] == "SIGTERM"
     assert first["losses"] == undisturbed["losses"][:3]
@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     assert list(pages.glob("*.lock")) == []
 
 
-def test_dropout_goes_on_as_if_the_open_step_had_never_begun(
+def test_dropout_goes_on_as_in_a_run_that_nothing_has_stopped(
     job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -110,9 +110,9 @@ def test_dropout_goes_on_as_if_the_open_step_had_never_begun(
     undisturbed = job.train(capsys, *options, model=model)
     options += commits(job)
     with monkeypatch.context() as patched:
-        signal_at(patched, 2, 1, signal.SIGINT)
+        signal_at(patched, 1, 1, signal.SIGINT)
         first = stopped(capsys, job.arguments("train", "--json", *options, model=model), 130)
-    assert first["stopped"] == "SIGINT"
+    assert (first["stopped"], first["commit"]["step"]) == ("SIGINT", 2)
     second = job.train(capsys, *options, "--resume", model=model)
     assert first["losses"] + second["losses"] == undisturbed["losses"]
     assert second["held_out_loss"] == undisturbed["held_out_loss"]
@@ -258,7 +258,7 @@ def test_a_disk_that_is_full_for_a_while_does_not_end_the_run(
 def test_a_signal_before_the_first_step_leaves_nothing(
     job: TinyJob, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signal_at(monkeypatch, 0, 0, signal.SIGINT)
+    in_the_loss(monkeypatch, 1, signal.SIGINT)
     assert cli.main(job.arguments("train", *ROOMY, *commits(job))) == 130
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("stopped by SIGINT after 0:")
@@ -294,16 +294,21 @@ def in_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "generate", generate)
 
 
-def in_the_loss_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_the_loss(monkeypatch: pytest.MonkeyPatch, call: int, number: signal.Signals) -> None:
+    """Have the process send itself a signal in the measurement before (1) or after (2) the training."""
     loss, calls = HeldOut.loss, []
 
     def signalled(self: HeldOut, **options: Any) -> float:
         calls.append(self)
-        if len(calls) == 2:
-            signal.raise_signal(signal.SIGTERM)
+        if len(calls) == call:
+            signal.raise_signal(number)
         return loss(self, **options)
 
     monkeypatch.setattr(HeldOut, "loss", signalled)
+
+
+def in_the_loss_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_loss(monkeypatch, 2, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("when", [in_the_sample, in_the_loss_after])

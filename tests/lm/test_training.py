@@ -21,6 +21,7 @@ from infinity.lm.data import Batches, Text
 from infinity.lm.loop import (
     HeldOut,
     Recipe,
+    RunRanks,
     StepReport,
     Training,
     evaluation_batches,
@@ -66,7 +67,7 @@ def trained(text: Text, how: Recipe, *, batches: Any = None) -> list[StepReport]
     tiny = preset_of()
     batches = batches or Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny, how.learning_rate) as runtime:
-        return list(Training(tiny, runtime, batches, how).steps())
+        return list(Training(tiny, runtime, batches, how, RunRanks()).steps())
 
 
 # --- the schedule ----------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def test_a_step_is_done_when_its_report_is_asked_for(text: Text) -> None:
     tiny.model.eval()
     with offloaded(tiny) as runtime:
         batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
-        steps = Training(tiny, runtime, batches, recipe()).steps()
+        steps = Training(tiny, runtime, batches, recipe(), RunRanks()).steps()
         assert runtime.stats.steps == 0
         first = next(steps)
         assert runtime.stats.steps == first.step == 1
@@ -209,9 +210,8 @@ class Counting(ScriptedSubject):
 
 
 def held_out(text: Text, language_model: Any) -> HeldOut:
-    return HeldOut(
-        language_model, Batches(text, language_model, batch=BATCH, seq=SEQ, seed=0), torch.device("cpu")
-    )
+    batches = Batches(text, language_model, batch=BATCH, seq=SEQ, seed=0)
+    return HeldOut(language_model, batches, torch.device("cpu"), ranks=RunRanks())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -247,39 +247,10 @@ def test_a_measurement_may_take_fewer_batches(text: Text) -> None:
     tiny = preset_of()
     batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny):
-        few = HeldOut(tiny, batches, torch.device("cpu"), count=2)
-        every = HeldOut(tiny, batches, torch.device("cpu"))
+        few = HeldOut(tiny, batches, torch.device("cpu"), ranks=RunRanks(), count=2)
+        every = HeldOut(tiny, batches, torch.device("cpu"), ranks=RunRanks())
         assert (few.count, every.count) == (2, 8)
         assert few.loss() == few.loss() != every.loss()
-
-
-class Ended(Exception):
-    """Ends a training run between two micro-batches."""
-
-
-def test_a_step_that_was_not_finished_can_be_undone(text: Text) -> None:
-    """Two runs are ended in the same micro-batch. One undoes the step and goes on, as a plain run does."""
-    how = recipe(steps=3, accumulate=2)
-    plain = [(each.loss, each.learning_rate) for each in trained(text, how)]
-    tiny, calls = preset_of(), []
-
-    def end() -> None:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise Ended
-
-    batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
-    with offloaded(tiny, how.learning_rate) as runtime:
-        training = Training(tiny, runtime, batches, how, between=end)
-        found = []
-        with pytest.raises(Ended):
-            for each in training.steps():
-                found.append((each.loss, each.learning_rate))
-        assert training.step == training.state()["step"] == 1
-        training.undo()
-        for each in training.steps():
-            found.append((each.loss, each.learning_rate))
-    assert found == plain
 
 
 def test_a_model_that_fails_gets_its_mode_back(text: Text) -> None:
@@ -304,7 +275,7 @@ def test_training_lowers_the_held_out_loss_and_measuring_changes_nothing(text: T
             measure = held_out(text, tiny)
             before = measure.loss()
             found = []
-            for report in Training(tiny, runtime, batches, recipe(steps=30)).steps():
+            for report in Training(tiny, runtime, batches, recipe(steps=30), RunRanks()).steps():
                 found.append(report.loss)
                 if measured:
                     measure.loss()
