@@ -70,7 +70,7 @@ from infinity.tiers import Tier
 PRECISION = infinity.Precision(compute="bf16")
 WIDTH = 16
 """Number of elements in the activation, and in a row of every parameter."""
-CHAINS, PAGES = 16, 3
+STAGED, PAGES = 16, 3
 """Working room of all plans: the number of chunks that can be under update at one time, and the number of
 parameter pages that can be resident beside those whose home is where the model computes."""
 WARM_UP = 4
@@ -174,9 +174,9 @@ def forced() -> Iterator[None]:
     """Context in which plans get the layout and the working room that this benchmark wants.
 
     Every module with parameters is a unit of its own, every chunk has at most BLOCK elements, and the
-    working room is that of CHAINS and PAGES.
+    working room is that of STAGED and PAGES.
     """
-    rooms = (WorkingRoom(PAGES, chains=CHAINS, transit_buffers=CHAINS),)
+    rooms = (WorkingRoom(PAGES, updates=STAGED, transit_buffers=STAGED),)
     with (
         mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
         mock.patch.object(search, "_chunk_lengths", lambda surveyed: [BLOCK]),
@@ -201,7 +201,7 @@ def budget_for(
         accumulation=accumulation,
     )
     pages = sum(plan.home_bytes.values())
-    working = CHAINS * plan.chain_bytes + (1 + CHAINS) * plan.transit_buffer_bytes
+    working = STAGED * plan.chunk_update_bytes + (1 + STAGED) * plan.transit_buffer_bytes
     page = plan.layout.units[0].nbytes
     if home == "unified":
         return infinity.Budget(host=pages + working + PAGES * page)

@@ -92,7 +92,7 @@ def check(made: Plan, budget: Budget) -> None:
     assert made.resident_bytes >= max(away, default=0)
     assert made.transit_bytes >= made.transit_buffer_bytes
     moves = not made.unified or made.home_bytes[Tier.NVME]
-    assert made.staging_bytes >= (made.chain_bytes if made.rule and moves else 0)
+    assert made.staging_bytes >= (made.chunk_update_bytes if made.rule and moves else 0)
     for index, unit in enumerate(made.layout.units):
         ends = {Kind.GRADIENT: 0, Kind.OPTIMIZER: 0}
         for number, chunk in enumerate(unit.chunks):
@@ -107,7 +107,10 @@ def check(made: Plan, budget: Budget) -> None:
             owned = number % made.share.ranks == made.share.rank
             ends[Kind.GRADIENT] += gradients * (owned or made.share.whole_gradients)
             ends[Kind.OPTIMIZER] += states * (owned or made.share.whole_states)
-            assert made.chain_bytes >= -(-chunk.count * dtype.itemsize // 4096) * 4096 + gradients + states
+            assert (
+                made.chunk_update_bytes
+                >= -(-chunk.count * dtype.itemsize // 4096) * 4096 + gradients + states
+            )
         for kind, end in ends.items():
             assert made.page_bytes(index, kind) == end
             assert (made.homes[index][kind] is None) == (end == 0)

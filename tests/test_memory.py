@@ -178,7 +178,7 @@ def test_bytes_moved_where_everything_is_on_disk(
         p, g, s = (plan.page_bytes(0, kind) for kind in Kind)
         t = p  # one region, all of it trained
         assert plan.resident_bytes == p
-        assert plan.staging_bytes == plan.chain_bytes
+        assert plan.staging_bytes == plan.chunk_update_bytes
         in_place = 1 if plan.unified else 0
         for _ in range(2):
             bytes_of_a_step(runtime, model, 1)

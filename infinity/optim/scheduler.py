@@ -684,7 +684,7 @@ class UpdateScheduler(Updates):
 
         Ends at the first group of candidates for which staging has too little room. See [Note: room].
         """
-        spared = max(self._pool.nbytes // _SPARED, self._store.plan.chain_bytes)
+        spared = max(self._pool.nbytes // _SPARED, self._store.plan.chunk_update_bytes)
         for updates in ahead.candidates(self.pending):
             sizes = [update.needed_ahead for update in updates]
             if self._pool.nbytes - self._pool.leased - sum(sizes) < spared:

@@ -82,7 +82,7 @@ class Candidate:
             region_sizes([surveyed.parameters[index] for index in members], chunk_elements, share.ranks)
             for _, members in grouping
         ]
-        self.chain_bytes = 0
+        self.chunk_update_bytes = 0
         """The most bytes that the update of one chunk takes: its parameters, gradients and optimizer
         states.
         """
@@ -92,7 +92,7 @@ class Candidate:
         _LARGEST_TRANSIT_BUFFER.
         """
         self._largest_unit = 0
-        """The most bytes that all chains (updates of chunks) of a single unit take together on this rank."""
+        """The most bytes that all chunk updates of a single unit take together on this rank."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
         """Bytes of RAM, beside pages, in which whole matrices are updated."""
         self._trained = rule is not None
@@ -131,30 +131,30 @@ class Candidate:
         self._residents: dict[int, list[int]] = {}
 
     def _measure(self, unit: Sequence[RegionSize], gradient_dtype: DtypeOf, rule: Rule | None) -> None:
-        gradient = optimizer = chains = 0
+        gradient = optimizer = together = 0
         share = self._share
         for region in unit:
             trained = rule is not None and region.trainable
             for count, times in region.counts():
-                chain = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
+                update = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
                 self.transit_buffer_bytes = max(
-                    self.transit_buffer_bytes, min(chain, _LARGEST_TRANSIT_BUFFER)
+                    self.transit_buffer_bytes, min(update, _LARGEST_TRANSIT_BUFFER)
                 )
                 if rule is not None and trained:
                     itemsize = gradient_dtype(region.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = state_format(rule.arrays(region.dtype), count).nbytes
-                    chain += gradients + states
+                    update += gradients + states
                     updated = share.kept(times, whole=share.whole_states)
                     gradient += share.kept(times, whole=share.whole_gradients) * gradients
                     optimizer += updated * states
-                    chains += updated * chain
-                self.chain_bytes = max(self.chain_bytes, chain)
+                    together += updated * update
+                self.chunk_update_bytes = max(self.chunk_update_bytes, update)
         part = max(PAGE_ALIGNMENT, sum(region.nbytes for region in unit) // share.ranks)
         self.pages[Kind.PARAMETER].append(page_bytes(unit) if share.whole_parameters else part)
         self.pages[Kind.GRADIENT].append(gradient)
         self.pages[Kind.OPTIMIZER].append(optimizer)
-        self._largest_unit = max(self._largest_unit, chains)
+        self._largest_unit = max(self._largest_unit, together)
 
     def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
         """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
@@ -171,7 +171,7 @@ class Candidate:
         moves = room.device is not None or (level.nvme and room.nvme > 0)
         if not (self._trained and moves):
             return 0
-        return level.staging(room.host, self.chain_bytes, self._largest_unit)
+        return level.staging(room.host, self.chunk_update_bytes, self._largest_unit)
 
     def transit(self, level: WorkingRoom, room: Room) -> int:
         """Bytes of all transit buffers, the buffers in host RAM through which pages pass from and to disk.
@@ -354,7 +354,7 @@ class Candidate:
             grouping=self.grouping,
             chunk_elements=self.chunk_elements,
             homes=tuple(homes),
-            chain_bytes=self.chain_bytes,
+            chunk_update_bytes=self.chunk_update_bytes,
             staging_bytes=self.staging(level, room),
             transit_buffer_bytes=self.transit_buffer_bytes,
             transit_bytes=self.transit(level, room),

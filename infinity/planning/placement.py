@@ -2,14 +2,14 @@
 
 A placement gives every page a home. In addition it needs room for two buffers:
 
-- Staging is host RAM in which the CPU updates chunks whose pages are at home in another place. A chain is the
-  update of one chunk. Staging has room for all chains of the largest unit, but takes at most a quarter of the
-  host tier, or the bytes of two chains if these are more than a quarter.
+- Staging is host RAM in which the CPU updates chunks whose pages are at home in another place. It has
+  room for all chunk updates of the largest unit, but takes at most a quarter of the host tier, or the bytes
+  of two updates if these are more than a quarter.
 - The pool of resident pages is a part of the tier in which the model computes. Parameter pages with a home in
   another tier are brought there for use. The pool has room for 12 pages if they take at most a quarter of the
   tier, else for 3 pages if they take at most half of the tier.
 
-Where that does not fit, smaller buffers are tried, down to one chain and one page. Placements without NVMe
+Where that does not fit, smaller buffers are tried, down to one update and one page. Placements without NVMe
 are tried before all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
 """
 
@@ -80,10 +80,8 @@ class Placement:
     grouping: Grouping
     chunk_elements: int
     homes: Homes
-    chain_bytes: int
-    """Bytes that the largest chain (the update of one chunk) works on: the sum of the chunk's parameters,
-    gradients and optimizer states.
-    """
+    chunk_update_bytes: int
+    """Bytes that the largest chunk update works on: a chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
     transit_buffer_bytes: int
     transit_bytes: int
@@ -95,7 +93,7 @@ class Placement:
 
 _SHARE = 4
 """Staging, the host RAM in which chunks are updated, takes at most the host budget divided by this number,
-but always at least the bytes of two chains (updates of chunks).
+but always at least the bytes of two chunk updates.
 """
 
 _RING_SHARE = 64
@@ -122,9 +120,9 @@ class WorkingRoom:
     """Number of parameter pages that the pool of resident pages has room for. Pages that are at home where
     the model computes take no room in this pool.
     """
-    chains: int | None = None
-    """Number of chains (updates of chunks), each of the largest size, that staging has room for. If None,
-    the method `staging` chooses the bytes by the size of the host tier.
+    updates: int | None = None
+    """Number of chunk updates, each of the largest size, that staging has room for. If None, the method
+    `staging` chooses the bytes by the size of the host tier.
     """
     transit_buffers: int = 8
     """Number of buffers in host RAM through which pages pass from NVMe to a device with memory of its own."""
@@ -135,15 +133,15 @@ class WorkingRoom:
     The same fraction limits staging in the host tier.
     """
 
-    def staging(self, host: int, chain: int, unit: int) -> int:
+    def staging(self, host: int, update: int, unit: int) -> int:
         """Bytes of staging, the host RAM in which chunks are updated, in a host tier of `host` bytes.
 
-        chain: bytes of the largest chain, the update of one chunk. unit: bytes of all chains of the largest
-        unit together. Staging has room for all these chains where the host tier is large enough.
+        update: bytes of the largest chunk update. unit: bytes of all updates of the largest unit together,
+        for which staging has room where the host tier is large enough.
         """
-        if self.chains is not None:
-            return self.chains * chain
-        return max(2 * chain, min(host // _SHARE // 4096 * 4096, unit))
+        if self.updates is not None:
+            return self.updates * update
+        return max(2 * update, min(host // _SHARE // 4096 * 4096, unit))
 
     def ring(self, device: int, block: int) -> int:
         """Bytes of the ring, the buffer through which gradients leave the device, in a device tier of
@@ -170,8 +168,8 @@ use some pages while other pages arrive from disk. With 3 pages a step took a qu
 (309M parameters, all on NVMe).
 """
 
-LEAST = WorkingRoom(1, chains=1, transit_buffers=1)
-LEAST_IN_RAM = WorkingRoom(1, chains=1, transit_buffers=1, nvme=False)
+LEAST = WorkingRoom(1, updates=1, transit_buffers=1)
+LEAST_IN_RAM = WorkingRoom(1, updates=1, transit_buffers=1, nvme=False)
 
 WORKING_ROOMS = (
     WorkingRoom(3, nvme=False),
@@ -179,10 +177,10 @@ WORKING_ROOMS = (
     LEAST_IN_RAM,
     WorkingRoom(AMPLE_PAGES, share=0.25),
     WorkingRoom(3, share=0.5),
-    WorkingRoom(3, chains=2, transit_buffers=2),
-    WorkingRoom(2, chains=2, transit_buffers=2),
-    WorkingRoom(3, chains=1, transit_buffers=1),
-    WorkingRoom(2, chains=1, transit_buffers=1),
+    WorkingRoom(3, updates=2, transit_buffers=2),
+    WorkingRoom(2, updates=2, transit_buffers=2),
+    WorkingRoom(3, updates=1, transit_buffers=1),
+    WorkingRoom(2, updates=1, transit_buffers=1),
     LEAST,
 )
 """The working rooms, in the order in which the search for a placement (infinity/planning/search.py) tries

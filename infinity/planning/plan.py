@@ -54,8 +54,8 @@ class Plan:
     """The tier in which each page rests: `homes[unit][kind]`, by index of the unit. The tier is None for a
     page without bytes, for instance the gradient page of a frozen unit.
     """
-    chain_bytes: int
-    """Bytes of the largest chain (update of one chunk): the chunk's parameters, gradients and optimizer
+    chunk_update_bytes: int
+    """Bytes of the largest chunk update: the chunk's parameters, gradients and optimizer
     states.
     """
     staging_bytes: int

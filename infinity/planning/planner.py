@@ -321,7 +321,7 @@ class _Draft:
             layout=build(self.surveyed, placement.grouping, placement.chunk_elements, self.share.ranks),
             unified=self.unified,
             homes=placement.homes,
-            chain_bytes=placement.chain_bytes,
+            chunk_update_bytes=placement.chunk_update_bytes,
             staging_bytes=placement.staging_bytes,
             transit_buffer_bytes=placement.transit_buffer_bytes,
             transit_bytes=placement.transit_bytes,

@@ -159,7 +159,7 @@ class Search:
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
                 long = self._candidate(grouping, self._long)
-                if 2 * long.chain_bytes * self._long_share <= room.host:
+                if 2 * long.chunk_update_bytes * self._long_share <= room.host:
                     yield long
             for chunk in self._chunks:
                 yield self._candidate(grouping, chunk)

@@ -137,8 +137,8 @@ def opened(
         device="cpu",
         accumulation=1 if declared else None,
     )
-    chains = [plan.page_bytes(unit, kind) for unit in range(len(plan.homes)) for kind in Kind]
-    room = {"staging_bytes": sum(chains), "chain_bytes": sum(chains)}
+    updates = [plan.page_bytes(unit, kind) for unit in range(len(plan.homes)) for kind in Kind]
+    room = {"staging_bytes": sum(updates), "chunk_update_bytes": sum(updates)}
     placed = replace(plan, homes=(homes,) * len(plan.homes), **room)
     with carry_out(placed, model, optimizer, budget=budget) as runtime:
         yield model, runtime
@@ -229,7 +229,7 @@ def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> N
     """If one backward a step is declared, gradient pages have the size and dtype of the trained parameters.
     Otherwise gradients are fp32.
 
-    The plan's bytes of all pages and of the largest chain change with the bytes of the gradients, and the
+    The plan's bytes of all pages and of the largest update change with the bytes of the gradients, and the
     smallest budgets are smaller if the gradients are. `offload` makes gradient pages of the plan's sizes.
     """
     model = Halves()
@@ -249,9 +249,9 @@ def test_pages_and_what_the_plan_says_of_them(compute: str, tmp_path: Path) -> N
     assert pages[None] - pages[1] == spared
     # In bytes: parameter, gradient, rest of a master, two moments. The layer kept in fp32 takes 16 in all.
     rest = {"bf16": 2, "fp16": 4, "fp32": 0}[compute]
-    chains = {each: max(16, small + gradient + rest + 8) for each, gradient in ((None, 4), (1, small))}
-    assert {each: plans[each].chain_bytes for each in chains} == {
-        each: 64 * 64 * nbytes for each, nbytes in chains.items()
+    updates = {each: max(16, small + gradient + rest + 8) for each, gradient in ((None, 4), (1, small))}
+    assert {each: plans[each].chunk_update_bytes for each in updates} == {
+        each: 64 * 64 * nbytes for each, nbytes in updates.items()
     }
     least = {each: sum(made.smallest.values()) for each, made in plans.items()}
     assert (least[1] < least[None]) == (compute in HALF)

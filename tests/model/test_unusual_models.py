@@ -220,13 +220,13 @@ def test_a_module_is_compiled_anew_while_there_are_gradients(tmp_path: Path) -> 
     torch.compiler.reset()
 
 
-def test_gradients_come_from_a_device_where_one_chain_can_be_staged(
+def test_gradients_come_from_a_device_where_one_update_can_be_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = two_layers(), two_layers()
     monkeypatch.setattr("infinity.tiers.link.CpuLink.direct", False)
     with opened(model, tmp_path) as runtime:
-        assert runtime.plan.staging_bytes == runtime.plan.chain_bytes
+        assert runtime.plan.staging_bytes == runtime.plan.chunk_update_bytes
         for factor in (1.0, 2.0):
             for each in (plain, model):
                 each(torch.full((2, 64), factor)).square().sum().backward()
@@ -239,7 +239,7 @@ def test_parameters_larger_than_staging(home: str, tmp_path: Path) -> None:
     plain, model = two_layers(200), two_layers(200)
     before = copied(plain.state_dict())
     with opened(model, tmp_path, home=home, compute="bf16") as runtime:
-        assert runtime.plan.staging_bytes == runtime.plan.chain_bytes < model[0].weight.nbytes
+        assert runtime.plan.staging_bytes == runtime.plan.chunk_update_bytes < model[0].weight.nbytes
         assert differences(copied(model.state_dict()), {k: v.bfloat16() for k, v in before.items()}) == []
         model.load_state_dict(model.state_dict())
         model(torch.ones(2, 200)).sum().backward()

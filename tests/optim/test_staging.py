@@ -35,8 +35,8 @@ def trained(directory: Path) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     precision = infinity.Precision(compute="bf16")
     smallest = budget_for("unified-nvme", model, optimizer, directory, precision)
-    page, chain = 12 << 10, 76 << 10
-    host = (smallest.host_bytes or 0) + PAGES * page + chain
+    page, update = 12 << 10, 76 << 10
+    host = (smallest.host_bytes or 0) + PAGES * page + update
     budget = infinity.Budget(host=host, nvme=smallest.nvme)
     with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
         assert runtime.plan.resident_bytes == PAGES * page
@@ -57,7 +57,7 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     parameters must have the bits of a run without this, and at least one evicted page must have been freed
     in this way.
     """
-    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, chains=2, transit_buffers=1),))
+    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, updates=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")
     seen: dict[int, Any] = {}
     asking: list[ChunkUpdate] = []

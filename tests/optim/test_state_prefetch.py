@@ -34,10 +34,10 @@ from infinity.tiers import Tier
 GRADIENT_HOMES = (Tier.NVME, Tier.HOST)
 
 
-def staging(plan: Any, chains: int) -> dict[str, int]:
-    """Return the fields `staging_bytes` and `chain_bytes` for a changed copy of the plan.
+def staging(plan: Any, staged: int) -> dict[str, int]:
+    """Return the fields `staging_bytes` and `chunk_update_bytes` for a changed copy of the plan.
 
-    With them, staging (buffers in host RAM that updates work on) has room for `chains` updates of the
+    With them, staging (buffers in host RAM that updates work on) has room for `staged` updates of the
     largest chunk at a time.
     """
     chunks = [
@@ -49,7 +49,7 @@ def staging(plan: Any, chains: int) -> dict[str, int]:
     gradient = max(
         plan.gradient_offset(unit, 1) for unit, layout in enumerate(plan.layout.units) if layout.chunks
     )
-    return {"staging_bytes": chains * (largest + 2 * gradient), "chain_bytes": largest + 2 * gradient}
+    return {"staging_bytes": staged * (largest + 2 * gradient), "chunk_update_bytes": largest + 2 * gradient}
 
 
 @contextlib.contextmanager
@@ -58,14 +58,14 @@ def opened(
     *,
     gradients: Tier = Tier.NVME,
     accumulation: int | None = 1,
-    chains: int = 8,
+    staged: int = 8,
     faults: Faults | None = None,
     update: str = "lazy",
 ) -> Iterator[tuple[nn.Module, Any]]:
     """Offload the model TIED in bf16, with states on NVMe and parameters in RAM. Yields (model, runtime).
 
     gradients: the tier where gradients rest. accumulation: the declared number of backwards a step; with
-    None, lazy updates read no states ahead. chains: how many updates of the largest chunk staging has room
+    None, lazy updates read no states ahead. staged: how many updates of the largest chunk staging has room
     for. faults: injected into the disk's I/O.
     """
     model = TIED.make()
@@ -87,7 +87,7 @@ def opened(
     with (
         injected(faults or Faults()),
         carry_out(
-            replace(plan, homes=homes, **staging(plan, chains)), model, optimizer, budget=budget
+            replace(plan, homes=homes, **staging(plan, staged)), model, optimizer, budget=budget
         ) as runtime,
     ):
         yield model, runtime
@@ -268,7 +268,7 @@ def test_it_ends_with_what_was_read_ahead(tmp_path: Path) -> None:
 
 
 def test_without_room_nothing_is_read_ahead(tmp_path: Path) -> None:
-    with opened(tmp_path, chains=1) as (model, runtime):
+    with opened(tmp_path, staged=1) as (model, runtime):
         for step in range(3):
             loss_of(model, step).backward()
             assert held(runtime) == []
@@ -396,8 +396,8 @@ def test_a_read_before_the_gradient_that_fails_is_left_to_the_update(
     assert differences(found[0], found[1]) == []
 
 
-def test_eager_updates_with_staging_for_one_chain_read_nothing_ahead(tmp_path: Path) -> None:
-    with opened(tmp_path, chains=1, update="eager") as (model, runtime):
+def test_eager_updates_with_staging_for_one_update_read_nothing_ahead(tmp_path: Path) -> None:
+    with opened(tmp_path, staged=1, update="eager") as (model, runtime):
         for step in range(3):
             read_on(runtime)
             assert held(runtime) == []

@@ -269,8 +269,8 @@ def test_the_preferred_division_is_taken_down_to_its_smallest_budget_and_ignored
     assert taken[0] < taken[-1]
     assert all(made.homes == other.homes for is_taken, made, other in found if not is_taken)
     _, least, other = found[taken.index(True)]
-    assert least.staging_bytes == least.chain_bytes
-    assert other.staging_bytes >= 2 * other.chain_bytes
+    assert least.staging_bytes == least.chunk_update_bytes
+    assert other.staging_bytes >= 2 * other.chunk_update_bytes
 
 
 def test_the_division_of_another_model_is_ignored() -> None:

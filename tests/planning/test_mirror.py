@@ -95,7 +95,7 @@ def test_chunks_are_long_where_calls_are_waited_for_and_ram_has_room() -> None:
             device=torch.device("cpu"),
             available=Available(device=0, host=0),
         )
-        staged = 2 * made.chain_bytes
+        staged = 2 * made.chunk_update_bytes
         assert made.layout.chunk_elements <= 1 << 20 or 64 * staged <= made.budgets[Tier.HOST]
         return made.layout.chunk_elements
 

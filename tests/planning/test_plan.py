@@ -141,7 +141,7 @@ def test_where_no_page_moves_there_is_no_staging() -> None:
 @pytest.mark.parametrize(
     ("width", "host"), [(1024, "2GiB"), (2048, "4GiB"), (2048, "1800MiB"), (2048, "400MiB")]
 )
-def test_ample_staging_has_the_chains_of_a_unit_or_a_quarter(width: int, host: str, update: str) -> None:
+def test_ample_staging_has_the_updates_of_a_unit_or_a_quarter(width: int, host: str, update: str) -> None:
     made = planned(
         stack([width] * 96), update=update, accumulation=1, host=host, nvme={"/somewhere": "64GiB"}
     )
@@ -149,7 +149,7 @@ def test_ample_staging_has_the_chains_of_a_unit_or_a_quarter(width: int, host: s
     units = range(len(made.layout.units))
     largest = max(sum(made.page_bytes(unit, kind) for kind in Kind) for unit in units)
     quarter = made.budgets[Tier.HOST] // 4 // 4096 * 4096
-    assert made.staging_bytes == max(2 * made.chain_bytes, min(quarter, largest))
+    assert made.staging_bytes == max(2 * made.chunk_update_bytes, min(quarter, largest))
 
 
 def test_one_backward_a_step_keeps_states_nearer_than_gradients() -> None:

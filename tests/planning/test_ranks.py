@@ -230,7 +230,9 @@ def test_ranks_send_each_other_few_long_chunks_where_ram_has_room() -> None:
 
     def chunk(host: int, share: Share) -> int:
         made = planned(large, host=host * MiB, nvme={"/nowhere": 1024 * MiB}, share=share)
-        assert made.layout.chunk_elements <= 1 << 20 or 16 * made.chain_bytes <= made.budgets[Tier.HOST]
+        assert (
+            made.layout.chunk_elements <= 1 << 20 or 16 * made.chunk_update_bytes <= made.budgets[Tier.HOST]
+        )
         return made.layout.chunk_elements
 
     assert [chunk(1024, Share(0, ranks, 3)) for ranks in (1, 2, 4)] == [1 << 20, 1 << 22, 1 << 22]
