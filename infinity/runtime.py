@@ -298,9 +298,7 @@ class Runtime(Closing):
                             "Edit parameters outside of averaged().",
                         )
 
-    def save(
-        self, path: str | os.PathLike[str] | None = None, *, state: Any = None, shard: Size = "4GiB"
-    ) -> Commit:
+    def save(self, path: str | os.PathLike[str] | None = None, *, state: Any = None) -> Commit:
         """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
 
         The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
@@ -314,10 +312,10 @@ class Runtime(Closing):
         or full_parameters, between the first backward of a step and its step(), and for a state of other
         types. Raises the error by which the previous commit failed, once.
 
-        path: a directory, empty or not there yet, into which the run is written whole instead, as a model in
-        Hugging Face's layout with states beside it. This needs no commits, and has ended when the call
-        returns. shard: the most bytes of tensors in a file there. Raises StorageFull or StorageError if a
-        file cannot be written; nothing is left then, and the run goes on.
+        path: a directory, empty or not there yet, into which the run is written whole instead: a commit of
+        one rank, which `load(path)` reads, `infinity checkpoint` checks and resume= continues. This needs no
+        commits of the run, and has ended when the call returns. Raises StorageFull or StorageError if a file
+        cannot be written; nothing is left then, and the run goes on. (`export` writes weights for others.)
 
         With several ranks all call this together, and an error of one is raised on all. Each rank keeps its
         part of a commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
@@ -327,7 +325,7 @@ class Runtime(Closing):
             return self._commit(state)
         with self._components.pager.lock:
             self._check_between("save")
-            self._copies().save(path, self._groups(), state, shard)
+            self._copies().save(path, self._groups(), state)
             return copied()
 
     def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
@@ -533,7 +531,7 @@ class Runtime(Closing):
             committer=parts.committer,
             scale=parts.scale,
             health=parts.health,
-            others=None if parts.peers is None else parts.peers.copies,
+            communicator=None if parts.peers is None else parts.peers.communicator,
         )
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from parity import differences
 
 from infinity.aio import StripeMap
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.array_source import VALUES
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.manifest import VALUES
 from infinity.errors import CorruptState, InfinityError
 from infinity.formats.master_weights import split
 from infinity.layout.strides import in_memory_order

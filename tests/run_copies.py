@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ from zoo import Entry, entry
 
 import infinity
 from infinity.aio import Faults
-from infinity.checkpoint.array_source import ArraySource
-from infinity.checkpoint.copy_source import CopySource
-from infinity.checkpoint.export import Source
-from infinity.checkpoint.restore import Restored, restore, show
-from infinity.checkpoint.run_copy import write_copy
-from infinity.system.disk_files import injected
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.copies import open_copy
+from infinity.checkpoint.restore import ArraySource, Restored, restore, show
+from infinity.system.disk_files import DiskFiles, injected
 
-RECORD = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
-"""What the tests give `write_copy` as `record`."""
+STATE = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
+"""What the tests give `save` as `state`."""
 
 
 @pytest.fixture
@@ -39,19 +37,34 @@ def swap(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def copy(tmp_path: Path, swap: Path) -> Path:
-    """A copy of a small run, in several files, with int8 moments."""
+    """A copy of a small run with int8 moments."""
     of = entry("frozen")
     model = of.make()
     with offloaded(model, swap, states="int8") as runtime:
         train(model, runtime, of, range(1))
-        copy_to(tmp_path / "copy", runtime, shard="64KiB", data=b"some bytes")
+        copy_to(tmp_path / "copy", runtime)
     return tmp_path / "copy"
 
 
-def said(path: Path) -> dict[str, Any]:
-    """Return the content of a copy's run.json."""
-    content: dict[str, Any] = json.loads((path / "run.json").read_text())
-    return content
+def opened(path: Path) -> tuple[SavedCommit, CommitSource]:
+    """Open a copy."""
+    return open_copy(path, DiskFiles())
+
+
+def slab_of(path: Path) -> Path:
+    """The file of a copy's arrays."""
+    (found,) = path.glob("*.slab")
+    return found
+
+
+def bits_of(path: Path) -> dict[str, torch.Tensor]:
+    """All arrays of a copy by "parameter|array": flat, in memory order."""
+    saved, source = opened(path)
+    return {
+        f"{entry.names[0]}|{array}": source.read(entry.names[0], array, 0, entry.numel)
+        for entry in saved.manifest.parameters
+        for array in entry.arrays(saved.manifest.rule)
+    }
 
 
 @contextlib.contextmanager
@@ -97,24 +110,20 @@ def train(model: nn.Module, runtime: Any, of: Entry, steps: range) -> list[float
     return losses
 
 
-def copy_to(path: Path, runtime: Any, **options: Any) -> None:
-    """Complete all work of the runtime, and write a copy of its run. options: of `write_copy`."""
-    parts = runtime._components
+def copy_to(path: Path, runtime: Any, state: object = None) -> None:
+    """Complete all work of the runtime, and write a copy of its run."""
     quiet(runtime)
-    compute = parts.plan.precision.compute_dtype
-    source = Source(runtime._model, parts.pager, parts.store, parts.states, compute)
-    with parts.pager.lock:
-        write_copy(source, path, **({"record": RECORD, "shard": "4GiB"} | options))
+    runtime.save(path, state=STATE if state is None else state)
 
 
 def load_into(runtime: Any, source: Path | ArraySource) -> Restored:
     """Restore a copy, or any other source, into a runtime."""
     parts = runtime._components
     quiet(runtime)
-    opened = CopySource(source) if isinstance(source, Path) else source
+    found_in = opened(source)[1] if isinstance(source, Path) else source
     with parts.pager.lock:
         homes = [page.home for page in parts.pages]
-        found = restore(opened, parts.plan.layout, homes, parts.states, parts.store)
+        found = restore(found_in, parts.plan.layout, homes, parts.states, parts.store)
         show(parts.pages, parts.edits, parts.store)
     return found
 

@@ -14,8 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from infinity.checkpoint.codec import decode, encode
-from infinity.checkpoint.tensor_files import TORCH_DTYPES, packed
-from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.tensor_files import TORCH_DTYPES, packed, unpacked
 
 NUMPY = ["?", "i1", "<i8", ">u4", "<f2", ">f8", "<c16", "<M8[ns]", "<m8[25s]", "<U3", "|S5"]
 

@@ -26,8 +26,7 @@ from infinity.checkpoint.block_identities import block_identities
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.manifest import FORMAT, DataFile, Manifest
 from infinity.checkpoint.run_state import RunState
-from infinity.checkpoint.tensor_files import packed
-from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checkpoint.typed_json import CURE, Json, corrupt, dumps, parse, typed
 from infinity.checksum import crc32c
 from infinity.errors import (
@@ -108,12 +107,7 @@ def write(
     path, data, temporary = (
         each(directory, generation) for each in (manifest_path, data_path, _temporary_path)
     )
-    with _readable(generation):
-        content = data_bytes(manifest, checksums, tensors)
-        text = manifest_bytes(manifest, content)
-        if len(text) > MANIFEST_LIMIT:
-            raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
-        from_bytes(text, content, path)
+    content, text = contents(manifest, checksums, tensors)
     if os.path.lexists(path):
         raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")
     files.remove(data)
@@ -160,6 +154,21 @@ def take_back(
     if tier is not None:
         with contextlib.suppress(StorageError):
             _undo(directory, generation, files, tier)
+
+
+def contents(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> tuple[bytes, bytes]:
+    """The contents of a commit's data file and of its manifest. checksums, tensors: as for `write`.
+
+    Raises ConfigError if they could not be read again.
+    """
+    path = manifest_path("", manifest.generation)
+    with _readable(manifest.generation):
+        data = data_bytes(manifest, checksums, tensors)
+        text = manifest_bytes(manifest, data)
+        if len(text) > MANIFEST_LIMIT:
+            raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
+        from_bytes(text, data, path)
+    return data, text
 
 
 def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> bytes:

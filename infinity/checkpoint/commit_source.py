@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,18 +11,20 @@ import numpy as np
 import torch
 
 from infinity.aio import Faults
-from infinity.checkpoint.array_source import VALUES, SavedOptimizer, SavedParameter
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.manifest import BLOCK, ParameterEntry, Range, array_layout
-from infinity.checkpoint.tensor_files import TORCH_DTYPES
+from infinity.checkpoint.manifest import BLOCK, OptimizerRule, ParameterEntry, Range
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import CorruptState, StorageError
-from infinity.formats.optimizer_rules import StateArray, state_arrays
+from infinity.formats.optimizer_rules import StateArray
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
-from infinity.tiers.nvme import NvmeLease
 from infinity.tiers.path_lock import PathLock
+
+Read = Callable[[torch.Tensor, int], object]
+"""Function (memory, offset) that fills memory, uint8, with a commit's volume from byte `offset` on, both in
+multiples of 4096 bytes. Raises StorageError, and CorruptState for a short file.
+"""
 
 
 def open_slabs(
@@ -49,6 +51,12 @@ def open_slabs(
     )
 
 
+def reader_of(tier: NvmeTier) -> Read:
+    """What reads the volume of a tier that has adopted a commit's slabs, and leased nothing."""
+    lease = tier.lease(tier.free_bytes)
+    return lambda memory, offset: tier.read(lease, memory, offset=offset).wait()
+
+
 @dataclass(frozen=True)
 class Damage:
     """A range of a parameter's elements for which an array is not as it was committed."""
@@ -72,26 +80,23 @@ class Checked:
 
 
 class CommitSource:
-    """Reads arrays of a commit (an `ArraySource`). Every block that is read is compared with its checksum."""
+    """Reads arrays of a commit. Every block that is read is compared with its checksum."""
 
-    def __init__(self, saved: SavedCommit, tier: NvmeTier) -> None:
-        """saved: the commit. tier: has adopted the commit's slabs, and leased nothing."""
+    def __init__(self, saved: SavedCommit, read: Read) -> None:
+        """saved: the commit. read: reads its volume."""
+        self.rule: OptimizerRule | None = saved.manifest.rule
+        """The optimizer of the saved run."""
         self._saved = saved
-        self._tier = tier
-        self._lease: NvmeLease = tier.lease(tier.free_bytes)
+        self._read_volume = read
         self._entries = {each.names[0]: each for each in saved.manifest.parameters}
 
-    @property
-    def optimizer(self) -> SavedOptimizer | None:
-        rule = self._saved.manifest.rule
-        return SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
-
-    def parameters(self) -> Mapping[str, SavedParameter]:
-        return {name: saved_parameter(each) for name, each in self._entries.items()}
+    def parameters(self) -> Mapping[str, ParameterEntry]:
+        """All parameters by their canonical names."""
+        return self._entries
 
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array; `ArraySource.read` says which. The commit, or the rank's part of it, has
-        them. Raises CorruptState for changed bytes.
+        """Read entries of an array, as `ArraySource.read` says, of elements that the commit, or the rank's
+        part of it, has. Raises CorruptState for changed bytes.
         """
         entry = self._entries[name]
         at, end, parts = first, first + count, []
@@ -101,7 +106,7 @@ class CommitSource:
                 parts.append(self._read(entry, array, each, (at, high)))
                 at = high
         assert at == end, f"this part lacks element {at} of {name}"
-        dtype = self._dtype(entry, array)
+        dtype = self._array(entry, array).dtype
         return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
     def check(self, entry: ParameterEntry, window: int) -> Iterator[Checked]:
@@ -172,7 +177,7 @@ class CommitSource:
         start = (place.offset + low) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         stop = round_up(place.offset + high, PAGE_ALIGNMENT)
         memory = aligned_ram(stop - start)
-        self._tier.read(self._lease, memory, offset=start).wait()
+        self._read_volume(memory, start)
         found = memory[place.offset + low - start : place.offset + high - start]
         checksums = crc32c_blocks(found, np.array([(0, high - low, place.block_bytes)], dtype=np.int64))
         wanted = self._saved.checksums[place.checksum + block : place.checksum + block + len(checksums)]
@@ -181,26 +186,11 @@ class CommitSource:
 
     def _layout(self, entry: ParameterEntry, array: str) -> tuple[int, int]:
         """Bytes of an entry of an array, and how many elements of the parameter share it."""
-        layout = array_layout(array, entry.itemsize, self._saved.manifest.rule)
-        assert layout is not None  # the manifest was checked when it was read
-        return layout
+        found = self._array(entry, array)
+        return found.dtype.itemsize, found.per
 
-    def _dtype(self, entry: ParameterEntry, array: str) -> torch.dtype:
-        return next(each.dtype for each in _arrays(self._saved, entry) if each.name == array)
-
-
-def saved_parameter(entry: ParameterEntry) -> SavedParameter:
-    """What a manifest says of a parameter, without its ranges."""
-    return SavedParameter(
-        names=entry.names,
-        shape=entry.shape,
-        stride=entry.stride,
-        dtype=TORCH_DTYPES[entry.dtype],
-        trainable=entry.trainable,
-        step=entry.step,
-        has_moments=entry.moments,
-        edited=entry.edited,
-    )
+    def _array(self, entry: ParameterEntry, array: str) -> StateArray:
+        return entry.arrays(self.rule)[array]
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -212,12 +202,3 @@ def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((first, end))
     return joined
-
-
-def _arrays(saved: SavedCommit, entry: ParameterEntry) -> tuple[StateArray, ...]:
-    dtype = TORCH_DTYPES[entry.dtype]
-    values = (StateArray(VALUES, dtype),)
-    if not entry.trainable:
-        return values
-    rule = saved.manifest.rule
-    return (*values, *state_arrays(dtype, rule.moments, rule.states, average=bool(rule.averaged)))

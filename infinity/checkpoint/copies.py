@@ -1,7 +1,8 @@
 """Copies: writes the run of a live runtime into a directory, and sets a runtime to a run written before.
 
-The files are those of infinity/checkpoint/run_copy.py. Their record is that of a RunState, and the tensors
-beside it are its own. Commits may be on or off.
+A copy is a commit of one rank in a directory of its own, with one slab, in which the arrays of all
+parameters lie one behind another in memory order. `CommitSource` reads it, `infinity checkpoint` looks at it,
+and resume= goes on from it. Commits of the runtime itself may be on or off.
 
 [Note: copies of ranks]
 Several ranks make one copy, which has no trace of their number. One of them writes it, and fetches what
@@ -14,54 +15,50 @@ whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity.checkpoint import commit_files, tensor_files
+from infinity.checkpoint import manifest as form
+from infinity.checkpoint.atomic_directory import Writer, check_destination, check_room, published, storing
 from infinity.checkpoint.averages import exchange_averages
+from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.committer import Committer
-from infinity.checkpoint.copy_source import CopySource
-from infinity.checkpoint.export import Source
-from infinity.checkpoint.manifest import RunRecord
+from infinity.checkpoint.export import Source, model_entries
+from infinity.checkpoint.record import manifest_of, now, parameter_entry
 from infinity.checkpoint.restore import check_held, match, restore, show
-from infinity.checkpoint.run_copy import DATA, RECORD, write_copy
+from infinity.checkpoint.resume import check_loadable, run_state
 from infinity.checkpoint.run_state import RunState, capture, generators, group_names
-from infinity.checkpoint.tensor_files import packed
-from infinity.checkpoint.tensor_reader import unpacked
-from infinity.checkpoint.typed_json import corrupt, typed
-from infinity.config import Size
-from infinity.errors import ConfigError, InfinityError
+from infinity.checkpoint.verification import find_slabs
+from infinity.checksum import crc32c_blocks
+from infinity.config import round_up
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
 from infinity.gradients.loss_scale import LossScale
+from infinity.model.paged_parameter import Place
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage
 from infinity.prefetch.engine import PrefetchEngine
+from infinity.system.disk_files import DiskFiles
+from infinity.tiers import PAGE_ALIGNMENT
+from infinity.tiers.slab import slab_name
+from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
+if TYPE_CHECKING:  # a runtime of one rank does not import the package
+    from infinity.distributed.communicator import Communicator
 
-class CopyingRanks(Protocol):
-    """The ranks with which copies are saved and loaded; see [Note: copies of ranks]."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the copy."""
-        ...
-
-    def end(
-        self, phase: str, failure: InfinityError | None, same: Mapping[str, object], *, first: bool
-    ) -> None:
-        """Wait until all ranks have ended a phase.
-
-        phase: its name, for errors. failure: the error by which it has failed here, which the caller raises.
-        same: name -> what must be equal on all ranks. first: whether it is the first phase of a call. Raises
-        the error by which the phase has failed on another rank, and RankFailure.
-        """
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that this one ends with an error."""
-        ...
+_GENERATION = 1
+"""The number of a copy's commit. The first commit of a run that goes on in its directory has the next one."""
 
 
 class Copies:
@@ -78,12 +75,12 @@ class Copies:
         committer: Committer | None,
         scale: LossScale,
         health: Health,
-        others: CopyingRanks | None,
+        communicator: Communicator | None,
     ) -> None:
         """source: the model with its pages. scheduler: None for inference. committer: None if commits are
-        off. others: the other ranks; None with one. The rest: parts of the runtime.
+        off. communicator: connects with the other ranks; None with one. The rest: parts of the runtime.
         """
-        self._others = others
+        self._communicator = communicator
         self._source = source
         self._pages = pages
         self._edits = edits
@@ -93,13 +90,11 @@ class Copies:
         self._scale = scale
         self._health = health
 
-    def save(
-        self, path: str | os.PathLike[str], groups: Sequence[Mapping[str, Any]], state: object, shard: Size
-    ) -> None:
+    def save(self, path: str | os.PathLike[str], groups: Sequence[Mapping[str, Any]], state: object) -> None:
         """Write the run into the directory `path`, as `Runtime.save` says. groups: the optimizer's param
-        groups, none for inference. state: the user's. shard: as in `write_copy`.
+        groups, none for inference. state: the user's.
         """
-        writes = self._others is None or self._others.writes
+        writes = self._communicator is None or self._communicator.share.rank == 0
         with self._phase("save(path)", first=True):
             run = None
             if writes:
@@ -107,7 +102,7 @@ class Copies:
             self.complete()
         with self._phase("the writing of a copy"):
             if run is not None:
-                write_copy(self._source, path, record=run.record, shard=shard, data=packed(run.tensors))
+                write_copy(self._source, self._pages, path, run)
 
     def load(self, path: str | os.PathLike[str], groups: Sequence[dict[str, Any]]) -> Any:
         """Set the run to the one in the directory `path`, as `Runtime.load` says. Returns the user's state.
@@ -117,10 +112,10 @@ class Copies:
         source, store = self._source, self._source.store
         layout, homes = store.plan.layout, [page.home for page in self._pages]
         with self._phase("load(path)", first=True) as same:
-            copy = CopySource(path, store.files)
-            run = _run_state(copy, Path(path))
+            saved, copy = open_copy(path, store.files)
+            run = run_state(saved)
             match(copy, layout, source.states)
-            with_groups = copy.optimizer is not None and source.states is not None
+            with_groups = copy.rule is not None and source.states is not None
             if with_groups:
                 run.check_groups([group_names(group) for group in groups])
             run.check_buffers(source.model)
@@ -129,7 +124,7 @@ class Copies:
             held = check_held(copy, layout, homes, source.states, store)
             if self._committer is not None:
                 self._committer.complete()
-            same["run.json"] = copy.digest
+            same["copy"] = saved.manifest.volume.slabs[0].uuid
         with self._poisoning():
             with self._phase("the reading of a copy"):
                 restored = restore(copy, layout, homes, source.states, store, besides=held)
@@ -173,22 +168,33 @@ class Copies:
     def _phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
         """Context of a phase, which all ranks end together; see [Note: copies of ranks].
 
-        name, first: as in `CopyingRanks.end`. Yields a dict for what must be equal on all ranks.
+        name: for errors. first: whether it is the first phase of a call, to which other ranks may not come;
+        in a later one they are waited for as long as they live. Yields a dict for what must be equal on all
+        ranks. Raises an error of the same class for one that another rank has had, RankDivergence for a fact
+        that differs or a rank that does not come, and RankFailure.
         """
         same: dict[str, object] = {}
+        ranks = self._communicator
+        if ranks is None:
+            yield same
+            return
+        from infinity.distributed.ballots import check_same
+        from infinity.distributed.told_errors import error_of, told
+
         try:
             yield same
         except InfinityError as error:
-            if self._others is not None:
-                with suppress(InfinityError):  # another rank's error, or its loss: this one has its own
-                    self._others.end(name, error.again(), {}, first=first)
+            with suppress(InfinityError):  # another rank's error, or its loss: this one has its own
+                ranks.ballots.agree(name, {"failure": told(error)}, patient=lambda: not first)
             raise
         except BaseException as error:
-            if self._others is not None:
-                self._others.fail(error)
+            ranks.fail(error)
             raise
-        if self._others is not None:
-            self._others.end(name, None, same, first=first)
+        heard = ranks.ballots.agree(name, {"failure": None, **same}, patient=lambda: not first)
+        for rank, said in heard.items():
+            if said["failure"] is not None:
+                raise error_of(f"Rank {rank} failed in {name}", said["failure"])
+        check_same(name, heard, same, "Give all ranks the same copy.")
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
@@ -208,13 +214,146 @@ class Copies:
             raise
 
 
-def _run_state(copy: CopySource, path: Path) -> RunState:
-    """Read the record of a copy and the tensors beside it. Raises CorruptState if they are wrong."""
-    where = f"record in {path / RECORD}"
-    record = typed(copy.record, RunRecord, where)
-    if not copy.parameters().keys() >= set(record.grouped):
-        raise corrupt((where, ".param_groups"), "names a parameter that the copy lacks")
-    data = copy.data()
-    run = RunState(record, {} if data is None else unpacked(data, str(path / DATA)))
-    run.check(where)
-    return run
+def write_copy(
+    source: Source, pages: Sequence[ParameterPage], path: str | os.PathLike[str], run: RunState
+) -> None:
+    """Write a run into the directory `path`, which must be empty or not exist yet. Parents are made.
+
+    The directory appears whole or not at all, and only this user may read it. source: the model, with the
+    components of its runtime that hold its parameters and states. pages: its parameter pages; no update may
+    be due or under way. run: what is in no page.
+
+    RAM holds at most two parts of an array at a time, of up to 2**20 elements each, and `run`. Raises
+    ConfigError, before anything is written, if the path cannot be used, or if a parameter was added,
+    replaced, renamed or removed after the model was offloaded. Raises StorageFull or StorageError if a file
+    cannot be written or a page cannot be read. After an error `path` is as it was before.
+    """
+    target = check_destination(path, "save to")
+    names = {entry.name for entry in model_entries(source, as_masters=False)}
+    arrays = _Arrays(source, pages)
+    for entry in arrays.entries:
+        if entry.names[0] not in names:
+            raise ConfigError(
+                f"The parameter {entry.names[0]} was renamed or removed after the model was offloaded.",
+                "Change the model first, then offload it (close the runtime and offload again).",
+            )
+    slab = SlabRecord(uuid.uuid4().hex, max(PAGE_ALIGNMENT, round_up(arrays.nbytes, PAGE_ALIGNMENT)), 1)
+    manifest = manifest_of(
+        source.store.plan,
+        run,
+        generation=_GENERATION,
+        created=now(),
+        volume=VolumeRecord(slab.nbytes, (slab,)),
+        rule=arrays.rule,
+        units=tuple(
+            form.UnitEntry(each.name, tuple(one.names[0] for one in each.parameters))
+            for each in source.store.plan.layout.units
+        ),
+        parameters=tuple(arrays.entries),
+    )
+    check_room(target, slab.nbytes)
+    with storing("save to", target), published(target, private=True) as directory, Writer() as writer:
+
+        def write(name: str, content: Iterable[bytes | memoryview]) -> None:
+            with storing("write", target / name):
+                writer.write(directory / name, content)
+
+        write(slab_name(0, slab.uuid), arrays.content(slab.nbytes))
+        data, text = commit_files.contents(manifest, arrays.checksums, run.tensors)
+        write(commit_files.data_path("", _GENERATION).name, [data])
+        write(commit_files.manifest_path("", _GENERATION).name, [text])
+
+
+class _Arrays:
+    """The arrays of all parameters in the order in which a copy has them."""
+
+    def __init__(self, source: Source, pages: Sequence[ParameterPage]) -> None:
+        self._source = source
+        self._pages = pages
+        self.rule = None if source.states is None else form.OptimizerRule.of(source.states)
+        self.entries: list[form.ParameterEntry] = []
+        """The parameters as the manifest has them, each with one range."""
+        self.nbytes, count = 0, 0
+        for page in pages:
+            for index, layout in enumerate(page.layout.parameters):
+                states = None if source.states is None else source.states.pages[page.index]
+                entry = parameter_entry(layout, page.index, index, states)
+                places = {}
+                for array in entry.arrays(self.rule).values() if layout.numel else ():
+                    _, length = array.entries(0, layout.numel)
+                    size = array.dtype.itemsize
+                    places[array.name] = form.Place(
+                        self.nbytes, length * size, form.BLOCK // array.per * size, count
+                    )
+                    self.nbytes += length * size
+                    count += form.blocks(layout.numel)
+                ranges = (form.Range(0, layout.numel, places),) if layout.numel else ()
+                self.entries.append(replace(entry, ranges=ranges))
+        self.checksums: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
+        """The CRC-32C of each block, once `content` has ended."""
+
+    def content(self, nbytes: int) -> Iterator[memoryview]:
+        """Yield the bytes of the slab, which has `nbytes` bytes, and note checksums."""
+        entries, done = iter(self.entries), 0
+        for page in self._pages:
+            for index in range(len(page.layout.parameters)):
+                entry = next(entries)
+                for each in entry.ranges:
+                    for name, place in each.places.items():
+                        for part in self._parts(page, index, name):
+                            rows = np.array([(0, part.nbytes, place.block_bytes)], dtype=np.int64)
+                            found = crc32c_blocks(part, rows)
+                            self.checksums[done : done + len(found)] = found
+                            done += len(found)
+                            yield part.numpy().data
+        yield memoryview(bytes(nbytes - self.nbytes))
+
+    def _parts(self, page: ParameterPage, index: int, array: str) -> Iterable[torch.Tensor]:
+        """Yield an array in memory order, as uint8. All parts but the last consist of whole blocks."""
+        if array == form.VALUES:
+            place = Place(self._source.pager, page, index)
+            for part in self._source.parts(place, page.layout.parameters[index].dtype):
+                yield part.view(torch.uint8)
+            return
+        states = self._source.states
+        assert states is not None
+        for chunk_index, piece in page.layout.pieces(index):
+            for each in piece.parts(tensor_files.WINDOW):
+                yield states.entries(states.pages[page.index], chunk_index, array, each)
+
+
+def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedCommit, CommitSource]:
+    """Open the copy in the directory `path`, which any number of processes may read. No file stays open.
+
+    Raises ConfigError if there is no copy at `path`, IncompatibleCheckpoint if another version of the format
+    wrote it, or if it is a rank's part of a commit or has several slabs, and CorruptState if a file is
+    missing or not what it has to be. Raises StorageError if a file cannot be read.
+    """
+    directory = Path(path)
+    saved = commit_files.newest(directory, files) if directory.is_dir() else None
+    if saved is None:
+        raise ConfigError(
+            f"{directory} holds no copy of a run.", "Give a directory that runtime.save(path) made."
+        )
+    check_loadable(saved)
+    slabs = list(find_slabs(saved, [directory], files))
+    if saved.manifest.world_size > 1 or len(slabs) > 1:
+        raise IncompatibleCheckpoint(
+            f"{directory} has a part of a commit.", "Continue it by infinity.offload with resume=."
+        )
+    slab = slabs[0]
+    if slab.path is None or slab.fault is not None:
+        raise _damaged(directory / slab_name(0, slab.uuid), slab.fault or "missing")
+    where = Path(slab.path)
+
+    def read(memory: torch.Tensor, offset: int) -> None:
+        found = files.read(where, limit=memory.nbytes, offset=offset)
+        if len(found) != memory.nbytes:
+            raise _damaged(where, f"it ends before byte {offset + memory.nbytes}")
+        memory.numpy().data[:] = found
+
+    return saved, CommitSource(saved, read)
+
+
+def _damaged(path: Path, what: str) -> CorruptState:
+    return CorruptState(f"{path} cannot be used: {what}.", "Copy the checkpoint again, or take another one.")

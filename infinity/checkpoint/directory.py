@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, open_slabs
+from infinity.checkpoint.commit_source import CommitSource, open_slabs, reader_of
 from infinity.checkpoint.first_commit import write_run
 from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
 from infinity.checkpoint.rank_directories import commit_directories, directory_of, rank_directories
@@ -138,7 +138,7 @@ class Checkpoint(Closing):
         assert self.saved is not None
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), *self.locks])
         self._old = open_slabs(self.saved, directories, self.files, {**self.locks, **locks})
-        return CommitSource(self.saved, self._old)
+        return CommitSource(self.saved, reader_of(self._old))
 
     def begin(self, tier: NvmeTier) -> None:
         """Remove what a crash left to no commit, and note the run's name, where it needs one.

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from infinity.activations.heap import HeapGuard
-from infinity.checkpoint.array_source import ArraySource
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.filling import Filling
-from infinity.checkpoint.restore import restore
+from infinity.checkpoint.restore import ArraySource, restore
 from infinity.checkpoint.resume import adopt as adopt_commit
 from infinity.checkpoint.resume import run_state
 from infinity.config import Budget

@@ -16,35 +16,35 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checkpoint.typed_json import LARGEST, Json, Row, short
 from infinity.checksum import crc32c
+from infinity.formats.moments import DTYPES as MOMENT_DTYPES
+from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.layout.strides import is_dense
 from infinity.tiers.volume_record import VolumeRecord
+
+if TYPE_CHECKING:  # a manifest is read without pages
+    from infinity.pages.optimizer_page import States
 
 FORMAT = 4
 """The version of the format that is written, and the only one that is read."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
-SCALE_BLOCK = 64
-"""Number of elements of a parameter that share one entry of a ".scale" array."""
+VALUES = "values"
+"""The name of the array that holds a parameter's elements in the dtype of its page. The names of the other
+arrays are those of `StateArray`.
+"""
 
 _PAGE = 4096
 _UUID = re.compile("[0-9a-f]{32}")
 
-MASTERS: Mapping[str, tuple[str, ...]] = {
-    "whole": ("master",),
-    "split": ("remainder",),
-    "itself": (),
-    "none": (),
-}
-"""The arrays, beside "values", from which the fp32 master of a parameter is made, by `Parameter.master`."""
-MASTER_DTYPES = {"whole": "float16", "split": "bfloat16", "itself": "float32"}
-"""The dtype of a trainable parameter's values, by `Parameter.master`."""
-MOMENT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-"""Bytes of an element of a moment, by the format of states."""
+MASTER_DTYPES = {"whole": "float16", "split": "bfloat16", "itself": "float32", "none": ""}
+"""The dtype of a trainable parameter's values, by `ParameterEntry.master`."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,15 @@ class OptimizerRule:
 
     def check(self) -> None:
         """See the module."""
-        _check_choice("states", self.states, MOMENT_BYTES)
+        _check_choice("states", self.states, MOMENT_DTYPES)
         _check_unique("moments", self.moments)
+
+    @staticmethod
+    def of(states: States) -> OptimizerRule:
+        """The rule of a running model. states: the model's optimizer states."""
+        rule = states.rule
+        averaged = None if rule.average is None else states.averaged
+        return OptimizerRule(rule.name, rule.moments, rule.states, averaged)
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,7 @@ class PrecisionEntry:
     def check(self) -> None:
         """See the module."""
         _check_choice("compute", self.compute, ("bf16", "fp16", "fp32"))
-        _check_choice("states", self.states, MOMENT_BYTES)
+        _check_choice("states", self.states, MOMENT_DTYPES)
         _check_choice("accumulate", self.accumulate, ("fp32", "compute"))
 
 
@@ -128,16 +135,16 @@ class UnitEntry:
     name: str
     parameters: tuple[str, ...]
     """Canonical names of the unit's parameters, in the order of the page."""
-    nbytes: int
-    """Size of the parameter page in bytes."""
-    state_bytes: int
+    nbytes: int = 0
+    """Size of the parameter page in bytes; 0 in a copy, which has arrays and no pages."""
+    state_bytes: int = 0
     """Size of the optimizer page in bytes; 0 if the unit has none."""
-    parameter_places: tuple[int | None, int | None]
+    parameter_places: tuple[int | None, int | None] = (None, None)
     """Offsets in the volume of the two places of the parameter page, in bytes; None for an absent place."""
-    state_places: tuple[int | None, int | None]
+    state_places: tuple[int | None, int | None] = (None, None)
     """Offsets in the volume of the two places of the optimizer page, in bytes; None for an absent place."""
-    chunks: tuple[ChunkEntry, ...]
-    frozen: tuple[FrozenEntry, ...]
+    chunks: tuple[ChunkEntry, ...] = ()
+    frozen: tuple[FrozenEntry, ...] = ()
 
     def check(self) -> None:
         """See the module."""
@@ -233,15 +240,15 @@ class ParameterEntry:
         if not self.names:
             raise ValueError("names is empty")
         _check_choice("dtype", self.dtype, TORCH_DTYPES)
-        _check_choice("master", self.master, MASTERS)
+        _check_choice("master", self.master, MASTER_DTYPES)
         if math.prod(max(1, size) for size in self.shape) * self.itemsize > LARGEST:
             raise ValueError("shape is too large")
         if self.numel != math.prod(self.shape):
             raise ValueError(f"numel is {self.numel}, not {math.prod(self.shape)}")
         if len(self.stride) != len(self.shape) or not is_dense(self.shape, self.stride):
             raise ValueError("stride is not that of a dense tensor of this shape")
-        if MASTER_DTYPES.get(self.master, self.dtype) != self.dtype or (
-            self.trainable and self.master == "none"
+        if (MASTER_DTYPES[self.master] or self.dtype) != self.dtype or (
+            self.trainable == (self.master == "none")
         ):
             kind = "trainable" if self.trainable else "frozen"
             raise ValueError(f"master does not fit a {kind} parameter of {self.dtype}")
@@ -249,21 +256,27 @@ class ParameterEntry:
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the values."""
-        size: int = TORCH_DTYPES[self.dtype].itemsize
-        return size
+        return self.torch_dtype.itemsize
 
-    def arrays(self, rule: OptimizerRule) -> frozenset[str]:
-        """The arrays that each of the ranges has. rule: of the manifest."""
-        found = {"values", *MASTERS[self.master]}
-        if self.moments:
-            found.update(rule.moments)
-            if rule.states == "int8":
-                found.update(f"{name}.scale" for name in rule.moments)
-        if self.trainable and rule.averaged:
-            found.add("average")
-        return frozenset(found)
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        found: torch.dtype = TORCH_DTYPES[self.dtype]
+        return found
 
-    def check_ranges(self, rule: OptimizerRule, volume_bytes: int, *, whole: bool) -> None:
+    def state_arrays(self, rule: OptimizerRule | None) -> tuple[StateArray, ...]:
+        """The state arrays that each of the ranges has. rule: of the manifest."""
+        if rule is None or not self.trainable:
+            return ()
+        moments = rule.moments if self.moments else ()
+        return state_arrays(self.torch_dtype, moments, rule.states, average=bool(rule.averaged))
+
+    def arrays(self, rule: OptimizerRule | None) -> Mapping[str, StateArray]:
+        """All arrays that each of the ranges has, by name. rule: of the manifest."""
+        found = StateArray(VALUES, self.torch_dtype), *self.state_arrays(rule)
+        return {each.name: each for each in found}
+
+    def check_ranges(self, rule: OptimizerRule | None, volume_bytes: int, *, whole: bool) -> None:
         """Raise ValueError, as `check` does, for ranges that are not those of the parameter, or whose places
         go past the end of a volume of `volume_bytes` bytes.
 
@@ -279,13 +292,11 @@ class ParameterEntry:
             end = each.first + each.count
             if not each.count or end > self.numel:
                 raise ValueError(f"{where}[1] is 0, or goes past the last element")
-            if each.places.keys() != arrays:
+            if each.places.keys() != arrays.keys():
                 raise ValueError(f"{where}[2] has not exactly the arrays {', '.join(sorted(arrays))}")
             for name, place in each.places.items():
-                layout = array_layout(name, self.itemsize, rule)
-                assert layout is not None, "only known arrays are looked for"
-                entry_bytes, per = layout
-                form = -(-each.count // per) * entry_bytes, BLOCK // per * entry_bytes
+                size, per = arrays[name].dtype.itemsize, arrays[name].per
+                form = -(-each.count // per) * size, BLOCK // per * size
                 if (place.nbytes, place.block_bytes) != form:
                     raise ValueError(f"{where}[2]['{name}'] has not {form[0]} bytes, {form[1]} a block")
                 if place.offset + place.nbytes > volume_bytes:
@@ -372,7 +383,8 @@ class Manifest:
     codecs: Mapping[str, int]
     """Versions of the codecs by name ("moments", "rounding")."""
     chunk_elements: int
-    rule: OptimizerRule
+    rule: OptimizerRule | None
+    """None in a copy of a model without an optimizer."""
     precision: PrecisionEntry
     units: tuple[UnitEntry, ...]
     parameters: tuple[ParameterEntry, ...]
@@ -411,20 +423,6 @@ class Manifest:
 def named_commits(names: Collection[CommitName]) -> str:
     """Words for commits, such as "commit-3 of 2026-01-01T00:00:00+00:00"; "none" for none."""
     return " and ".join(f"commit-{number} of {created}" for number, created in sorted(names)) or "none"
-
-
-def array_layout(name: str, dtype_bytes: int, rule: OptimizerRule) -> tuple[int, int] | None:
-    """How an array of a range is laid out: (bytes of an entry, number of elements that share an entry).
-
-    name: the array's name. dtype_bytes: bytes of an element of the parameter's values. Returns None for a
-    name that no array has.
-    """
-    if name in rule.moments:
-        return MOMENT_BYTES[rule.states], 1
-    if rule.states == "int8" and name.removesuffix(".scale") in rule.moments:
-        return 1, SCALE_BLOCK
-    others = {"values": (dtype_bytes, 1), "master": (4, 1), "remainder": (2, 1), "average": (4, 1)}
-    return others.get(name)
 
 
 def blocks(count: int) -> int:

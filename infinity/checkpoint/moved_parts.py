@@ -26,15 +26,13 @@ import torch
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import Agree, find_parts
-from infinity.checkpoint.array_source import VALUES, SavedOptimizer
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, open_slabs, saved_parameter
+from infinity.checkpoint.commit_source import CommitSource, open_slabs, reader_of
 from infinity.checkpoint.part_ranges import PartRanges, from_table, table_of
 from infinity.checkpoint.parts_source import PartsSource, Read, ReadablePart
 from infinity.checkpoint.rank_directories import commit_directories, name_of
 from infinity.checkpoint.resume import has_all_kept
 from infinity.config import Budget
-from infinity.formats.optimizer_rules import StateArray
 from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
 from infinity.system.closing import Closing
@@ -70,7 +68,7 @@ class LentPart(Closing):
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), self._directory])
         locks = {**shared, self._directory: self._lock}
         self._tier = open_slabs(self.saved, directories, self._files, locks)
-        return CommitSource(self.saved, self._tier)
+        return CommitSource(self.saved, reader_of(self._tier))
 
     def superseded(self) -> None:
         """Remove the part, and older commits in its directory: all ranks have committed in their own. Raises
@@ -242,14 +240,11 @@ class MovedParts:
         exchange: Exchange | NoExchange,
     ) -> Read:
         """What reads a part from its holder."""
-        entries = {each.names[0]: saved_parameter(each) for each in saved.manifest.parameters}
+        entries = {each.names[0]: each for each in saved.manifest.parameters}
         rule = saved.manifest.rule
-        optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
 
         def read(name: str, array: str, first: int, count: int) -> torch.Tensor:
-            saved = entries[name]
-            arrays = [StateArray(VALUES, saved.dtype), *saved.state_arrays(optimizer)]
-            form = next(each for each in arrays if each.name == array)
+            form = entries[name].arrays(rule)[array]
             _, length = form.entries(first, count)
             into = torch.empty(length, dtype=form.dtype, device="cpu")
             number = self._number(numbers[name, array], part)
@@ -336,13 +331,8 @@ class NoExchange:
 
 def _arrays(saved: SavedCommit) -> list[tuple[str, str]]:
     """(parameter, array) of all arrays of a commit, in an order that all ranks share."""
-    rule = saved.manifest.rule
-    optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
-    return [
-        (each.names[0], array)
-        for each in saved.manifest.parameters
-        for array in (VALUES, *(form.name for form in saved_parameter(each).state_arrays(optimizer)))
-    ]
+    manifest = saved.manifest
+    return [(each.names[0], array) for each in manifest.parameters for array in each.arrays(manifest.rule)]
 
 
 def _serving(exchange: Exchange | NoExchange, read: Read) -> Read:

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.checkpoint.array_source import SavedOptimizer, SavedParameter
-from infinity.checkpoint.commit_source import saved_parameter
-from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.manifest import Manifest, OptimizerRule, ParameterEntry
 from infinity.checkpoint.part_ranges import PartRanges
 from infinity.errors import IncompatibleCheckpoint
 
@@ -25,23 +23,20 @@ class ReadablePart(NamedTuple):
 
 
 class PartsSource:
-    """Reads arrays of a commit from its parts (an `ArraySource`)."""
+    """Reads arrays of a commit from its parts."""
 
     def __init__(self, manifest: Manifest, parts: Sequence[ReadablePart]) -> None:
         """manifest: of any part: what it says of parameters, but for their ranges, is equal in all. parts:
         those that are read; of two that have an element the first one is.
         """
         self._generation = manifest.generation
-        self._entries = {each.names[0]: saved_parameter(each) for each in manifest.parameters}
-        rule = manifest.rule
-        self._optimizer = SavedOptimizer(rule.name, rule.states, rule.moments, rule.averaged)
+        self._entries = {each.names[0]: each for each in manifest.parameters}
+        self.rule: OptimizerRule | None = manifest.rule
+        """The optimizer of the saved run."""
         self._parts = parts
 
-    @property
-    def optimizer(self) -> SavedOptimizer | None:
-        return self._optimizer
-
-    def parameters(self) -> Mapping[str, SavedParameter]:
+    def parameters(self) -> Mapping[str, ParameterEntry]:
+        """All parameters by their canonical names."""
         return self._entries
 
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import platform
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,13 @@ from torch import nn
 
 from infinity import cpu_adam
 from infinity.checkpoint import manifest as form
-from infinity.checkpoint.array_source import SavedOptimizer
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import Manifest
-from infinity.checkpoint.run_state import capture
+from infinity.checkpoint.run_state import RunState, capture
 from infinity.checkpoint.tensor_files import TORCH_NAMES
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
+from infinity.layout.chunks import ParameterLayout
 from infinity.layout.shards import PageShard
 from infinity.pages.ledger import Commit
 from infinity.pages.optimizer_page import StatePage, States
@@ -106,33 +107,20 @@ class Recorder:
 
         created: when the commit was begun, in UTC and ISO 8601.
         """
-        plan, rule = self._plan, self._states.rule
-        optimizer = SavedOptimizer.of(self._states)
         model = self._model()
         assert model is not None
         run = capture(model, self.param_groups, self._scale, state=state, rng=rng, identity=identity)
         return SavedCommit(
-            Manifest(
+            manifest_of(
+                self._plan,
+                run,
                 generation=generation,
                 created=created,
-                versions=_versions(),
-                isa=cpu_adam.runnable_isas()[0],
-                threads=torch.get_num_threads(),
                 volume=self._volume,
-                codecs=CODECS,
-                chunk_elements=plan.layout.chunk_elements,
-                rule=form.OptimizerRule(rule.name, rule.moments, rule.states, optimizer.averaged),
-                rank=plan.share.rank,
-                world_size=plan.share.ranks,
-                precision=form.PrecisionEntry(
-                    plan.precision.compute,
-                    plan.precision.states,
-                    plan.precision.keep,
-                    plan.precision.accumulate,
-                ),
-                units=(),
+                rule=form.OptimizerRule.of(self._states),
                 parameters=tuple(self._parameters()),
-                run=run.record,
+                rank=self._plan.share.rank,
+                world_size=self._plan.share.ranks,
             ),
             np.zeros(0, dtype=np.uint32),
             run.tensors,
@@ -149,6 +137,7 @@ class Recorder:
             tables.append(checksums)
             end += len(checksums)
         parameters = []
+        assert draft.manifest.rule is not None
         averaged = draft.manifest.rule.averaged
         entries = iter(draft.manifest.parameters)
         for ranges in self._ranges:
@@ -173,20 +162,7 @@ class Recorder:
         for page in self._pages:
             states = self._states.pages[page.index]
             for index, layout in enumerate(page.layout.parameters):
-                yield form.ParameterEntry(
-                    names=layout.names,
-                    shape=tuple(layout.shape),
-                    stride=tuple(layout.stride),
-                    dtype=TORCH_NAMES[layout.dtype],
-                    trainable=layout.trainable,
-                    numel=layout.numel,
-                    master=_MASTERS[layout.dtype] if layout.trainable else "none",
-                    step=states.steps[index],
-                    moments=index in states.has_moments,
-                    edited=index in states.edited,
-                    unit=page.index,
-                    ranges=(),
-                )
+                yield parameter_entry(layout, page.index, index, states)
 
     def _unit(self, page: ParameterPage, commit: Commit) -> form.UnitEntry:
         layout, states = page.layout, self._states.pages[page.index]
@@ -216,8 +192,70 @@ class Recorder:
         )
 
 
-def _versions() -> dict[str, str]:
-    return {"infinity": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+def manifest_of(
+    plan: Plan,
+    run: RunState,
+    *,
+    generation: int,
+    created: str,
+    volume: VolumeRecord,
+    rule: form.OptimizerRule | None,
+    parameters: tuple[form.ParameterEntry, ...],
+    units: tuple[form.UnitEntry, ...] = (),
+    rank: int = 0,
+    world_size: int = 1,
+) -> Manifest:
+    """The manifest of a run by `plan`, as this program writes it now. run: the state that is in no page. The
+    others: fields of the manifest.
+    """
+    precision = plan.precision
+    return Manifest(
+        generation=generation,
+        created=created,
+        versions={"infinity": VERSION, "torch": torch.__version__, "python": platform.python_version()},
+        isa=cpu_adam.runnable_isas()[0],
+        threads=torch.get_num_threads(),
+        volume=volume,
+        codecs=CODECS,
+        chunk_elements=plan.layout.chunk_elements,
+        rule=rule,
+        rank=rank,
+        world_size=world_size,
+        precision=form.PrecisionEntry(
+            precision.compute, precision.states, precision.keep, precision.accumulate
+        ),
+        units=units,
+        parameters=parameters,
+        run=run.record,
+    )
+
+
+def parameter_entry(
+    layout: ParameterLayout, unit: int, index: int, states: StatePage | None
+) -> form.ParameterEntry:
+    """What a manifest says of a parameter, without its ranges. index: of the parameter in the unit. states:
+    the unit's optimizer page; None for inference, where no parameter is trained.
+    """
+    trainable = layout.trainable and states is not None
+    return form.ParameterEntry(
+        names=layout.names,
+        shape=tuple(layout.shape),
+        stride=tuple(layout.stride),
+        dtype=TORCH_NAMES[layout.dtype],
+        trainable=trainable,
+        numel=layout.numel,
+        master=_MASTERS[layout.dtype] if trainable else "none",
+        step=0 if states is None else states.steps[index],
+        moments=states is not None and index in states.has_moments,
+        edited=states is not None and index in states.edited,
+        unit=unit,
+        ranges=(),
+    )
+
+
+def now() -> str:
+    """The present time, in UTC and ISO 8601."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
 def _range(

@@ -19,10 +19,11 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from infinity.checkpoint.array_source import VALUES, ArraySource, SavedOptimizer, SavedParameter
+from infinity.checkpoint.manifest import VALUES, OptimizerRule, ParameterEntry
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
 from infinity.formats.optimizer_rules import AVERAGE, StateArray, scale_of, state_arrays
@@ -40,6 +41,33 @@ WINDOW = 1 << 18
 """Greatest number of elements in one of the parts in which an array is restored; a multiple of 4096."""
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
+
+
+class ArraySource(Protocol):
+    """A checkpoint from which parameters and their states are restored.
+
+    Elements of a parameter are counted in memory order: the order of their addresses in the tensor of the
+    model that was saved. So an array does not depend on the pages and chunks in which it lay.
+    """
+
+    rule: OptimizerRule | None
+    """The optimizer of the saved run; None if the run had none."""
+
+    def parameters(self) -> Mapping[str, ParameterEntry]:
+        """All parameters by their canonical names."""
+        ...
+
+    def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
+        """Read the entries of an array that belong to the parameter's elements [first, first + count).
+
+        name: the parameter's canonical name. array: VALUES, or the name of one of its state arrays. first: a
+        multiple of 4096. count: at least 1; 4096 divides it, or the range ends with the parameter. Values of
+        a frozen parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the
+        array is stored. Raises StorageError if the bytes cannot be read, and CorruptState if they are not
+        those that were saved.
+        """
+        ...
+
 
 Reader = Callable[[int, int], torch.Tensor]
 """Function (first, count) -> the entries of one array for the parameter's elements [first, first + count)."""
@@ -69,7 +97,7 @@ class Restored:
             )
 
 
-Matched = dict[tuple[int, int], SavedParameter]
+Matched = dict[tuple[int, int], ParameterEntry]
 """(unit, index of a parameter in the unit) -> the saved parameter that fills it."""
 
 
@@ -107,8 +135,8 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
     _check_names(missing, sorted(saved.keys() - taken))
     for (unit, index), fills in found.items():
         _check(layout.units[unit].parameters[index], fills)
-    if states is not None and source.optimizer is not None:
-        _check_optimizer(source.optimizer, SavedOptimizer.of(states))
+    if states is not None and source.rule is not None:
+        _check_optimizer(source.rule, OptimizerRule.of(states))
     return found
 
 
@@ -172,7 +200,7 @@ def restore(
     store.link.drain()  # copies of pages on their way to a device still read homes in RAM
     fresh, left_out = [], []
     if states is not None:
-        states.averaged = (source.optimizer.averaged or 0) if source.optimizer is not None else 0
+        states.averaged = (source.rule.averaged or 0) if source.rule is not None else 0
     for unit, unit_layout in enumerate(layout.units):
         page = None if states is None else states.pages[unit]
         shard = PageShard(unit_layout, store.plan.share)
@@ -183,14 +211,14 @@ def restore(
                 own = page.pieces(index) if page is not None and own_parts and each.trainable else None
                 for place, values in copier.values(list(ranges_at_home(shard, index, own))):
                     store.patch(homes[unit], place, values)
-            held = saved.state_arrays(source.optimizer) if states is not None else ()
+            held = saved.state_arrays(source.rule) if states is not None else ()
             if page is not None and each.trainable:
-                _note(page, index, saved, source.optimizer)
+                _note(page, index, saved)
                 for array in held:
                     _write(page, index, array, copier, store)
                 if states is not None and states.keeps_averages and not saved.trainable:
                     _write(page, index, StateArray(VALUES, each.dtype), copier, store, into=AVERAGE)
-                if not saved.trainable or source.optimizer is None:
+                if not saved.trainable:
                     fresh.append(each.names[0])
             elif held:
                 left_out.append(each.names[0])
@@ -249,7 +277,7 @@ class _Copier:
     """Reads the arrays of one saved parameter in the memory order of the parameter here."""
 
     def __init__(
-        self, source: ArraySource, saved: SavedParameter, layout: ParameterLayout, states: States | None
+        self, source: ArraySource, saved: ParameterEntry, layout: ParameterLayout, states: States | None
     ) -> None:
         self._source = source
         self._saved = saved
@@ -335,17 +363,17 @@ def _write(
             store.patch(page.home, offset, values.to(torch.float32) if into else values)
 
 
-def _note(page: StatePage, parameter: int, saved: SavedParameter, optimizer: SavedOptimizer | None) -> None:
+def _note(page: StatePage, parameter: int, saved: ParameterEntry) -> None:
     """Record in an optimizer page what is not in arrays: steps, which moments have values, edits.
 
     A parameter whose states begin anew counts as edited: its values are its fp32 master.
     """
-    anew = optimizer is None or not saved.trainable
+    anew = not saved.trainable
     page.version += 1
     page.steps[parameter] = 0 if anew else saved.step
     page.has_moments.discard(parameter)
     page.edited.discard(parameter)
-    if saved.has_moments and not anew:
+    if saved.moments and not anew:
         page.has_moments.add(parameter)
     if saved.edited or anew:
         page.edited.add(parameter)
@@ -368,10 +396,10 @@ def _begin(states: States, page: StatePage, store: Store) -> None:
                     store.patch(page.home, offset, initial.repeat(nbytes // initial.itemsize))
 
 
-def _check(here: ParameterLayout, saved: SavedParameter) -> None:
+def _check(here: ParameterLayout, saved: ParameterEntry) -> None:
     for what, ours, theirs in (
         ("shape", list(here.shape), list(saved.shape)),
-        ("dtype", here.dtype, saved.dtype),
+        ("dtype", here.dtype, saved.torch_dtype),
     ):
         if ours != theirs:
             raise IncompatibleCheckpoint(
@@ -389,7 +417,7 @@ def _check_names(missing: Sequence[str], superfluous: Sequence[str]) -> None:
         raise IncompatibleCheckpoint(f"The checkpoint {' and '.join(said)}.", _SAME)
 
 
-def _check_optimizer(saved: SavedOptimizer, here: SavedOptimizer) -> None:
+def _check_optimizer(saved: OptimizerRule, here: OptimizerRule) -> None:
     pairs: Mapping[str, tuple[object, object]] = {
         "optimizer": (here.name, saved.name),
         "format of the optimizer's states": (here.states, saved.states),

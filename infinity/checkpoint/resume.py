@@ -86,7 +86,7 @@ def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
         return False
     assert plan.rule is not None
     rule = plan.rule.name, plan.rule.moments, plan.rule.states
-    if rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
+    if manifest.rule is None or rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
         return False
     if (plan.rule.average is None) != (manifest.rule.averaged is None):
         return False
@@ -180,6 +180,7 @@ def _note_parts(
     """Note what the commit's manifest says: steps, slots, and checksums."""
     entries = {each.names[0]: each for each in saved.manifest.parameters}
     table = saved.checksums.astype(np.int64)
+    assert saved.manifest.rule is not None
     states.averaged = saved.manifest.rule.averaged or 0
     for unit, (shard, entry) in enumerate(zip(shards, saved.manifest.units, strict=True)):
         page = states.pages[unit]

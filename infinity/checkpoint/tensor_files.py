@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, deserialize
 
+from infinity.checkpoint.typed_json import corrupt, short
 from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
 
@@ -165,6 +167,23 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
         for name, each in tensors.items()
     ]
     return b"".join(content(sorted(entries, key=lambda entry: -entry.dtype.itemsize)))
+
+
+def unpacked(content: bytes, where: str) -> dict[str, torch.Tensor]:
+    """The tensors in the content of a safetensors file, by name, on the CPU.
+
+    where: names the file in errors. Raises CorruptState if the content is not in the format of safetensors.
+    """
+    try:
+        return {name: _tensor(**each) for name, each in deserialize(content)}  # type: ignore[no-untyped-call]
+    except (SafetensorError, KeyError) as error:
+        raise corrupt(where, f"is not a safetensors file ({short(str(error))})") from None
+
+
+def _tensor(dtype: str, shape: Sequence[int], data: bytearray) -> torch.Tensor:
+    if not data:
+        return torch.empty(list(shape), dtype=DTYPES[dtype], device="cpu")
+    return torch.frombuffer(data, dtype=DTYPES[dtype]).reshape(list(shape))
 
 
 def shard_index(entries: Sequence[Entry], files: dict[str, list[Entry]]) -> bytes:

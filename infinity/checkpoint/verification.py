@@ -13,7 +13,7 @@ from pathlib import Path
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs
+from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs, reader_of
 from infinity.checkpoint.rank_directories import rank_of
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
@@ -146,7 +146,7 @@ class Verification(Closing):
                     "Give the directory where it lies with --slabs.",
                 )
             tier = open_slabs(self.saved, paths, files, locks, faults)
-            self._source = CommitSource(self.saved, cleanup.enter_context(tier))
+            self._source = CommitSource(self.saved, reader_of(cleanup.enter_context(tier)))
             self._cleanup = cleanup.pop_all()
 
     @property

@@ -116,8 +116,8 @@ def _listed(commit: ListedCommit) -> dict[str, Any]:
             "step": _step(commit.saved),
             "created": manifest.created,
             "parameters": sum(entry.numel for entry in manifest.parameters),
-            "optimizer": manifest.rule.name,
-            "states": manifest.rule.states,
+            "optimizer": None if manifest.rule is None else manifest.rule.name,
+            "states": manifest.precision.states,
             "world_size": manifest.world_size,
             "versions": dict(manifest.versions),
         }

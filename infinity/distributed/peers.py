@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.contributions import Contributions
-from infinity.distributed.copy_phases import CopyPhases
 from infinity.distributed.message import Message
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
@@ -47,8 +46,6 @@ class Peers:
         assert isinstance(engine, RankedEngine) and store.exchange is not None
         self.communicator = communicator
         self.remote = remote
-        self.copies = CopyPhases(communicator)
-        """Saves and loads copies of the run with the other ranks."""
         wire, lock, share = communicator.wire, communicator.lock, communicator.share
         service = PageService(
             wire,

@@ -3,11 +3,10 @@
 `attach` changes one trainer, and no class. The loop stays transformers' own: it clips, scales and drops
 gradients through `p.grad` (infinity/model/paged_gradient.py) and steps `Runtime.optimizer`.
 
-[Note: files of a checkpoint] Without commits, `checkpoint-N` is a run copy (infinity/checkpoint/run_copy.py):
-the model as from_pretrained reads it, with the optimizer's states beside it. With commits it has only the
-model; the states are in the commit made with it, whose state contains N. For a PEFT model the files are those
-of its adapters, and without commits their states are in optimizer.pt, which is small. Trainer's own files lie
-beside these.
+[Note: files of a checkpoint] `checkpoint-N` has the model as from_pretrained reads it, beside Trainer's own
+files. Without commits it has in `run` a copy of the run, which `Runtime.save` writes. With commits the states
+are in the commit that was made with it, whose state says N. A model of PEFT's has the files of its adapters
+there, and without commits their states in optimizer.pt, which are small.
 
 [Note: backwards of a step] The last step of an epoch may have fewer backwards than accumulation= declares.
 Its updates are then neither eager nor read ahead, and have the same bits.
@@ -18,7 +17,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +31,6 @@ from transformers.trainer import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.api import offload
-from infinity.checkpoint.run_copy import DATA, RECORD
 from infinity.checkpoint.run_state import generators, set_generators
 from infinity.config import Budget, Precision
 from infinity.errors import ConfigError, storage_errors
@@ -41,8 +38,10 @@ from infinity.layout.adapters import tuned_layers
 from infinity.layout.names import is_a
 from infinity.runtime import Runtime
 
-_WRITTEN = ("*.safetensors", "*.safetensors.index.json", RECORD, DATA)
-"""Patterns of the files that a model or a run copy consists of."""
+_WRITTEN = ("*.safetensors", "*.safetensors.index.json")
+"""Patterns of the files that a model consists of."""
+_RUN = "run"
+"""The directory in a checkpoint that has the copy of the run."""
 _STEP = "global_step"
 _OWN = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
 """Methods of a Trainer that `_Checkpoints` replaces, in the order of its own."""
@@ -159,7 +158,7 @@ class _Checkpoints(transformers.TrainerCallback):
             return
         of_run = directory.name.startswith(PREFIX_CHECKPOINT_DIR) and not trainer.args.save_only_model
         copies = of_run and not self._commits and not self._adapters
-        self._write(directory, self._runtime.save if copies else self._runtime.export)
+        self._write(directory, copies)
         if not trainer.args.should_save:
             return
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
@@ -169,7 +168,7 @@ class _Checkpoints(transformers.TrainerCallback):
             torch.save(trainer.args, directory / TRAINING_ARGS_NAME)
 
     def save_states(self, output_dir: str) -> None:
-        """Replaces `Trainer._save_optimizer_and_scheduler`. A run copy has the states already."""
+        """Replaces `Trainer._save_optimizer_and_scheduler`. A copy of the run has the states already."""
         trainer, directory = self._trainer, Path(output_dir)
         writes = trainer.args.should_save
         states = None
@@ -209,12 +208,12 @@ class _Checkpoints(transformers.TrainerCallback):
         """Restore the run of a checkpoint, except random number generators, which Trainer sets later."""
         kept = generators()
         if not self._commits:
-            if not os.path.isfile(os.path.join(checkpoint, RECORD)):
+            if not os.path.isdir(os.path.join(checkpoint, _RUN)):
                 raise ConfigError(
                     f"{checkpoint} has no states of an optimizer, so training cannot go on from it.",
                     "If its states were committed, attach with resume= and the directory of the commits.",
                 )
-            self._runtime.load(checkpoint)
+            self._runtime.load(os.path.join(checkpoint, _RUN))
         else:
             self._check_step(checkpoint)
         set_generators(kept)
@@ -234,20 +233,23 @@ class _Checkpoints(transformers.TrainerCallback):
                 f"Resume from checkpoint-{step}, or leave checkpoint= out to have a copy in each checkpoint.",
             )
 
-    def _write(self, directory: Path, write: Callable[[Path], object]) -> None:
-        """Call `write` with a new directory, and replace the files in `directory` by its files."""
+    def _write(self, directory: Path, copies: bool) -> None:
+        """Write the model, and a copy of the run if it `copies`, in place of those in `directory`."""
         with storage_errors("write to", str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
         try:
-            write(beside)
+            self._runtime.export(beside)
+            if copies:
+                self._runtime.save(beside / _RUN)
             if self._trainer.args.should_save:
                 with storage_errors("write to", str(directory)):
+                    shutil.rmtree(directory / _RUN, ignore_errors=True)
                     for pattern in _WRITTEN:
                         for old in directory.glob(pattern):
                             old.unlink()
                     for new in beside.iterdir():
-                        if new.is_dir():  # of an adapter
+                        if new.is_dir():
                             shutil.rmtree(directory / new.name, ignore_errors=True)
                         new.replace(directory / new.name)
         finally:

@@ -26,8 +26,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, Damage
-from infinity.checkpoint.tensor_files import packed
-from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checksum import crc32c
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles

@@ -20,8 +20,7 @@ from torch.optim import lr_scheduler
 from typed_values import VALUES, same, special_values, through
 
 from infinity.checkpoint.codec import DEEPEST, Tensors, decode, encode
-from infinity.checkpoint.tensor_files import packed
-from infinity.checkpoint.tensor_reader import unpacked
+from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.errors import ConfigError, CorruptState
 
 

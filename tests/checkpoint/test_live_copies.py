@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import torch
 from faulty import watchdog
 from parity import differences
+from run_copies import opened, slab_of
 from runs_on_disk import HOMES, Run, everything, names
 from torch import nn
 from zoo import entry
 
 import infinity
 from infinity.checkpoint import copies
+from infinity.checkpoint.commit_files import manifest_bytes
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 
 __all__ = ["watchdog"]
@@ -222,28 +226,21 @@ def test_what_differs_changes_nothing(tmp_path: Path, plain: Run) -> None:
     with plain.opened() as (model, runtime):
         plain.train(model, runtime, range(1))
         runtime.save(tmp_path / "copy")
-        record = (tmp_path / "copy" / "run.json").read_text()
         before = everything(model, runtime)
-        for old, new, error in (
-            ('"rng"', '"rnG"', CorruptState),
-            ('"param_groups": [', '"param_groups": [1, ', CorruptState),
-            ('"loss_scale": null', '"loss_scale": 1', CorruptState),
-            ('"buffers": {}', '"buffers": {"b": 3}', IncompatibleCheckpoint),
-            ('"params": [', '"params": ["more", ', CorruptState),
+        for change, error, what in (
+            ({"param_groups": ()}, IncompatibleCheckpoint, "in its param groups"),
+            ({"buffers": {"b": 3}}, IncompatibleCheckpoint, "buffers differ"),
+            ({"rng": {"torch": {"$tensor": 1}}}, CorruptState, "rng"),
         ):
-            changed = record.replace(old, new)
-            assert changed != record, old
-            (tmp_path / "copy" / "run.json").write_text(changed)
-            with pytest.raises(error):
-                runtime.load(tmp_path / "copy")
+            directory = shutil.copytree(tmp_path / "copy", tmp_path / "changed")
+            saved, _ = opened(directory)
+            changed = replace(saved.manifest, run=replace(saved.manifest.run, **change))
+            data = (directory / "commit-1.safetensors").read_bytes()
+            (directory / "commit-1").write_bytes(manifest_bytes(changed, data))
+            with pytest.raises(error, match=what):
+                runtime.load(directory)
             assert differences(everything(model, runtime), before) == []
-        (tmp_path / "copy" / "run.json").write_text(record)
-        data = bytearray((tmp_path / "copy" / "run.safetensors").read_bytes())
-        data[len(data) // 2] ^= 1
-        (tmp_path / "copy" / "run.safetensors").write_bytes(data)
-        with pytest.raises(CorruptState, match="its CRC-32C is another"):
-            runtime.load(tmp_path / "copy")
-        assert differences(everything(model, runtime), before) == []
+            shutil.rmtree(directory)
         runtime.save(tmp_path / "whole")
     convnet = other(tmp_path, of=entry("convnet"), compute="fp32", commits=False)
     with convnet.opened() as (model, runtime), pytest.raises(IncompatibleCheckpoint, match="also has"):
@@ -266,6 +263,39 @@ def test_a_load_that_fails_half_way_ends_the_runtime(
         for use in (runtime.optimizer.zero_grad, lambda: runtime.load(tmp_path / "copy")):
             with pytest.raises(ConfigError, match="A load ended half way"):
                 use()
+
+
+def test_changed_bytes_are_found_and_end_the_runtime(tmp_path: Path, plain: Run) -> None:
+    with plain.opened() as (model, runtime):
+        plain.train(model, runtime, range(1))
+        runtime.save(tmp_path / "copy")
+        slab = slab_of(tmp_path / "copy")
+        content = bytearray(slab.read_bytes())
+        content[-opened(tmp_path / "copy")[0].manifest.volume.nbytes] ^= 1
+        slab.write_bytes(content)
+        for use in (lambda: runtime.load(tmp_path / "copy"), runtime.optimizer.zero_grad):
+            with pytest.raises(CorruptState, match="are not those that were committed"):
+                use()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_run_is_continued_from_a_copy_by_resume(in_place: bool, tmp_path: Path, plain: Run) -> None:
+    run = other(tmp_path)
+    with plain.opened() as (model, runtime):
+        plain.train(model, runtime, range(2))
+        runtime.save(run.directory, state=STATE)
+        losses = plain.train(model, runtime, range(2, 4))
+        end = everything(model, runtime)
+    there = run.directory if in_place else tmp_path / "new"
+    with run.opened(resume=True, checkpoint=there) as (model, runtime):
+        assert differences(runtime.load(), STATE) == []
+        assert run.train(model, runtime, range(2, 4)) == losses
+        assert differences(everything(model, runtime), end) == []
+        runtime.save(state="four").wait()
+    assert (run.directory / "commit-1").exists() != in_place
+    if in_place:
+        with run.opened(resume=True) as (model, runtime):
+            assert runtime.load() == "four"
 
 
 def test_inference_loads_a_trained_copy(tmp_path: Path, plain: Run) -> None:

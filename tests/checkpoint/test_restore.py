@@ -11,14 +11,14 @@ import pytest
 import torch
 from faulty import watchdog
 from parity import copied, differences
-from run_copies import changed, copy_to, load_into, offloaded, quiet, raw, take_rest, train
+from run_copies import changed, copy_to, load_into, offloaded, opened, quiet, raw, take_rest, train
 from torch import nn
 from zoo import entry
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
-from infinity.checkpoint.array_source import SavedParameter
-from infinity.checkpoint.copy_source import CopySource
+from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.manifest import ParameterEntry
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
 from infinity.layout.strides import in_memory_order
@@ -70,7 +70,7 @@ def test_training_goes_on_with_equal_bits(
     chunks(monkeypatch, length)
     with offloaded(model, swap, home=home, **options) as runtime:
         train(model, runtime, of, range(2))
-        copy_to(tmp_path / "copy", runtime, shard="64KiB")
+        copy_to(tmp_path / "copy", runtime)
         chunks(monkeypatch, new_length)
         with offloaded(again, other, home=new_home, **options) as resumed:
             same = runtime.plan.layout.chunk_elements == resumed.plan.layout.chunk_elements
@@ -282,15 +282,15 @@ def test_inference_on_either_side(saved: str | None, tmp_path: Path) -> None:
 class Changed:
     """An ArraySource with some things other than in the source that it wraps."""
 
-    def __init__(self, source: CopySource, **changes: Any) -> None:
+    def __init__(self, source: CommitSource, **changes: Any) -> None:
         self._source = source
-        self.optimizer = source.optimizer
+        self.rule = source.rule
         for name, value in changes.pop("optimizer", {}).items():
-            self.optimizer = dataclasses.replace(self.optimizer, **{name: value})
+            self.rule = dataclasses.replace(self.rule, **{name: value})
         self._changes = changes
         self.reads = 0
 
-    def parameters(self) -> Mapping[str, SavedParameter]:
+    def parameters(self) -> Mapping[str, ParameterEntry]:
         found = dict(self._source.parameters())
         for name, change in self._changes.items():
             if change is None:
@@ -312,7 +312,7 @@ class Changed:
         ({"more": {"names": ("more",)}}, r"also has more\."),
         ({"turned": {"names": ("other",)}}, r"lacks turned and also has turned\."),
         ({"turned": {"shape": (70, 96)}}, r"turned has the shape \[96, 70\], and \[70, 96\]"),
-        ({"turned": {"dtype": torch.float32}}, r"turned has the dtype torch.bfloat16, and torch.float32"),
+        ({"turned": {"dtype": "float32"}}, r"turned has the dtype torch.bfloat16, and torch.float32"),
         (
             {"layer__bias": {"names": ("layer.bias", "turned")}},
             r"layer\.bias, turned are one parameter in",
@@ -333,7 +333,7 @@ def test_what_does_not_fit(changes: dict[str, Any], said: str, tmp_path: Path) -
     with offloaded(model, tmp_path / "swap") as runtime:
         copy_to(tmp_path / "copy", runtime)
         before = raw(runtime, model)
-        source = Changed(CopySource(tmp_path / "copy"), **changes)
+        source = Changed(opened(tmp_path / "copy")[1], **changes)
         with pytest.raises(IncompatibleCheckpoint, match=said) as caught:
             load_into(runtime, source)
         assert caught.value.cure
@@ -353,7 +353,7 @@ def test_a_source_that_gives_too_little(tmp_path: Path) -> None:
         step(model, runtime)
         copy_to(tmp_path / "copy", runtime)
         with pytest.raises(CorruptState, match=r"turned has .* in the array exp_avg"):
-            load_into(runtime, Short(CopySource(tmp_path / "copy")))
+            load_into(runtime, Short(opened(tmp_path / "copy")[1]))
 
 
 def test_reads_begin_at_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def test_reads_begin_at_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with offloaded(model, tmp_path / "swap", states="int8") as runtime:
         train(model, runtime, of, range(1))
         copy_to(tmp_path / "copy", runtime)
-        source = Watched(CopySource(tmp_path / "copy"))
+        source = Watched(opened(tmp_path / "copy")[1])
         load_into(runtime, source)
     sizes = {name: each.numel for name, each in source.parameters().items()}
     assert any(first for _, first, _ in asked)

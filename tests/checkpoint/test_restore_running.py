@@ -11,12 +11,11 @@ import torch
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
-from run_copies import changed, copy_to, load_into, offloaded, raw, train
+from run_copies import changed, copy_to, load_into, offloaded, opened, raw, train
 from zoo import entry
 
 from infinity import build
 from infinity.aio import Faults
-from infinity.checkpoint.copy_source import CopySource
 from infinity.checkpoint.restore import restore, show
 from infinity.errors import StorageError
 
@@ -62,7 +61,7 @@ def test_before_the_parameters_are_converted(
 
     def filled(wiring: Any, *arguments: Any) -> Any:
         layout, pages = wiring.plan.layout, wiring.initial
-        restore(CopySource(tmp_path / "copy"), layout, pages.homes, pages.states, pages.store)
+        restore(opened(tmp_path / "copy")[1], layout, pages.homes, pages.states, pages.store)
         return wire(wiring, *arguments)
 
     model, again = of.make(), changed(of.make())

@@ -1,4 +1,4 @@
-"""Tests of copies of runs: what is in the files, and disks that are full."""
+"""Tests of copies of runs: what is in the files, disks that are full, and files that are wrong."""
 
 from __future__ import annotations
 
@@ -6,37 +6,52 @@ import errno
 import os
 import stat
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import process_resources
 import pytest
 import torch
-from exports import persistent, read, seen
 from failing_disk import FailingDisk
 from faulty import start_torch_threads, watchdog
 from living_tensors import Living
 from parity import differences
-from run_copies import RECORD, copy, copy_to, load_into, offloaded, raw, said, swap, train
-from safetensors.torch import load_file
+from run_copies import (
+    STATE,
+    bits_of,
+    changed,
+    copy,
+    copy_to,
+    load_into,
+    offloaded,
+    opened,
+    raw,
+    slab_of,
+    swap,
+    train,
+)
 from small_runtime import files
 from torch import nn
 from zoo import entry
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
-from infinity.checkpoint.copy_source import CopySource
-from infinity.checkpoint.safetensors_files import open_weights
+from infinity.checkpoint.commit_files import manifest_bytes
+from infinity.checkpoint.resume import run_state
+from infinity.cli import main
 from infinity.errors import (
     ConfigError,
+    CorruptState,
+    IncompatibleCheckpoint,
+    InfinityError,
     StorageError,
     StorageFull,
 )
 from infinity.pages.store import Store
 
 __all__ = ["copy", "swap", "watchdog"]
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 # --- what is in the files ----------------------------------------------------------------------------------
@@ -50,91 +65,50 @@ def test_the_bits_of_pages_are_in_the_files(compute: str, states: str, tmp_path:
     with offloaded(model, swap, compute=compute, states=states) as runtime:
         train(model, runtime, of, range(2))
         copy_to(tmp_path / "copy", runtime)
-        expected, values = raw(runtime, model), seen(model, runtime)
-    names = ["model.safetensors", "run.json", "states-00001-of-00001.safetensors"]
-    assert sorted(files(tmp_path / "copy")) == names
-    assert differences(read(tmp_path / "copy"), values) == []
+        expected = raw(runtime, model)
+    slab = slab_of(tmp_path / "copy").name
+    assert sorted(files(tmp_path / "copy")) == ["commit-1", "commit-1.safetensors", slab]
     arrays = {
         f"{name}|{array}": tensor
         for name, each in expected.items()
         for array, tensor in each.items()
-        if isinstance(tensor, torch.Tensor) and array != "values"
+        if isinstance(tensor, torch.Tensor)
     }
-    assert differences(load_file(tmp_path / "copy" / names[2]), arrays) == []
+    assert differences(bits_of(tmp_path / "copy"), arrays) == []
     found = {name.partition("|")[2] for name in arrays}
     masters = {"bf16": {"remainder"}, "fp16": {"master"}, "fp32": set()}[compute]
     scales = {"exp_avg.scale", "exp_avg_sq.scale"} if states == "int8" else set()
-    assert found == {"exp_avg", "exp_avg_sq"} | masters | scales
+    assert found == {"values", "exp_avg", "exp_avg_sq"} | masters | scales
     assert ("unused|remainder" in arrays, "unused|exp_avg" in arrays) == (compute == "bf16", False)
-    assert not any(name.startswith("embedding") for name in arrays)
 
 
-def test_what_the_record_says(copy: Path) -> None:
-    content = said(copy)
-    assert (content["format"], content["version"]) == ("infinity run", 2)
-    assert content["optimizer"] == {"name": "AdamW", "states": "int8", "moments": ["exp_avg", "exp_avg_sq"]}
-    assert content["record"] == RECORD
-    by_name = {each["names"][0]: each for each in content["parameters"]}
-    assert by_name["head.bias"] == {
-        "names": ["head.bias"],
-        "shape": list(entry("frozen").make().head.bias.shape),
-        "stride": [1],
-        "dtype": "BF16",
-        "trainable": True,
-        "step": 1,
-        "has_moments": True,
-        "edited": False,
-    }
-    assert (by_name["unused"]["step"], by_name["unused"]["has_moments"]) == (0, False)
-    assert not by_name["embedding.weight"]["trainable"]
-    source = CopySource(copy)
-    assert (source.record, source.data()) == (RECORD, b"some bytes")
-    assert {"model.safetensors.index.json", "run.safetensors"} < set(files(copy))
+def test_what_the_manifest_says(copy: Path) -> None:
+    saved, source = opened(copy)
+    manifest = saved.manifest
+    assert manifest.rule == source.rule
+    assert (manifest.rule.name, manifest.rule.states) == ("AdamW", "int8")
+    assert (manifest.generation, manifest.rank, manifest.world_size) == (1, 0, 1)
+    assert run_state(saved).user_state == STATE
+    bias, unused = source.parameters()["head.bias"], source.parameters()["unused"]
+    assert bias.shape == tuple(entry("frozen").make().head.bias.shape)
+    assert (bias.trainable, bias.step, bias.moments, bias.edited) == (True, 1, True, False)
+    assert (unused.step, unused.moments) == (0, False)
+    assert not source.parameters()["embedding.weight"].trainable
 
 
-def test_without_an_optimizer_there_are_no_states(tmp_path: Path, swap: Path) -> None:
+def test_without_an_optimizer_there_are_values_alone(tmp_path: Path, swap: Path) -> None:
     model = entry("convnet").make()
     with offloaded(model, swap, optimizer=None) as runtime:
         copy_to(tmp_path / "copy", runtime)
-        buffers = set(persistent(model))
-    assert sorted(files(tmp_path / "copy")) == ["model.safetensors", "run.json"]
-    source = CopySource(tmp_path / "copy")
-    assert (source.optimizer, source.data()) == (None, None)
-    assert set(said(tmp_path / "copy")["buffers"]) == buffers != set()
+        names = {name for name, _ in model.named_parameters()}
+    assert set(bits_of(tmp_path / "copy")) == {f"{name}|values" for name in names}
+    assert opened(tmp_path / "copy")[1].rule is None
+    assert main(["checkpoint", "ls", str(tmp_path / "copy")]) == 0
 
 
 def test_only_this_user_may_read_it(copy: Path) -> None:
     assert stat.S_IMODE(copy.stat().st_mode) == 0o700
     assert {stat.S_IMODE(each.stat().st_mode) for each in copy.iterdir()} == {0o600}
-
-
-def test_other_loaders_read_the_model(copy: Path) -> None:
-    weights = open_weights(copy)
-    assert set(weights.names) == {each["names"][0] for each in said(copy)["parameters"]}
-
-
-def test_transformers_loads_it(tmp_path: Path, swap: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config)
-    with offloaded(model, swap) as runtime:
-        copy_to(tmp_path / "copy", runtime)
-        expected = seen(model, runtime)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
-    assert differences(dict(again.state_dict()), expected) == []
-    assert stat.S_IMODE((tmp_path / "copy" / "config.json").stat().st_mode) == 0o600
-
-
-def test_names_that_look_like_states(tmp_path: Path, swap: Path) -> None:
-    model = nn.Module()
-    model.register_parameter("w", nn.Parameter(torch.ones(3)))
-    model.register_parameter("w|x", nn.Parameter(torch.ones(5)))
-    model.register_buffer("w|remainder", torch.ones(4))
-    with offloaded(model, swap) as runtime:
-        copy_to(tmp_path / "copy", runtime)
-        load_into(runtime, tmp_path / "copy")
 
 
 def test_less_than_two_parts_are_in_ram(tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +141,6 @@ def test_a_disk_that_is_full_at_every_write(
     of = entry("custom")
     model, plain = of.make(), of.make()
     target = tmp_path / "a" / "b"
-    options = {"shard": "48KiB", "data": b"x" * 100}
     with offloaded(plain, swap, home=home) as runtime:
         losses = train(plain, runtime, of, range(3))
         end = raw(runtime, plain)
@@ -176,43 +149,26 @@ def test_a_disk_that_is_full_at_every_write(
         start_torch_threads()
         with monkeypatch.context() as patch:
             disk = FailingDisk(patch)
-            copy_to(tmp_path / "well", runtime, **options)
-            count, well = disk.calls, {each.name for each in (tmp_path / "well").iterdir()}
-            assert count > 5 * len(well) > 20
+            copy_to(tmp_path / "well", runtime)
+            count = disk.calls
+            assert count > 30
             with process_resources.nothing_left(garbage=True):
                 for nth in range(1, count + 1):
                     code = (errno.ENOSPC, errno.EDQUOT)[nth % 2]
                     disk.calls, disk.failing = 0, (nth, code)
                     with pytest.raises(StorageFull) as caught:
-                        copy_to(target, runtime, **options)
+                        copy_to(target, runtime)
                     assert caught.value.errno == code
                     assert caught.value.path.startswith(str(tmp_path / "a"))
                     assert "budget" not in caught.value.cure
                     del caught
                     assert sorted(files(tmp_path)) == ["swap", "well"]
             disk.failing = None
-            copy_to(target, runtime, **options)
-            assert {each.name: each.read_bytes() for each in target.iterdir()} == {
-                each.name: each.read_bytes() for each in (tmp_path / "well").iterdir()
-            }
+            copy_to(target, runtime)
+            assert differences(bits_of(target), bits_of(tmp_path / "well")) == []
         again += train(model, runtime, of, range(1, 3))
         assert again == losses
         assert differences(raw(runtime, model), end) == []
-
-
-def test_a_disk_that_is_full_at_the_config(tmp_path: Path, swap: Path) -> None:
-    class Config:
-        def save_pretrained(self, directory: Path) -> None:
-            (directory / "config.json").touch()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    model = entry("custom").make()
-    model.config = Config()
-    with offloaded(model, swap) as runtime:
-        with pytest.raises(StorageFull) as caught:
-            copy_to(tmp_path / "copy", runtime)
-        assert caught.value.path == str(tmp_path / "copy")
-        assert sorted(files(tmp_path)) == ["swap"]
 
 
 def test_a_page_that_cannot_be_read(tmp_path: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,15 +201,90 @@ def test_what_is_refused(tmp_path: Path, swap: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note").touch()
     with offloaded(model, swap) as runtime:
-        for path, options, what in (
-            (tmp_path / "copy", {"shard": 0}, "shard size is zero"),
-            (tmp_path / "full", {}, "is not empty"),
-            ("", {}, "path to save to"),
-        ):
+        for path, what in ((tmp_path / "full", "is not empty"), ("", "path to save to")):
             with pytest.raises(ConfigError, match=what):
-                copy_to(path, runtime, **options)  # type: ignore[arg-type]
+                copy_to(path, runtime)  # type: ignore[arg-type]
         model.other = model.last
         del model.last
         with pytest.raises(ConfigError, match=r"last\.weight was renamed or removed after"):
             copy_to(tmp_path / "copy", runtime)
     assert sorted(files(tmp_path)) == ["full", "swap"]
+
+
+# --- files that are not what they should be ----------------------------------------------------------------
+
+
+def replaced_by_link(path: Path) -> None:
+    """Move a file of the copy away, and put a link to it in its place."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def flipped(path: Path, at: int) -> None:
+    """Flip a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def of_a_rank(path: Path) -> None:
+    """Have a copy's manifest say that it is a rank's part of a commit."""
+    saved, _ = opened(path)
+    data = (path / "commit-1.safetensors").read_bytes()
+    (path / "commit-1").write_bytes(manifest_bytes(replace(saved.manifest, world_size=2), data))
+
+
+WRONG: dict[str, tuple[Callable[[Path], Any], type[InfinityError], str]] = {
+    "no manifest": (lambda path: (path / "commit-1").unlink(), ConfigError, "holds no copy"),
+    "another manifest": (lambda path: flipped(path / "commit-1", -1), CorruptState, "other bytes"),
+    "no data": (lambda path: (path / "commit-1.safetensors").unlink(), CorruptState, "is missing"),
+    "other data": (lambda path: flipped(path / "commit-1.safetensors", -1), CorruptState, "other bytes"),
+    "a link to the manifest": (lambda path: replaced_by_link(path / "commit-1"), CorruptState, "regular"),
+    "no slab": (lambda path: slab_of(path).unlink(), CorruptState, "missing"),
+    "a link to the slab": (lambda path: replaced_by_link(slab_of(path)), CorruptState, "cannot be used"),
+    "a rank's part": (of_a_rank, IncompatibleCheckpoint, "a part of a commit"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_copy_that_is_wrong(wrong: str, copy: Path) -> None:
+    change, error, what = WRONG[wrong]
+    opened(copy)
+    change(copy)
+    with pytest.raises(error, match=what) as caught:
+        opened(copy)
+    assert type(caught.value) is error
+
+
+def test_every_flipped_bit_of_an_array_is_found(copy: Path) -> None:
+    saved, _ = opened(copy)
+    slab = slab_of(copy)
+    base = slab.stat().st_size - saved.manifest.volume.nbytes
+    for parameter in saved.manifest.parameters:
+        for each in parameter.ranges:
+            for place in each.places.values():
+                flipped(slab, base + place.offset + place.nbytes - 1)
+                with pytest.raises(CorruptState, match=r"for its elements"):
+                    bits_of(copy)
+                flipped(slab, base + place.offset + place.nbytes - 1)
+    bits_of(copy)
+    assert main(["checkpoint", "verify", str(copy)]) == 0
+    flipped(slab, base)
+    assert main(["checkpoint", "verify", str(copy)]) == 1
+
+
+def test_a_slab_that_is_cut_while_it_is_open(copy: Path) -> None:
+    _, source = opened(copy)
+    os.truncate(slab_of(copy), 5000)
+    with pytest.raises(CorruptState, match="ends before"):
+        source.read("head.weight", "values", 0, source.parameters()["head.weight"].numel)
+
+
+def test_a_copy_of_another_model(copy: Path, swap: Path) -> None:
+    of = entry("tied")
+    model = changed(of.make())
+    with offloaded(model, swap) as runtime:
+        before = raw(runtime, model)
+        with pytest.raises(IncompatibleCheckpoint, match="are one parameter here, and 2 in"):
+            load_into(runtime, copy)
+        assert differences(raw(runtime, model), before) == []

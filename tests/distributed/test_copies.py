@@ -4,14 +4,15 @@ of commits that ranks stream into new slabs are restored in the same way.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import rank_processes
+import torch
 from copied_cases import train_and_copy, train_from_copy, train_in_turns
 from ranked_cases import HOMES, MODELS, SOME, Case, Place, differences, pairwise
+from run_copies import bits_of, opened
 from training_ranks import launch
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
@@ -58,13 +59,17 @@ def told(function: str, cases: tuple[Case, ...], size: int, copied_by: int, dire
     return said
 
 
-def content(copy: Path) -> dict[str, Any]:
-    """All that a copy holds, but for the generators, which are others in each process."""
-    found: dict[str, Any] = {path.name: path.read_bytes() for path in copy.glob("*.safetensors*")}
-    del found["run.safetensors"]  # it has the generators' states
-    said = json.loads((copy / "run.json").read_text())
-    del said["record"]["rng"]
-    return found | {"run.json": said, "size": said.pop("data")["nbytes"]}
+def content(copy: Path) -> list[Any]:
+    """What a copy holds of parameters and of the run, but for the generators, others in each process."""
+    manifest = opened(copy)[0].manifest
+    parameters = [replace(each, unit=0, ranges=()) for each in manifest.parameters]
+    bits = {name: each.view(torch.uint8).numpy().tobytes() for name, each in bits_of(copy).items()}
+    return [
+        manifest.rule,
+        replace(manifest.run, rng={}),
+        sorted(parameters, key=lambda each: each.names),
+        bits,
+    ]
 
 
 @SOME
@@ -130,9 +135,7 @@ def test_copies_that_fail_end_alike_on_all_ranks(tmp_path: Path) -> None:
         assert mine[11].startswith("ConfigError: Rank 1 failed in load(path): ")
         assert others[11].endswith("elsewhere holds no copy of a run.")
         assert mine[12] == others[12]
-        assert mine[12].startswith(
-            "RankDivergence: At load(path) the run.json of rank 1 and of rank 0 differ"
-        )
+        assert mine[12].startswith("RankDivergence: At load(path) the copy of rank 1 and of rank 0 differ")
         assert twice == again != start
         assert others[-2:] == [twice, again]
 

@@ -169,7 +169,7 @@ def test_from_pretrained_reads_a_checkpoint(tmp_path: Path) -> None:
     (path / "model-00001-of-00002.safetensors").write_bytes(b"old")
     trained("mixtral", tmp_path, "nvme", save_only_model=True, **options)
     assert [each.name for each in path.glob("*.safetensors")] == ["model.safetensors"]
-    assert not (path / "run.json").exists() and not list(path.glob(".*"))
+    assert not (path / "run").exists() and not list(path.glob(".*"))
 
 
 def _lora(**options: Any) -> peft.PeftConfig:
