@@ -36,7 +36,7 @@ from infinity.build import carry_out
 from infinity.formats.master_weights import split
 from infinity.formats.moments import DTYPES
 from infinity.lm.data import Batches, find_text
-from infinity.lm.loop import HeldOut, Recipe, Training, make_optimizer, warm_up_and_cosine
+from infinity.lm.loop import HeldOut, Recipe, RunRanks, Training, make_optimizer, warm_up_and_cosine
 from infinity.lm.model import LanguageModel, language_model
 from infinity.tiers import Tier
 
@@ -77,9 +77,9 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
     print(f"{name}\n{plan}\n", flush=True)
     with carry_out(plan, chosen.model, optimizer, budget=budget) as runtime:
         started = time.perf_counter()
-        losses = [report.loss for report in Training(chosen, runtime, batches, recipe).steps()]
+        losses = [report.loss for report in Training(chosen, runtime, batches, recipe, RunRanks()).steps()]
         seconds = time.perf_counter() - started
-        held_out = HeldOut(chosen, batches, torch.device("cpu")).loss()
+        held_out = HeldOut(chosen, batches, torch.device("cpu"), ranks=RunRanks()).loss()
     return Run(name, seed, losses, held_out, seconds)
 
 
@@ -119,7 +119,9 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
                 parameter.copy_(master)
         losses.append(loss.item())
     seconds = time.perf_counter() - started
-    return Run(name, seed, losses, HeldOut(chosen, batches, torch.device("cpu")).loss(), seconds)
+    return Run(
+        name, seed, losses, HeldOut(chosen, batches, torch.device("cpu"), ranks=RunRanks()).loss(), seconds
+    )
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:

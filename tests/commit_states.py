@@ -33,7 +33,6 @@ class SlabFiles:
     def __init__(self, saved: SavedCommit, directories: Sequence[Path]) -> None:
         """Raises as the adoption of slabs does."""
         record = saved.manifest.volume
-        self.free_bytes = record.nbytes
         self._map = StripeMap([each.weight for each in record.slabs], record.stripe_bytes)
         self._descriptors: list[int] = []
         for each in record.slabs:
@@ -42,19 +41,13 @@ class SlabFiles:
                 raise CorruptState(f"{path} is too short.", "None.")
             self._descriptors.append(os.open(path, os.O_RDONLY))
 
-    def lease(self, nbytes: int) -> None:
-        return None
-
-    def read(self, lease: None, into: torch.Tensor, *, offset: int) -> SlabFiles:
+    def read(self, into: torch.Tensor, offset: int) -> None:
+        """Read bytes of the volume, as `infinity.checkpoint.commit_source.Read` says."""
         done = 0
         for slab, start, nbytes in self._map.extents(offset, into.nbytes):
             moved = os.preadv(self._descriptors[slab], [into.numpy()[done : done + nbytes]], start)
             assert moved == nbytes
             done += nbytes
-        return self
-
-    def wait(self) -> None:
-        """The bytes are there."""
 
     def close(self) -> None:
         while self._descriptors:
@@ -181,7 +174,7 @@ def wrong_arrays(saved: SavedCommit, directories: Sequence[Path], shot: Shot) ->
     """
     files = SlabFiles(saved, directories)
     try:
-        return _wrong_arrays(saved, CommitSource(saved, files), shot)  # type: ignore[arg-type]
+        return _wrong_arrays(saved, CommitSource(saved, files.read), shot)
     finally:
         files.close()
 
@@ -195,7 +188,7 @@ def _wrong_arrays(saved: SavedCommit, source: CommitSource, shot: Shot) -> list[
         values = in_memory_order(shot.parameters[name], parameter.stride)
         wanted = {VALUES: values}
         state = shot.states.get(name, {})
-        for array in parameter.state_arrays(source.optimizer):
+        for array in parameter.state_arrays(source.rule):
             if array.name in state:
                 wanted[array.name] = in_memory_order(state[array.name], parameter.stride)
             elif array.name == "remainder" and "master" in state and not parameter.edited:
@@ -208,8 +201,8 @@ def _wrong_arrays(saved: SavedCommit, source: CommitSource, shot: Shot) -> list[
                 found = source.read(name, array_name, each.first, each.count)
                 if not np.array_equal(_bits(found), _bits(tensor[each.first : each.first + each.count])):
                     wrong.append(f"{name}.{array_name} from element {each.first} on")
-        if parameter.has_moments != (name in shot.states):
-            wrong.append(f"{name} {'has' if parameter.has_moments else 'lacks'} moments")
+        if parameter.moments != (name in shot.states):
+            wrong.append(f"{name} {'has' if parameter.moments else 'lacks'} moments")
     return wrong
 
 

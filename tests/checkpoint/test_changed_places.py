@@ -25,7 +25,7 @@ from zoo import entry as zoo_entry
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, Damage
+from infinity.checkpoint.commit_source import CommitSource, Damage, reader_of
 from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checksum import crc32c
 from infinity.errors import CorruptState
@@ -98,7 +98,7 @@ def opened(saved: SavedCommit, path: Path) -> Iterator[CommitSource]:
     """Open the slab of a commit, to check it."""
     record = saved.manifest.volume
     with NvmeTier({str(path.parent): 1 << 40}, record.nbytes, adopt=record) as tier:
-        yield CommitSource(saved, tier)
+        yield CommitSource(saved, reader_of(tier))
 
 
 def check_all(saved: SavedCommit, source: CommitSource) -> list[Damage]:

@@ -418,5 +418,5 @@ def test_a_model_with_adapters_is_not_passed_off_as_one_of_transformers(
         assert not (tmp_path / "out").exists()
         runtime.save(tmp_path / "copy")  # for runtime.load, and without a configuration
         runtime.load(tmp_path / "copy")
-    assert "model.safetensors" in files(tmp_path / "copy")
+    assert "commit-1" in files(tmp_path / "copy")
     assert "config.json" not in files(tmp_path / "copy")

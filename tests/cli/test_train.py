@@ -21,7 +21,7 @@ from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import atomic_directory
 from infinity.lm.data import Batches, find_text
-from infinity.lm.loop import HeldOut
+from infinity.lm.loop import HeldOut, RunRanks
 from infinity.lm.model import language_model
 from infinity.system.disk_files import injected
 
@@ -144,7 +144,9 @@ def test_an_export_is_the_trained_model(job: TinyJob, capsys: pytest.CaptureFixt
     with infinity.offload(
         tiny.model, optimizer, precision=precision, device="cpu", weights=out, budget=roomy()
     ) as runtime:
-        held_out = HeldOut(tiny, Batches(text, tiny, batch=2, seq=32, seed=0), torch.device("cpu"))
+        held_out = HeldOut(
+            tiny, Batches(text, tiny, batch=2, seq=32, seed=0), torch.device("cpu"), ranks=RunRanks()
+        )
         assert held_out.loss() == summary["held_out_loss"]["after"]
         runtime.export(again)
     first, second = load_file(out / "model.safetensors"), load_file(again / "model.safetensors")
