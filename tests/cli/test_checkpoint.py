@@ -51,9 +51,9 @@ def place_of(directory: Path, parameter: str, array: str) -> Place:
 def flip(slab: Path, offset: int) -> None:
     """Change a byte of a slab's pages. offset: in the volume, which has one slab."""
     with slab.open("r+b") as file:
-        file.seek(4096 + offset)
+        file.seek(offset)
         (byte,) = file.read(1)
-        file.seek(4096 + offset)
+        file.seek(offset)
         file.write(bytes([byte ^ 0x10]))
 
 
