@@ -32,7 +32,7 @@ BUGS: Sequence[tuple[str, Run]] = (
     ("old parts removed before others voted", WHOLE),
     ("old parts removed before others voted", MOVED),
     ("refused part left", UNSYNCED),
-    ("refused part removed without a sync", UNSYNCED),
+    ("refused part taken back without a sync", UNSYNCED),
     ("resumed name not synced", Run(parts=("killed before the sync", "resumed"))),
 )
 """(the bug, the run in which it shows)."""

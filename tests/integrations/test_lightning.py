@@ -282,7 +282,7 @@ def test_a_checkpoint_takes_no_ram_for_all_tensors(tmp_path: Path) -> None:
         made.save_checkpoint(tmp_path / "one.ckpt")
         made.save_checkpoint(tmp_path / "two.ckpt", weights_only=True)
         made.strategy.load_model_state_dict(made.strategy.load_checkpoint(tmp_path / "one.ckpt"))
-    assert living.peak < 3 << 20
+    assert living.peak < 4 << 20  # some tensors of 1 MiB at a time
     assert sum(each.stat().st_size for each in (tmp_path / "one.ckpt" / "run").iterdir()) > 9 << 20
 
 
