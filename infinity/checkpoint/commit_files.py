@@ -141,17 +141,22 @@ def _undo(
 
 
 def take_back(
-    directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None = None
+    directory: str | os.PathLike[str],
+    generation: int,
+    files: DiskFiles,
+    tier: NvmeTier | None = None,
+    *,
+    leave: bool = False,
 ) -> None:
-    """Take a commit that does not count back. Its slabs are left to `unfinished_slabs`, or given the names of
-    new ones.
+    """Take a commit that does not count back, and remove its files.
 
-    tier: has the slabs if they are this process's and no other commit needs them. Raises StorageError; the
-    manifest may have its name then.
+    tier: has the slabs, which get the names of new ones, if no other commit needs them; None otherwise.
+    leave: whether the temporary manifest stays for `unfinished_slabs`, which removes the slabs that it names.
+    Raises StorageError; the manifest may have its name then.
     """
     files.rename(manifest_path(directory, generation), _temporary_path(directory, generation))
     files.sync_directory(directory)
-    if tier is not None:
+    if not leave:
         with contextlib.suppress(StorageError):
             _undo(directory, generation, files, tier)
 

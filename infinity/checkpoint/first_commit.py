@@ -131,4 +131,4 @@ def _remove_parts(directories: Iterable[Path], files: DiskFiles) -> None:
     for directory in directories:
         with PathLock(directory, rank=rank_of(directory), files=files):
             for generation in commit_files.generations(directory):
-                commit_files.take_back(directory, generation, files)
+                commit_files.take_back(directory, generation, files, leave=True)
