@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
+import struct
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -81,7 +83,11 @@ def inodes(directory: Path) -> dict[str, int]:
 
 def owner(directory: Path, rank: int) -> int:
     """Id of the process that has locked the directory for a rank."""
-    return int((directory / f"infinity-rank{rank}.lock").read_text().splitlines()[0])
+    asked = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with (directory / f"infinity-rank{rank}.lock").open("r+b") as file:
+        kind, *_, process = struct.unpack("hhqqi0q", fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    assert kind != fcntl.F_UNLCK
+    return int(process)
 
 
 @pytest.fixture(scope="module")
