@@ -28,7 +28,7 @@ from infinity.config import Budget
 from infinity.cpu_adam import BLOCK, Segment, Update
 from infinity.device_update import kernels as device_kernels
 from infinity.device_update.kernels import Kernels, UpdateKind
-from infinity.device_update.table import Chunk
+from infinity.device_update.table import DeviceChunk
 from infinity.formats.optimizer_rules import Rule
 from infinity.planning import twin_flow
 from infinity.planning.placement import Kind
@@ -338,7 +338,7 @@ class Stream:
 
 def test_the_workspace_is_used_by_one_stream_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Update(grad=torch.ones(1), parameter=torch.ones(1), segments=[Segment(0, 1)], hypers=[])
-    updates, _memory = updates_of([Chunk(work, "p")], "cpu")
+    updates, _memory = updates_of([DeviceChunk(work, "p")], "cpu")
     one, other = Stream(), Stream()
     now = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
