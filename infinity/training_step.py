@@ -693,27 +693,32 @@ class TrainingStep:
         """
         gradients = self._gradients
         before = set(self._having())
-        squares = self._settle(call, keys)
+        # An eager step with a lost gradient ends as one that is not finite does; see `_check_whole_updates`.
+        squares = self._settle(call, keys, forgiving=self._eager is not None)
         for key in gradients.having():
             if gradients.factors and key not in before:  # another rank's, which this rank could not scale
                 gradients.scale(*key, gradients.factor)
         return gradients.norm_of(squares, gradients.unscale)
 
-    def _settle(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple) -> ExactSum:
-        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ."""
+    def _settle(
+        self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple, *, forgiving: bool = False
+    ) -> ExactSum:
+        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ.
+        forgiving: as of `RankedStep.settle`.
+        """
         assert self._ranked is not None
         failure: InfinityError | None = None
         try:
             self._group_of()
             self._gradients.agree_on_factor(call, keys())
             self._components.store.settle()
-            if self._eager is None:
+            if not forgiving:
                 self._gradients.check()
-            else:
+            if self._eager is not None:
                 self._eager.check_options(self._param_groups)
         except InfinityError as error:
             failure = error.again()
-        return self._ranked.settle(call, self._param_groups, failure, forgiving=self._eager is not None)
+        return self._ranked.settle(call, self._param_groups, failure, forgiving=forgiving)
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
