@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,7 +40,6 @@ arrays are those of `StateArray`.
 """
 
 _PAGE = 4096
-_UUID = re.compile("[0-9a-f]{32}")
 
 MASTER_DTYPES = {"whole": "float16", "split": "bfloat16", "itself": "float32", "none": ""}
 """The dtype of a trainable parameter's values, by `ParameterEntry.master`."""

@@ -245,8 +245,8 @@ def make_job(
     if options.machine is None:
         device = usable_device(_device(options.device, several=communicator is not None))
     if options.compute is None:
-        here = options.machine is None
-        options.compute = "bf16" if not here or multiplies(device, torch.bfloat16) else "fp32"
+        slow = options.machine is None and not multiplies(device, torch.bfloat16)
+        options.compute = "fp32" if slow else "bf16"
     precision = replace(options.precision, compute=options.compute, states=options.states)
     text = find_text(options.data)
     batches = Batches(text, model, batch=options.batch, seq=options.seq, seed=options.seed)

@@ -30,9 +30,6 @@ _MASTERS = {
 AVERAGE = "average"
 """The name of the state array that holds the running averages of fp32 masters, in fp32."""
 
-TRAINABLE = tuple(_MASTERS)
-"""The dtypes of parameters that can be trained."""
-
 
 @dataclass(frozen=True)
 class StateArray:
