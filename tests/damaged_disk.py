@@ -71,8 +71,7 @@ class Disk:
         self.settle()
         while True:
             slab = self.chance.choice(self.tier.slabs)
-            base = slab.base
-            place = Place(os.fspath(slab.path), base + self.chance.randrange(slab.nbytes // PAGE) * PAGE)
+            place = Place(os.fspath(slab.path), self.chance.randrange(slab.nbytes // PAGE) * PAGE)
             before = read_at(place)
             after = self._changed(kind, place, before)
             if after != before and any(before):

@@ -200,7 +200,7 @@ def _die_in_the_first_commit() -> None:
     """Kill this rank before its first manifest, once rank 0 has its own. Once only if torchrun starts it."""
     write = commit_files.write
 
-    def dying(*arguments: Any) -> None:
+    def dying(*arguments: Any, **_: Any) -> None:
         directory = Path(arguments[3]).parent / "rank-0"
         while not commit_files.generations(directory):
             time.sleep(0.01)
