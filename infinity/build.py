@@ -185,7 +185,6 @@ class _Wiring:
         if self.communicator is not None:
             from infinity.distributed.peers import Peers
 
-            assert self.remote is not None
             peers = Peers(
                 self.communicator,
                 self.remote,
@@ -236,11 +235,7 @@ class _Wiring:
         *,
         resumed: bool,
     ) -> PrefetchEngine:
-        if self.remote is None:
-            return PrefetchEngine(pages, self.store, Trace(), meter=meter, updates=updates, edits=edits)
-        from infinity.prefetch.ranked_engine import RankedEngine
-
-        return RankedEngine(
+        return PrefetchEngine(
             pages,
             self.store,
             Trace(),
@@ -248,7 +243,7 @@ class _Wiring:
             updates=updates,
             edits=edits,
             remote=self.remote,
-            own_parts=resumed,
+            resumed=resumed,
         )
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:

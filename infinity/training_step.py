@@ -5,6 +5,7 @@ The methods of `runtime.optimizer`, and the hooks that autograd calls with gradi
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import warnings
@@ -17,6 +18,7 @@ import torch
 from infinity.accumulation.vertical import Accumulator
 from infinity.components import Components
 from infinity.config import format_size
+from infinity.distributed.single import GRADIENT_CURE, SingleStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.formats.master_weights import rounded
 from infinity.formats.muon import Muon
@@ -47,8 +49,9 @@ class TrainingStep:
         assert parts.gradients is not None and parts.states is not None and parts.scheduler is not None
         self.check_capacity = check_capacity
         self._components = parts
-        self._ranked = None if parts.peers is None else parts.peers.step
-        """The other ranks; None if there are none."""
+        ranks = SingleStep(parts.gradients) if parts.peers is None else parts.peers.step
+        assert ranks is not None
+        self._ranks = ranks
         self._refuse = parts.health.check
         self._pager = parts.pager
         self._edits = parts.edits
@@ -108,11 +111,7 @@ class TrainingStep:
                     'Offload with update="lazy" to clip.',
                 )
             self._check_slots()
-            if self._ranked is None:
-                self._gradients.agree_on_factor("clip_grad_norm_", self._having())
-                norm = self._gradients.norm()
-            else:
-                norm = self._agreed_norm("clip_grad_norm_", self._having)
+            norm = self._agreed_norm("clip_grad_norm_", self._having)
             self._gradients.clip(max_norm, norm)
         return norm
 
@@ -129,8 +128,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._check_slots()
-            read = self._gradients.read if self._ranked is None else self._ranked.gradient
-            return read(unit, parameter)
+            return self._ranks.gradient(unit, parameter)
 
     def gradient_norm(self, unit: int, parameter: int) -> float:
         """The 2-norm of a parameter's gradient, from the sums of squares that its page has: no gradient is
@@ -140,10 +138,7 @@ class TrainingStep:
         with self._pager.lock:
             self._refuse()
             self._check_slots()
-            if self._ranked is None:
-                squares = gradients.squares((unit, parameter))
-            else:
-                squares = self._ranked.squares_of(unit, parameter, self._settle)
+            squares = self._ranks.squares_of(unit, parameter, self._settle)
             return gradients.norm_of(squares, gradients.unscale_of(unit, parameter))
 
     def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
@@ -167,20 +162,16 @@ class TrainingStep:
         are eager, inside of a backward, and with several ranks unless all elements are zero.
         """
         name = self._components.pages[unit].layout.parameters[parameter].names[0]
-        cure = "Change what backward adds, in a hook (p.register_hook), or scale the loss."
         if self._eager is not None:
             raise ConfigError(
                 f"The gradient of {name} was set, but eager updates use gradients when they come.",
-                f'Offload with update="lazy" to set gradients. {cure}',
+                f'Offload with update="lazy" to set gradients. {GRADIENT_CURE}',
             )
         if torch._C._current_graph_task_id() != -1:
-            raise ConfigError(f"The gradient of {name} was set inside of a backward.", cure)
+            raise ConfigError(f"The gradient of {name} was set inside of a backward.", GRADIENT_CURE)
         zeros = not value.any()
-        if self._ranked is not None and not zeros:
-            raise ConfigError(
-                f"The gradient of {name} was set, but it is a sum over ranks, of which each keeps a part.",
-                cure,
-            )
+        if not zeros:
+            self._ranks.check_settable(unit, parameter)
         gradients = self._gradients
         self.drop_gradient(unit, parameter, zeros=zeros)
         if zeros:
@@ -215,12 +206,7 @@ class TrainingStep:
             self._check_masters("step()")
             parts.meter.entered(Phase.STEP)
             self._check_slots()
-            if self._ranked is None:
-                self._group_of()
-                gradients.agree_on_factor("step()", self._to_be_updated())
-                parts.store.settle()  # raises if a gradient was not written home; only this step is lost
-            else:
-                norm = self._agreed_norm("step()", self._to_be_updated)
+            norm = self._agreed_norm("step()", self._to_be_updated)
             if not gradients.any:
                 gradients.check()  # the only one may be lost
                 raise ConfigError(
@@ -229,7 +215,7 @@ class TrainingStep:
                 )
             if self._eager is not None:
                 self._eager.step(self._param_groups)
-            finite = gradients.finite() if self._ranked is None else math.isfinite(norm)
+            finite = math.isfinite(norm)
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
@@ -277,15 +263,14 @@ class TrainingStep:
                     unit: {index for index in page.having if self.has_gradient(unit, index)}
                     for unit, page in self._gradients.pages.items()
                 }
-                if self._ranked is not None:
-                    self._ranked.times_zeroed += 1
+                self._ranks.times_zeroed += 1
             self._forget_stored()
             for unit, page in self._gradients.pages.items():
                 page.zeros = zeros.get(unit, set())
 
     def has_gradient(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
-        return (self._gradients if self._ranked is None else self._ranked).has(unit, parameter)
+        return self._ranks.has(unit, parameter)
 
     def gradient_age(self, unit: int, parameter: int) -> int:
         """A number that is another one after a parameter's gradient was forgotten or replaced."""
@@ -300,27 +285,21 @@ class TrainingStep:
         Raises the errors of `RankedStep.drop`, and ConfigError for eager updates of a step that has not
         called `step`.
         """
-        gradients, ranked = self._gradients, self._ranked
+        gradients, ranks = self._gradients, self._ranks
         with self._pager.lock:
             self._refuse()
             self._check_stepped("A gradient was dropped (p.grad = None)")
             had = self.has_gradient(unit, parameter)
-            if ranked is not None:
-                ranked.drop(unit, parameter)
+            ended = self._eager is not None and self._eager.ended
+            last = had and (parameter in gradients.pages[unit].content or bool(gradients.factors) or ended)
+            ranks.drop(unit, parameter)
             if not had and not zeros:
                 return
             page = gradients.pages[unit]
-            ended = self._eager is not None and self._eager.ended
-            last = had and (parameter in page.content or bool(gradients.factors) or ended)
             (page.zeros.add if zeros else page.zeros.discard)(parameter)
             gradients.factors.pop((unit, parameter), None)
             self._times_dropped[unit, parameter] += 1
-            if ranked is None:
-                gradients.drop(unit, parameter)
-                last = last and torch._C._current_graph_task_id() == -1 and not gradients.any_stored
-            else:
-                last = had and ranked.settled and not ranked.any_stored
-            if last:
+            if last and ranks.settled and not ranks.any_stored:
                 self._forget_stored()
 
     def has_state(self, parameter: torch.Tensor) -> bool:
@@ -410,22 +389,24 @@ class TrainingStep:
         """Wait until all ranks are about to replace the same optimizer states, so that none still reads the
         present ones. Raises RankDivergence for other states on another rank.
         """
-        if self._ranked is not None:
-            with self._pager.lock:
-                self._refuse()
-                digests = {}
-                for parameter, state in states:
-                    place = self._place(parameter)
-                    layout = place.page.layout.parameters[place.index]
-                    digests[place.page.index, place.index] = state_digest(layout, state)
-                self._ranked.agree_on_states(digests)
+
+        def digests() -> dict[tuple[int, int], int]:
+            found = {}
+            for parameter, state in states:
+                place = self._place(parameter)
+                layout = place.page.layout.parameters[place.index]
+                found[place.page.index, place.index] = state_digest(layout, state)
+            return found
+
+        with self._pager.lock:
+            self._refuse()
+            self._ranks.agree_on_states(digests)
 
     def loaded(self) -> None:
         """Wait until all ranks have replaced optimizer states, so that none reads former ones of others."""
-        if self._ranked is not None:
-            with self._pager.lock:
-                self._refuse()
-                self._ranked.agree("the end of a change of optimizer states")
+        with self._pager.lock:
+            self._refuse()
+            self._ranks.agree("the end of a change of optimizer states")
 
     def write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
         """Replace the parameter's optimizer state; with {} the next update is the parameter's first.
@@ -454,12 +435,9 @@ class TrainingStep:
         the step.
         """
         self._gradients.check_unscaled()
-        if self._ranked is None or not self._ranked.add(unit, parameter, gradient, later):
+        if not self._ranks.add(unit, parameter, gradient, later):
             self._scheduler.accumulate(unit, parameter, gradient)
-            if self._eager is not None and self._ranked is None:
-                self._update_early(unit)
-        elif self._eager is not None:
-            self._update_complete()
+        self._update_complete()
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         """Take from autograd the gradient that it has computed for a parameter, and store it.
@@ -479,12 +457,9 @@ class TrainingStep:
     def _store_gradient(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         gradient = take_gradient(parameter)
         place = self._place(parameter)
+        together = accumulator is not None and accumulator.together
         if gradient is not None:
-            if self._ranked is not None:
-                together = accumulator is not None and accumulator.together
-                self._ranked.await_room(None if together else gradient.nbytes)
-            else:
-                self._gradients.await_room(place.page.index, place.index, gradient)
+            self._ranks.await_room(place.page.index, place.index, gradient, together=together)
         with self._pager.lock:
             self._refuse()
             if gradient is not None:
@@ -498,26 +473,22 @@ class TrainingStep:
                 self._backward = backward
                 self._components.meter.entered(Phase.BACKWARD)
                 engine = torch.autograd.Variable._execution_engine
-                together = accumulator is not None and accumulator.together
-                counts = self._ranked is not None and not together
-                engine.queue_callback(self._counted_backward_done if counts else self._backward_done)
+                engine.queue_callback(self._backward_done if together else self._counted_backward_done)
 
     def expect(self, number: int, parameters: Set[tuple[int, int]]) -> None:
         """Note to which parameters, (unit, index), the backward of a micro-batch brings gradients, once each.
 
         number: that of the micro-batch in the group that runs together.
         """
-        if self._ranked is not None:
-            self._ranked.await_room(None)
-            with self._pager.lock:
-                self._ranked.expect(number, parameters)
+        self._ranks.await_cleared()
+        with self._pager.lock:
+            self._ranks.expect(number, parameters)
 
     def backwards_done(self, count: int) -> None:
         """Note that the backwards of `count` micro-batches that ran together have ended."""
-        if self._ranked is not None:
-            with self._pager.lock:
-                self._ranked.backward_ended(count)
-                self._update_complete()
+        with self._pager.lock:
+            self._ranks.backward_ended(count)
+            self._update_complete()
 
     def _counted_backward_done(self) -> None:
         self._backward_done()
@@ -560,7 +531,7 @@ class TrainingStep:
             parts.prefetch_engine.land_all()  # a page that arrives now would miss the update
         self._edits.sync_edits()
         order = parts.prefetch_engine.next_step()
-        exposed = self._exposed()
+        exposed = parts.prefetch_engine.exposed()  # before an update begins, which has views of pages, too
         options = StepOptions(self._param_groups, self._group_of(), self._states.rule, self._states.averaged)
         try:
             if self._states.rule.matrix:
@@ -571,8 +542,11 @@ class TrainingStep:
             parts.health.interrupted(error)
             raise
         self._edits.updated()
-        if self._ranked is not None and not self._states.rule.matrix:
-            self._tell_ranks(self._updated_units(options), exposed)
+        if not self._states.rule.matrix:
+            self._ranks.stepped(functools.partial(self._updated_units, options))
+            for unit in exposed:  # their parts of other ranks
+                parts.prefetch_engine.demand([unit], AccessKind.UPDATE)
+                parts.prefetch_engine.settle_for_user([unit])
         parts.prefetch_engine.look_ahead()
 
     def _update_matrices(self) -> None:
@@ -601,12 +575,11 @@ class TrainingStep:
             momentum = torch.zeros_like(gradient)
         with torch.no_grad():
             options.update(master, momentum, gradient, self._components.plan.device)
-        if self._ranked is not None:
-            # Then no rank reads former parts any more, and devices that round otherwise are found.
-            self._ranked.agree_on_states(
-                {(unit, index): state_digest(layout, {"momentum_buffer": momentum, "master": master})},
-                "Train on equal devices, with equal versions of torch and numbers of threads.",
-            )
+        # Then no rank reads former parts any more, and devices that round otherwise are found.
+        self._ranks.agree_on_states(
+            lambda: {(unit, index): state_digest(layout, {"momentum_buffer": momentum, "master": master})},
+            "Train on equal devices, with equal versions of torch and numbers of threads.",
+        )
         step = states.pages[unit].steps[index] + 1
         states.write(unit, index, {"momentum_buffer": momentum})
         states.pages[unit].steps[index] = step
@@ -616,32 +589,13 @@ class TrainingStep:
             self._edits.write_back(page)
         del states.given[unit, index]
 
-    def _exposed(self) -> list[int]:
-        """The units whose bytes user code has views of, for `_tell_ranks`. Called before an update begins,
-        which has views of pages, too.
-        """
-        if self._ranked is None:
-            return []
-        return [page.index for page in self._components.pages if self._edits.exposed(page.index)]
-
-    def _tell_ranks(self, updated: Sequence[int], exposed: Sequence[int]) -> None:
-        """Note that all ranks update the units `updated`, and bring the other ranks' parts of the units
-        `exposed`.
-        """
-        assert self._ranked is not None
-        engine = self._components.prefetch_engine
-        self._ranked.stepped(updated)
-        for unit in exposed:
-            engine.demand([unit], AccessKind.UPDATE)
-            engine.settle_for_user([unit])
-
     def _check_stepped(self, call: str) -> None:
         """Raise ConfigError if eager updates may have begun in a step that has not called `step`.
 
         Over ranks other ranks may have begun them once this rank has any gradient. call: what user code does.
         """
         eager = self._eager
-        if eager is None or eager.ended or not (eager.begun or (self._ranked is not None and self.open)):
+        if eager is None or eager.ended or not (eager.begun or (self._ranks.updates_elsewhere and self.open)):
             return
         raise ConfigError(
             f"{call}, but step() was not, and eager updates in the backward cannot be undone.",
@@ -652,9 +606,9 @@ class TrainingStep:
     def _check_whole_updates(self, eager: EagerStep) -> None:
         """Raise NonFiniteGradient if an eager update has begun on a rank, in a step with a gradient that is
         not finite: each rank updates parts of units, and others may not have. No more can be done with the
-        runtime then. One rank updates whole units.
+        runtime then.
         """
-        if self._ranked is not None and self._ranked.on_any("step()", eager.begun):
+        if self._ranks.updated_in_part(eager.begun):
             error = NonFiniteGradient(
                 "A gradient is infinite, NaN or lost, and eager updates have changed parts of parameters on "
                 "some ranks alone.",
@@ -664,14 +618,13 @@ class TrainingStep:
             raise error.again()
 
     def _update_complete(self) -> None:
-        """Begin the eager updates of units that have got the last gradients of other ranks."""
-        if self._eager is not None and self._ranked is not None:
-            for unit in self._ranked.take_complete():
-                self._update_early(unit)
+        """Begin the eager updates of units that have got the last gradients of all ranks."""
+        for unit in self._ranks.take_complete() if self._eager is not None else ():
+            self._update_early(unit)
 
     def _forget_stored(self) -> None:
         """Forget all stored gradients, so that the next step can begin."""
-        (self._gradients if self._ranked is None else self._ranked).clear()
+        self._ranks.clear()
         self._times_forgotten += 1
         self.open = False
         if self._eager is not None:
@@ -706,19 +659,18 @@ class TrainingStep:
         """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ.
         forgiving: as of `RankedStep.settle`.
         """
-        assert self._ranked is not None
         failure: InfinityError | None = None
         try:
             self._group_of()
             self._gradients.agree_on_factor(call, keys())
-            self._components.store.settle()
+            self._components.store.settle()  # raises if a gradient was not written home
             if not forgiving:
                 self._gradients.check()
             if self._eager is not None:
                 self._eager.check_options(self._param_groups)
         except InfinityError as error:
             failure = error.again()
-        return self._ranked.settle(call, self._param_groups, failure, forgiving=forgiving)
+        return self._ranks.settle(call, self._param_groups, failure, forgiving=forgiving)
 
     def _update_early(self, unit: int) -> None:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
@@ -777,11 +729,7 @@ class TrainingStep:
         """
         page = place.page
         self._edits.write_back(page)
-        if self._ranked is not None:
-            return self._pager.values(place).clone()
-        layout = page.layout.parameters[place.index]
-        nbytes = layout.numel * layout.dtype.itemsize
-        return self._components.store.fetch(page.home, page.start(place.index), nbytes).view(layout.dtype)
+        return self._pager.copied_values(place)
 
     def _place(self, parameter: torch.Tensor) -> Place:
         if isinstance(parameter, PagedParameter) and parameter._place.pager is self._pager:

@@ -108,12 +108,7 @@ class Source:
 
     def _values(self, place: Place, part: Piece) -> torch.Tensor:
         """Return a copy of a part of a parameter's values, flat in the order of memory."""
-        page, index = place.page, place.index
-        if self.store.plan.share.ranks > 1:  # the home may lack parts, or have outdated ones
-            return self.pager.values(place, part.start, part.count).clone()
-        dtype = page.layout.parameters[index].dtype
-        start = page.start(index) + part.start * dtype.itemsize
-        return self.store.fetch(page.home, start, part.count * dtype.itemsize).view(dtype)
+        return self.pager.copied_values(place, part.start, part.count)
 
     def _state(self, page: StatePage, chunk_index: int, name: str, part: Piece) -> torch.Tensor:
         assert self.states is not None

@@ -27,6 +27,7 @@ from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home, content_at
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parts import parameter_parts, state_parts
+from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
@@ -43,7 +44,7 @@ class InitialPages:
         rank.
         """
         self.communicator = communicator
-        self.remote = None if communicator is None else communicator.remote_parts(store.node_cache)
+        self.remote = RemotePages() if communicator is None else communicator.remote_parts(store.node_cache)
         self.early: list[tuple[int, Any]] = []
         """What other ranks have said to the runtime while it was being made."""
         self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]

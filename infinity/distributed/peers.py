@@ -17,9 +17,9 @@ from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import StatePage
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.prefetch.engine import PrefetchEngine
-from infinity.prefetch.ranked_engine import RankedEngine
 
 
 class Peers:
@@ -28,7 +28,7 @@ class Peers:
     def __init__(
         self,
         communicator: Communicator,
-        remote: RemoteParts,
+        remote: RemotePages,
         *,
         pages: Sequence[ParameterPage],
         states: Mapping[int, StatePage],
@@ -43,7 +43,7 @@ class Peers:
         """remote: brings parts of pages that other ranks own. drive: completes what a commit lacks. early:
         what other ranks have said to this runtime before it was made.
         """
-        assert isinstance(engine, RankedEngine) and store.exchange is not None
+        assert isinstance(remote, RemoteParts) and store.exchange is not None
         self.communicator = communicator
         self.remote = remote
         wire, lock, share = communicator.wire, communicator.lock, communicator.share

@@ -37,6 +37,7 @@ from infinity.distributed.message import Kind
 from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.single import GRADIENT_CURE, SingleStep
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
@@ -45,7 +46,7 @@ from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
-from infinity.prefetch.ranked_engine import RankedEngine
+from infinity.prefetch.engine import PrefetchEngine
 
 _OPTIONS = "options of the param groups"
 _MEMBERS = "parameters of the param groups"
@@ -57,8 +58,10 @@ _EQUAL = (_OPTIONS, _MEMBERS, _FACTOR, _TIMES_CLEARED, _TIMES_ZEROED)
 _SAME_VALUES = "Make the same calls with the same values on all ranks."
 
 
-class RankedStep:
-    """The other ranks, as a training step sees them. Called under the runtime's lock, unless it says so."""
+class RankedStep(SingleStep):
+    """Several ranks, as a training step sees them."""
+
+    updates_elsewhere = True
 
     def __init__(
         self,
@@ -70,13 +73,14 @@ class RankedStep:
         whole: WholeGradients | None,
         service: PageService,
         remote: RemoteParts,
-        engine: RankedEngine,
+        engine: PrefetchEngine,
         gradients: Gradients,
         lock: TrainerLock,
     ) -> None:
         """contributions: takes gradients to the ranks that keep their sums; None if every rank keeps all of
         them. Then `whole` sums them up.
         """
+        super().__init__(gradients)
         self.contributions = contributions
         self._whole = whole
         self._share = share
@@ -86,10 +90,7 @@ class RankedStep:
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
         """Number of times that all ranks have, and this rank's pages have forgotten them."""
-        self.times_zeroed = 0
-        """Number of times that this rank has cleared its gradients by zero_grad(set_to_none=False)."""
-        self.settled = False
-        """Whether all ranks know which parameters have gradients: none has come since they agreed on it."""
+        self._settled = False
         self._squares: dict[str, ExactSum] | None = None
         """What `squares_of` knows; None after a gradient has come."""
         self._added: set[tuple[int, int]] = set()
@@ -102,8 +103,10 @@ class RankedStep:
         self._service = service
         self._remote = remote
         self._engine = engine
-        self._gradients = gradients
-        self._pages = gradients.pages
+
+    @property
+    def settled(self) -> bool:
+        return self._settled
 
     def settle(
         self,
@@ -113,14 +116,7 @@ class RankedStep:
         *,
         forgiving: bool = False,
     ) -> ExactSum:
-        """Agree that the gradients are complete; returns the sum of squares of all ranks' gradients.
-
-        Afterwards all ranks know which parameters have gradients. call: the user's call, for errors. groups:
-        the optimizer's param groups, whose options must be the same on all ranks. failure: an error of this
-        rank, by which the call fails on all ranks. forgiving: whether gradients that a rank has lost make the
-        sum infinite, and raise nothing. Raises RankDivergence for another call or other options on another
-        rank, RankFailure for another rank's failure, and `failure` itself; see [Note: after a failed step].
-        """
+        """See SingleStep and [Note: after a failed step]."""
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
         if self.contributions is not None:
             self.contributions.pause(self._cleared[self._share.rank])
@@ -156,7 +152,7 @@ class RankedStep:
                 self._pages.values(), contents_of(self._pages, said["zeros"]), strict=True
             ):
                 page.zeros |= having
-        self.settled = True
+        self._settled = True
         if forgiving and any(said["lost"] for said in heard.values()):
             self._complete_contributions(heard)
             return ExactSum(nonfinite=math.inf)
@@ -271,11 +267,9 @@ class RankedStep:
         return total
 
     def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
-        """Return the exact sum of squares of a parameter's gradient, over the parts that all ranks keep.
-
-        The first call after a gradient has come is an agreement on the sums of all parameters, so that it
-        does not matter of which parameters a rank asks for them. settle: calls `settle` for the user's call
-        that it is given. Raises the errors of `settle`, and ConfigError inside of a backward.
+        """See SingleStep. The first call after a gradient has come is an agreement on the sums of all
+        parameters, so that it does not matter of which parameters a rank asks for them. Raises ConfigError
+        inside of a backward.
         """
         if torch._C._current_graph_task_id() != -1:
             raise ConfigError(
@@ -298,16 +292,22 @@ class RankedStep:
             self._squares = found
         return self._squares.get(f"{unit} {parameter}", ExactSum())
 
-    def on_any(self, call: str, mine: bool) -> bool:
-        """Tell all ranks whether something is so here; returns whether it is so on any rank."""
-        return any(self._ballots.agree(call, mine).values())
+    def updated_in_part(self, begun: bool) -> bool:
+        return any(self._ballots.agree("step()", begun).values())
+
+    def check_settable(self, unit: int, parameter: int) -> None:
+        raise ConfigError(
+            f"The gradient of {self._name(unit, parameter)} was set, but it is a sum over ranks, of which "
+            "each keeps a part.",
+            GRADIENT_CURE,
+        )
 
     def clear(self) -> None:
         """Forget the gradients of this rank; see [Note: clearing]."""
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()
-        self.settled = False
+        self._settled = False
         self._squares = None
         self._dropped.clear()
         self._added.clear()
@@ -334,14 +334,10 @@ class RankedStep:
             self._wire.bell.ring()
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int) -> bool:
-        """Contribute a gradient. Returns False if the caller is to add it to this rank's own sum.
-
-        later: as in `TrainingStep.add`. Raises ConfigError if no gradient may come now.
-        """
         self._gradients.check_addition(unit, parameter)
         if self._whole is not None:
             self._whole.check()
-        self.settled = False
+        self._settled = False
         self._squares = None
         if self._dropped.get((unit, parameter)):
             raise ConfigError(
@@ -374,7 +370,6 @@ class RankedStep:
         self._dropped[unit, parameter] = (unit, parameter) in self._added
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
         if not self._gradients.has(unit, parameter):
             return False
         return parameter in self._pages[unit].zeros or (unit, parameter) not in self._dropped
@@ -386,7 +381,6 @@ class RankedStep:
 
     @property
     def any_stored(self) -> bool:
-        """Whether a gradient is stored that this rank has not dropped, as far as it knows."""
         return any(
             (unit, parameter) not in self._dropped
             for unit, page in reversed(self._pages.items())
@@ -394,10 +388,8 @@ class RankedStep:
         )
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """Do what `Gradients.read` does for the sum over all ranks.
-
-        Where every rank adds up its gradients by itself until the step ends, this is an agreement until then:
-        all ranks call it for the same parameter, or it raises RankDivergence.
+        """See SingleStep. Where every rank adds up its gradients by itself until the step ends, this is an
+        agreement until then: all ranks call it for the same parameter, or it raises RankDivergence.
         """
         if unit not in self._pages:
             return None
@@ -425,25 +417,15 @@ class RankedStep:
         return self._whole.sum_of(page, chunk_index, piece)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
-        """Say to which parameters, (unit, index), a micro-batch contributes. later: as in `add`.
-
-        Only while gradients may come; `await_room` waits until then.
-        """
         if self.contributions is not None:
             self.contributions.expect(self.contributions.ended + later, parameters)
 
     def agree_on_states(
         self,
-        digests: Mapping[tuple[int, int], int],
+        digests: Callable[[], Mapping[tuple[int, int], int]],
         cure: str = "Give all ranks the same states, such as those of one file.",
     ) -> None:
-        """Wait until all ranks are about to replace the same optimizer states.
-
-        digests: (unit, index of a parameter) -> digest of its new state. cure: for states that differ. Raises
-        RankDivergence, naming a parameter, if a rank has another state for it or replaces another one, and
-        RankFailure.
-        """
-        said = [[*place, digest] for place, digest in sorted(digests.items())]
+        said = [[*place, digest] for place, digest in sorted(digests().items())]
         heard = self._ballots.agree("a change of optimizer states", said)
         given = {rank: {(unit, index): each for unit, index, each in said} for rank, said in heard.items()}
         for rank, states in given.items():
@@ -456,20 +438,20 @@ class RankedStep:
                     )
 
     def agree(self, call: str) -> None:
-        """Wait until all ranks make a call. Raises RankDivergence for another call, and RankFailure."""
         self._ballots.agree(call, {})
 
-    def await_room(self, nbytes: int | None) -> None:
-        """Wait, without the runtime's lock, until a gradient of `nbytes` bytes may come.
-
-        nbytes: None for micro-batches that run together. They reach parameters in an order that may depend on
-        data, so that ranks could wait for each other's later gradients; they wait for no room. Raises the
-        error by which an agreement has failed, RankFailure, and RankDivergence after the time-out.
-        """
+    def await_cleared(self) -> None:
         self._ballots.check()
         self._await_forgotten()
-        if self.contributions is not None and nbytes is not None:
-            self.contributions.await_room(nbytes)
+
+    def await_room(self, unit: int, parameter: int, gradient: torch.Tensor, *, together: bool) -> None:
+        self.await_cleared()
+        if self.contributions is None:
+            super().await_room(unit, parameter, gradient, together=together)
+        elif not together:
+            # Micro-batches that run together reach parameters in an order that may depend on data, so that
+            # ranks could wait for each other's later gradients: they wait for no room.
+            self.contributions.await_room(gradient.nbytes)
 
     def _await_forgotten(self) -> None:
         """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""
@@ -482,7 +464,6 @@ class RankedStep:
             )
 
     def take_complete(self) -> list[int]:
-        """The units that have got the last gradients of a micro-batch of all ranks since the last call."""
         if self.contributions is None:
             return []
         found = sorted(self.contributions.fresh)
@@ -490,14 +471,12 @@ class RankedStep:
         return found
 
     def backward_ended(self, count: int) -> None:
-        """Note that this rank has ended `count` backwards."""
         if self.contributions is not None:
             self.contributions.backward_ended(count)
 
-    def stepped(self, updated: Sequence[int]) -> None:
-        """Note that a step has been decided that updates the units `updated`."""
+    def stepped(self, updated: Callable[[], Sequence[int]]) -> None:
         self._remote.step += 1
-        self._engine.stepped(updated)
+        self._engine.stepped(updated())
         self._service.stepped()
 
     def _name(self, unit: int, parameter: int) -> str:

@@ -17,6 +17,7 @@ from infinity.distributed.wire import Wire
 from infinity.layout.chunks import Piece
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.remote import RemotePages
 from infinity.telemetry.meter import Meter
 from infinity.tiers.link import Timing, Transfer
 
@@ -68,8 +69,8 @@ class _RelayedTransfer(RemoteTransfer):
         return None
 
 
-class RemoteParts:
-    """Implements infinity.pages.remote.RemotePages."""
+class RemoteParts(RemotePages):
+    """The parts of pages that several ranks hold."""
 
     def __init__(self, wire: Wire, lock: TrainerLock, share: Share, cache: NodeCache | None = None) -> None:
         """share: this rank's. cache: keeps what ranks of other nodes own; None: each rank asks the owners."""

@@ -97,7 +97,7 @@ class Pager:
             if exports or not graphs:  # else no operation may change a parameter
                 self._settle(places)
                 written = self._watch(function, args, kwargs)
-            if inside and not self._alone:
+            if inside and not self.prefetch_engine.whole:
                 function = self.prefetch_engine.yielding(function, units, self.lock)
             with torch._C.DisableTorchFunctionSubclass():
                 if in_transform():
@@ -283,6 +283,17 @@ class Pager:
         assert page.residency is not None
         found = page.flat(place.index, page.residency)[first : None if count is None else first + count]
         return self.prefetch_engine.store.copied_to_host(found)
+
+    def copied_values(self, place: Place, first: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return a copy in RAM of a parameter's values, with all edits that are written home. Arguments as
+        for `values`.
+        """
+        if not self.prefetch_engine.whole:  # the home lacks parts of other ranks, or has outdated ones
+            return self.values(place, first, count).clone()
+        page, layout = place.page, place.page.layout.parameters[place.index]
+        size, numel = layout.dtype.itemsize, layout.numel - first if count is None else count
+        start = page.start(place.index) + first * size
+        return self.prefetch_engine.store.fetch(page.home, start, numel * size).view(layout.dtype)
 
     def exported_data(self, place: Place) -> torch.Tensor:
         """See PageAccess. In a call of state_dict, the value is a copy in RAM."""

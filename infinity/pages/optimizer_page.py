@@ -120,9 +120,7 @@ class States:
     Reads and writes the states of single parameters, for state_dict() and for loading weights.
     """
 
-    def __init__(
-        self, pages: dict[int, StatePage], store: Store, rule: Rule, remote: RemotePages | None = None
-    ) -> None:
+    def __init__(self, pages: dict[int, StatePage], store: Store, rule: Rule, remote: RemotePages) -> None:
         """pages: unit -> its optimizer page. remote: brings the states that other ranks keep; None with one
         rank.
         """
@@ -395,7 +393,7 @@ class States:
 
         If another rank keeps the chunk's states, they are brought from there. Raises RankFailure then, too.
         """
-        if self._remote is None or chunk_index in page.kept:
+        if chunk_index in page.kept:
             return self._store.fetch(page.home, *page.place(chunk_index, name, piece))
         owner = self._share.owner(chunk_index)
         # The ranks' pages are laid out alike, so the owner has the chunk where this rank has its own of the

@@ -1,14 +1,12 @@
 """Remote pages: the parts of pages that other ranks hold, as code sees them that knows nothing of networks.
 
 With several ranks, a rank keeps only its own part of some pages (infinity/layout/shards.py). Whoever needs
-the other parts asks a `RemotePages` for them. The package infinity.distributed implements it; a runtime of
-one rank has none.
+the other parts asks a `RemotePages` for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -16,13 +14,14 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers.link import Transfer
 
 
-class RemotePages(Protocol):
-    """Brings bytes of pages from the ranks that hold them. Called under the runtime's lock.
+class RemotePages:
+    """Brings bytes of pages from the ranks that hold them. This class serves one rank, which holds all;
+    infinity/distributed/remote_parts.py extends it for several. Called under the runtime's lock.
 
     A wait for another rank gives the runtime's lock up, so that this rank can serve others meanwhile.
     """
 
-    step: int
+    step = 0
     """Number of steps that all ranks have agreed on and that this rank has decided."""
 
     def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
@@ -33,25 +32,22 @@ class RemotePages(Protocol):
         into: contiguous uint8 memory that the CPU can use; its size is the number of bytes. The transfer
         raises RankFailure if the owner is gone, and RankDivergence if the owner cannot serve the bytes.
         """
-        ...
+        raise AssertionError("one rank has all pages")
 
     def replaced(self) -> None:
         """Note that all homes have got values of another run, on all ranks."""
-        ...
 
     def published(self, pages: Sequence[ParameterPage]) -> None:
         """Note that a step updates pages whose homes all ranks have whole."""
-        ...
 
     def keep(self, page: ParameterPage) -> None:
         """Keep a copy of what this rank owns of a page, for the ranks that have not fetched it since the last
         step, because user code may change the home of the page now.
         """
-        ...
 
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
         """Return a copy of bytes of a rank's optimizer page, uint8 (nbytes,) in RAM.
 
         offset: bytes from the start of the owner's page. The pages of all ranks are laid out alike.
         """
-        ...
+        raise AssertionError("one rank has all pages")

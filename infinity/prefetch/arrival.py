@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import InfinityError
+from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
@@ -68,16 +69,17 @@ class Arrival:
         page: ParameterPage,
         into: Lease | torch.Tensor,
         store: Store,
+        remote: RemotePages,
         *,
         ahead: int | None = None,
-        remote: RemotePages | None = None,
+        pulled: bool = False,
     ) -> None:
         """into: the lease of the device memory for the page, which the arrival keeps, or the memory itself,
         uint8 (page.nbytes,), if the page had it before.
 
         ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
-        was demanded. remote: brings the parts of the page that the home lacks or that are outdated there;
-        None: the home has the whole page. No transfer begins before `start`.
+        was demanded. pulled: whether `remote` brings the parts that other ranks own, because the home lacks
+        them or they are outdated there. No transfer begins before `start`.
         """
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
@@ -90,6 +92,10 @@ class Arrival:
             self.residency = into
         self._store = store
         self._remote = remote
+        self._home = page.shard.own if pulled else (HomeRange(0, 0, page.nbytes),)
+        """What comes from the home."""
+        self._others = page.shard.others if pulled else {}
+        """The other ranks' parts that are pulled from them."""
         self._todo: deque[_Leg] = deque()
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
@@ -105,15 +111,15 @@ class Arrival:
         """Begin the transfers that need no transit buffer, and list the others for `advance`. Called once.
         Raises StorageError if a read cannot be requested.
         """
-        page, store, remote = self.page, self._store, self._remote
+        page, store = self.page, self._store
         if store.device.shares_host:
             self._read_directly()
         elif page.home.in_place:
-            for start, at, nbytes in page.shard.own if remote is not None else ((0, 0, page.nbytes),):
+            for start, at, nbytes in self._home:
                 self._send_up(start, page.home.view(at, nbytes))
         else:
             self._todo.extend(self._legs_of_home())
-        if remote is not None and not store.device.shares_host:
+        if not store.device.shares_host:
             self._todo.extend(self._legs_of_others())
 
     @property
@@ -213,7 +219,6 @@ class Arrival:
         if owner is None:
             transfer = self._store.read(self.page.home, at, memory, deadline=self._deadline)
         else:
-            assert self._remote is not None
             transfer = self._remote.fetch(owner, self.page, at, memory)
         self._buffers.append(_Buffer(start, memory, transfer))
 
@@ -224,36 +229,33 @@ class Arrival:
 
     def _read_directly(self) -> None:
         page, store = self.page, self._store
-        if self._remote is None:
-            self.local = self.final = store.read(page.home, 0, self.residency, deadline=self._deadline)
-            return
-        self.local = Joined(
-            [
-                store.read(page.home, at, self.residency[start : start + nbytes], deadline=self._deadline)
-                for start, at, nbytes in page.shard.own
-            ]
-        )
+        reads = [
+            store.read(page.home, at, self.residency[start : start + nbytes], deadline=self._deadline)
+            for start, at, nbytes in self._home
+        ]
         others = [
             self._remote.fetch(owner, page, at, self.residency[start : start + nbytes])
             for owner, at, start, nbytes in self._legs_of_others()
             if owner is not None
         ]
-        self.final = Joined([self.local, *others])
+        self.local = _joined(reads)
+        self.final = _joined([*reads, *others])
 
     def _legs_of_home(self) -> list[_Leg]:
         most = self._store.transit_buffer_bytes
-        if self._remote is None:
-            size = self.page.nbytes
-            return [(None, at, at, min(most, size - at)) for at in range(0, size, most)]
         return [
             (None, at + done, start + done, min(most, size - done))
-            for start, at, size in self.page.shard.own
+            for start, at, size in self._home
             for done in range(0, size, most)
         ]
 
     def _legs_of_others(self) -> Iterator[_Leg]:
         most = min(self._store.plan.exchange_block_bytes, self._store.transit_buffer_bytes)
-        for owner, spans in self.page.shard.others.items():
+        for owner, spans in self._others.items():
             for span in spans:
                 for done in range(span.start, span.start + span.nbytes, most):
                     yield owner, done, done, min(most, span.start + span.nbytes - done)
+
+
+def _joined(transfers: list[Transfer]) -> Transfer:
+    return transfers[0] if len(transfers) == 1 else Joined(transfers)

@@ -3,20 +3,34 @@
 A demand names the units that one operation or module needs. The engine records them in the trace, starts to
 fetch the missing pages, and then those that the trace expects next, as far as the budget allows. It waits for
 the missing pages only. A page is evicted when its room is needed, in the order that the schedule chooses.
+
+[Note: pages of ranks]
+A page arrives from two sides: this rank's part from its home, the parts of other ranks, if there are any,
+from the ranks that own them. Three kinds of homes differ in what a step of other ranks makes outdated:
+
+- A home with this rank's part alone (parameters partitioned). Whatever arrived before a step is outdated
+  after it, so `stepped` evicts all pages.
+- A home with the whole page, of which other ranks update parts. After a step these parts are those of the
+  step before. The next arrival, or for a permanent page a refresh in place, brings them once.
+- A home with the whole page, all of which this rank updates, as one rank does: nothing is outdated.
+
+Pages of the first two kinds are fetched ahead within a step only, because they change at its end.
 """
 
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity.aio import wait_for_dropped
 from infinity.config import format_size
 from infinity.errors import BudgetError
+from infinity.layout.shards import Span
 from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
 from infinity.pages.remote import RemotePages
@@ -26,10 +40,26 @@ from infinity.prefetch.arrival import Arrival
 from infinity.prefetch.schedule import HORIZON, schedule, victims
 from infinity.prefetch.trace import Access, AccessKind, Trace
 from infinity.telemetry.meter import Meter
-from infinity.tiers import Lease
-from infinity.tiers.link import User
+from infinity.tiers import Lease, Tier
+from infinity.tiers.link import Transfer, User
 
 _NAMED = 4
+_LOOKED_AT = 64
+"""Number of coming uses that are searched for permanent pages to refresh."""
+_OUTDATED = -1
+"""`ParameterPage.filled_at` of a page whose bytes in memory, if any, must not be used."""
+_REFRESHED_AHEAD = 2
+"""The most permanent pages that are refreshed before they are used."""
+
+
+class _Part(NamedTuple):
+    """Bytes of another rank on their way into a permanent page."""
+
+    there: torch.Tensor
+    """Their destination: a view of the page's home, uint8."""
+    here: torch.Tensor
+    """Where they arrive, in RAM: the destination itself, if the CPU can write it."""
+    transfer: Transfer
 
 
 class Updates:
@@ -80,7 +110,12 @@ class PrefetchEngine:
         meter: Meter,
         updates: Updates,
         edits: EditTracker,
+        remote: RemotePages,
+        resumed: bool,
     ) -> None:
+        """remote: brings the parts of pages that other ranks own. resumed: whether homes have values in this
+        rank's own parts alone now, as after a resumption.
+        """
         self.pages = pages
         self.store = store
         self.trace = trace
@@ -103,10 +138,22 @@ class PrefetchEngine:
         """Whether the last attempt to fetch ahead left out a page with an unfinished update or write."""
         self.updates = updates
         self._edits = edits
-        self._remote: RemotePages | None = None
-        """Brings parts of pages from other ranks; None with one rank."""
-        self._parts = False
+        share = store.plan.share
+        self.whole = share.whole_states
+        """Whether each home has the whole page at any time: no other rank updates a part of it."""
+        self._remote = remote
+        self._parts = not share.whole_parameters
         """Whether homes have only this rank's parts of the pages."""
+        self._behind: set[int] = set()
+        """Units whose home has the whole page, with parts of other ranks from before the last step."""
+        self._busy: Counter[int] = Counter()
+        """Unit -> number of operations that compute with its page while other threads may have the runtime's
+        lock.
+        """
+        self._refreshes: dict[int, list[_Part]] = {}
+        """Unit of a permanent page -> parts of other ranks on their way into it."""
+        if resumed:
+            self._others_have_changed(range(len(pages)))
 
     def demand(self, units: Sequence[int], kind: AccessKind) -> None:
         """Bring the pages of all `units` to the device, wait for them, and begin to fetch the next pages.
@@ -115,6 +162,17 @@ class PrefetchEngine:
         BudgetError, with a sufficient budget in bytes in `needed`, if the pages do not fit together, and
         StorageError. Pages that have no room or cannot be read are AWAY then.
         """
+        for _ in range(len(units) + 8):
+            self._demand_outside(units, kind)
+            if self._behind:
+                for unit in units:
+                    self._refresh(unit)
+            if self.whole or self.present(units):
+                return
+            self._current = ()  # another thread has taken the room during a wait for other ranks
+        raise self._does_not_fit({*units, *self._held})
+
+    def _demand_outside(self, units: Sequence[int], kind: AccessKind) -> None:
         if torch._C._functorch.peek_interpreter_stack() is None:
             self._demand(units, kind)
         else:  # inside of a transform of torch.func, which would wrap the memory of pages, too
@@ -172,16 +230,28 @@ class PrefetchEngine:
             self.pages[unit].holds -= 1
             if not self._held[unit]:
                 del self._held[unit]
+        for unit in units:
+            if self.pages[unit].filled_at < 0 and not self.pages[unit].permanent:
+                self._evict(unit)  # its edits were refused
 
     def yielding(self, function: Callable[..., Any], units: Sequence[int], lock: Any) -> Callable[..., Any]:
-        """Return a function that does what `function` does, while the pages of `units` stay present. With
-        several ranks, other threads can take the runtime's lock, `lock`, during the call.
+        """Return a function that does what `function` does without the runtime's lock, `lock`, while the
+        pages of `units` stay present: an operation may take long, and other ranks wait for this one's pages.
         """
-        return function
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._busy.update(units)
+            try:
+                with lock.released():
+                    return function(*arguments, **options)
+            finally:
+                self._busy.subtract(units)
+
+        return call
 
     def present(self, units: Sequence[int]) -> bool:
         """Whether the pages of all `units` are PRESENT and none of these units has a pending update."""
-        return all(
+        return self._behind.isdisjoint(units) and all(
             self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
         )
 
@@ -193,12 +263,23 @@ class PrefetchEngine:
         """
         self.updates.complete_awaited()
         for unit in units:
-            self.store.settle_for_user(self.pages[unit].home)
+            page = self.pages[unit]
+            self.store.settle_for_user(page.home)
+            if not page.shard.others:
+                continue
+            if page.permanent:
+                self._remote.keep(page)
+            elif self.store.device.shares_host:
+                # An update is written home from the memory that user code may change now. The home, and so
+                # other ranks, must not get edits that the other ranks have not made.
+                page.home.settle(0, page.home.nbytes, writing=False)
 
     def land_all(self) -> None:
         """Wait until every page that is ARRIVING is PRESENT. Raises StorageError."""
         for unit in list(self._arrivals):
             self.land(unit)
+        for unit in list(self._refreshes):
+            self._refresh(unit)
 
     def step_done(self) -> None:
         """Tell the trace that the step has ended, and begin to fetch pages for the next step."""
@@ -217,15 +298,38 @@ class PrefetchEngine:
         """Start to fetch the pages that the trace expects next, as far as the budget allows."""
         self._look_ahead((), set(self._held))
 
-    def homes_replaced(self) -> None:
-        """All homes have got values of another run, and no page is on its way. With several ranks, a page of
-        which other ranks have parts is evicted; see `bring_exposed`.
+    def exposed(self) -> list[int]:
+        """The units of whose pages user code has views, and which a step makes outdated."""
+        return [] if self.whole else [page.index for page in self.pages if self._edits.exposed(page.index)]
+
+    def stepped(self, updated: Collection[int]) -> None:
+        """Evict the pages whose next use needs bytes that other ranks have updated. updated: the units that
+        the step updates on all ranks.
         """
+        self._others_have_changed(updated)
+        for unit in list(self._resident):
+            if self._parts or unit in self._behind:
+                self._evict(unit)
+
+    def homes_replaced(self) -> None:
+        """All homes have got values of another run, and no page is on its way. A page of which other ranks
+        have parts is evicted; see `bring_exposed`.
+        """
+        self._behind.clear()  # homes with whole pages have got all of them
+        self._remote.replaced()
+        if self._parts:
+            for unit in list(self._resident):
+                self._evict(unit)
+            for page in self.pages:
+                page.filled_at = _OUTDATED
 
     def bring_exposed(self) -> None:
         """Bring back the pages that `homes_replaced` has evicted while user code holds views of their bytes,
         so that the views have the new values. Called when all ranks have replaced their homes.
         """
+        for page in self.pages if self._parts else ():
+            if page.living() is not None:
+                self.demand([page.index], AccessKind.UPDATE)
 
     def abandon(self) -> None:
         """Stop fetching: pages that are ARRIVING become AWAY. Waits until no transfer to the device runs."""
@@ -257,10 +361,11 @@ class PrefetchEngine:
         page.arrive()
         self._resident[unit] = None
         try:
-            remote = None if self._remote is None else self._remote_for(page)
+            page.filled_at = self._remote.step
             into = kept if lease is None else lease
             assert into is not None
-            arrival = Arrival(page, into, self.store, ahead=ahead, remote=remote)
+            pulled = self._parts or unit in self._behind
+            arrival = Arrival(page, into, self.store, self._remote, ahead=ahead, pulled=pulled)
             arrival.start()
             self._arrivals[unit] = arrival  # last: an arrival that is listed brings all of the page
             if self.store.device.shares_host:
@@ -272,13 +377,11 @@ class PrefetchEngine:
 
     def _up_to_date(self, page: ParameterPage) -> bool:
         """Whether the bytes of an evicted page that views keep alive in device memory can be used again."""
-        return True
-
-    def _remote_for(self, page: ParameterPage) -> RemotePages | None:
-        """What brings the parts of a page that its home lacks, or that are outdated there; None if it has
-        all.
-        """
-        return None
+        if page.filled_at < 0:
+            return False  # its edits were refused
+        if self._parts:
+            return page.filled_at == self._remote.step
+        return page.index not in self._behind
 
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
@@ -306,6 +409,8 @@ class PrefetchEngine:
             self.pages[unit].land(residency)
         if unit in self._arrivals:
             del self._arrivals[unit]  # last, so that an interrupted landing is repeated
+        if unit in self._behind and not self.pages[unit].permanent:
+            self._keep_others(self.pages[unit])
 
     def _is_abandoned(self, unit: int) -> bool:
         """Whether an ARRIVING page has no transfers, because Ctrl-C interrupted an earlier call."""
@@ -328,6 +433,8 @@ class PrefetchEngine:
         self._arrivals.pop(unit, None)
 
     def _evict(self, unit: int) -> None:
+        if self._busy[unit] > 0:
+            return
         page = self.pages[unit]
         if page.presence is Presence.ARRIVING:
             self._turn_back(unit)
@@ -349,11 +456,16 @@ class PrefetchEngine:
 
     def _upcoming(self, units: Sequence[int]) -> Iterator[int]:
         yield from units
-        for access in self.trace.upcoming(HORIZON):
+        for access in self.trace.upcoming(HORIZON, wrap=self.whole or not self.trace.trains):
             if access.kind is not AccessKind.UPDATE:
                 yield access.unit
 
     def _look_ahead(self, units: Sequence[int], pinned: set[int]) -> None:
+        if self._behind:
+            coming = list(dict.fromkeys(islice(self._upcoming(units), _LOOKED_AT)))
+            for unit in coming[: _REFRESHED_AHEAD + len(units)]:
+                if self.pages[unit].permanent:
+                    self._begin_refresh(unit)
         if self._moves:
             self._fetch_upcoming(units, pinned)
         self._advance()
@@ -488,3 +600,57 @@ class PrefetchEngine:
         names = [self.pages[unit].layout.name or "the root's own" for unit in sorted(units)]
         others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         return ", ".join(names[:_NAMED]) + others
+
+    # --- parts of others in whole homes -----------------------------------------------------------------
+
+    def _others_have_changed(self, units: Collection[int]) -> None:
+        """Note that homes with whole pages have outdated parts of other ranks in these units."""
+        if not self._parts and not self.whole:
+            self._behind.update(units)
+            self._remote.published([self.pages[unit] for unit in units])
+
+    def _keep_others(self, page: ParameterPage) -> None:
+        """Write to the home what an arrival brought from other ranks, so that later arrivals read it
+        there.
+        """
+        assert page.residency is not None
+        for span in page.shard.others_chunks:
+            source = page.residency[span.start : span.start + span.nbytes]
+            self.store.write(page.home, span.start, self.store.copied_to_host(source))
+        self._behind.discard(page.index)
+
+    def _begin_refresh(self, unit: int) -> None:
+        """Begin to bring the parts of other ranks into a permanent page, if they are outdated there."""
+        if unit not in self._behind or unit in self._refreshes:
+            return
+        page = self.pages[unit]
+        chunks = page.shard.others_chunks
+        self._refreshes[unit] = [each for span in chunks for each in self._fetch(page, span)]
+
+    def _fetch(self, page: ParameterPage, span: Span) -> Iterator[_Part]:
+        most = self.store.plan.exchange_block_bytes
+        for start in range(span.start, span.start + span.nbytes, most):
+            there = page.home.view(start, min(most, span.start + span.nbytes - start))
+            here = there
+            if not self.store.link.direct and page.home.tier is Tier.DEVICE:
+                here = torch.empty(there.nbytes, dtype=torch.uint8, device="cpu")
+            yield _Part(there, here, self._remote.fetch(span.owner, page, start, here))
+
+    def _refresh(self, unit: int) -> None:
+        """Bring the parts of other ranks into a permanent page, if they are outdated there, and wait for
+        them.
+        """
+        page = self.pages[unit]
+        if unit not in self._behind or not page.permanent:
+            return
+        self._begin_refresh(unit)
+        with self.meter.faulting():
+            try:
+                for part in self._refreshes[unit]:
+                    part.transfer.wait()
+                    if part.here is not part.there:
+                        self.store.link.follow_compute()
+                        self.store.link.fence(self.store.copy_up(part.there, part.here))
+            finally:
+                self._refreshes.pop(unit, None)
+        self._behind.discard(unit)
