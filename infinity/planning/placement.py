@@ -1,27 +1,18 @@
-"""Placement: the units and chunks of a model, the homes of its pages, and the sizes of working buffers. Pure.
+"""Placement: the homes of a model's pages, and the sizes of working buffers. Pure.
 
-A placement gives every page a home. In addition it needs room for two buffers:
-
-- Staging is host RAM in which the CPU updates chunks whose pages are at home in another place. It has
-  room for all chunk updates of the largest unit, but takes at most a quarter of the host tier, or the bytes
-  of two updates if these are more than a quarter.
-- The pool of resident pages is a part of the tier in which the model computes. Parameter pages with a home in
-  another tier are brought there for use. The pool has room for 12 pages if they take at most a quarter of the
-  tier, else for 3 pages if they take at most half of the tier.
-
-Where that does not fit, smaller buffers are tried, down to one update and one page. Placements without NVMe
-are tried before all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
+Staging has room for all chunk updates of the largest unit, but takes at most a quarter of the host tier, or
+the bytes of two updates if these are more. The pool of resident pages has room for 12 parameter pages if they
+take at most a quarter of the tier that computes, else for 3 if they take at most half of it. Where that does
+not fit, smaller buffers are tried, down to one update and one page. Placements without NVMe are tried before
+all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from infinity.layout.units import Grouping
+from infinity.layout.chunks import ModelLayout
 from infinity.tiers import Tier
 
 
@@ -36,29 +27,41 @@ class Kind(enum.Enum):
     """The optimizer's moments, and the bits of the fp32 master parameters that the parameter page lacks."""
 
 
-def line_of(accumulation: int | None) -> tuple[Kind, ...]:
-    """Return the kinds of pages in the order in which the planner gives them room.
-
-    The first kind gets room in the fastest tiers (device memory, then host RAM), and later kinds get what is
-    left.
-
-    accumulation: number of micro-batches in a step; None if unknown. Parameters come first. If there is one
-    micro-batch, optimizer states come before gradients: both the read and the write of a byte of states
-    fall into the next forward, whereas a byte of gradients is written during the backward and read in the
-    next forward. Every further micro-batch reads and writes each byte of gradients once more, so gradients
-    then come before optimizer states.
-    """
-    if accumulation == 1:
-        return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
-    return tuple(Kind)
-
-
-DtypeOf = Callable[[torch.dtype], torch.dtype]
-
 Homes = tuple[dict[Kind, Tier | None], ...]
 """The tier in which each page rests: one dict for each unit, by kind of page. The tier is None for a page
-without bytes.
+without bytes, for instance the gradient page of a frozen unit.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One way to fit a model into the tiers. All sizes are bytes."""
+
+    layout: ModelLayout
+    homes: Homes
+    chunk_update_bytes: int
+    """The largest chunk update: the chunk's parameters, gradients and optimizer states."""
+    staging_bytes: int
+    transit_buffer_bytes: int
+    """One transit buffer."""
+    transit_bytes: int
+    """All transit buffers together. One is for reads and writes of single parameters. The others carry pages
+    from NVMe to a device with memory of its own.
+    """
+    resident_bytes: int
+    """The pool to which parameter pages are brought while the model uses them; 0 if all parameters are at
+    home where the model computes. Pages in the pool are whole, also if homes hold parts of them.
+    """
+    ring_bytes: int
+    """The ring, a buffer in device memory through which gradients leave the device. A buffer of the same size
+    in host RAM receives them. 0 where the CPU can use the device's memory.
+    """
+    exchange_block_bytes: int
+    """One exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
+    exchange_bytes: int
+    """Host RAM in which chunks wait that are sent to other ranks or were received from them: the exchange
+    buffers and `Plan.waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
+    """
 
 
 @dataclass(frozen=True)
@@ -66,44 +69,20 @@ class Room:
     """The bytes of each tier that pages and working buffers may take."""
 
     device: int | None
-    """Bytes of the device tier; None if device and host are the same RAM."""
+    """None if device and host are the same RAM."""
     host: int
     nvme: int
 
 
-@dataclass(frozen=True)
-class Placement:
-    """One way to fit a model into the tiers: the model's units and chunks, the homes of its pages, and the
-    sizes of working buffers.
-    """
-
-    grouping: Grouping
-    chunk_elements: int
-    homes: Homes
-    chunk_update_bytes: int
-    """Bytes that the largest chunk update works on: a chunk's parameters, gradients and optimizer states."""
-    staging_bytes: int
-    transit_buffer_bytes: int
-    transit_bytes: int
-    resident_bytes: int
-    ring_bytes: int
-    exchange_block_bytes: int
-    exchange_bytes: int
-
-
 _SHARE = 4
-"""Staging, the host RAM in which chunks are updated, takes at most the host budget divided by this number,
-but always at least the bytes of two chunk updates.
-"""
+"""Staging takes at most the host budget divided by this number, or two chunk updates."""
 
 _RING_SHARE = 64
-"""The ring, a buffer through which gradients leave the device, takes at most the device budget divided by
-this number, but always at least two of the blocks that `WorkingRoom.ring` describes.
-"""
+"""The ring takes at most the device budget divided by this number, or two of its blocks."""
 
 _LARGEST_RING = 64 << 20
-"""The most bytes of the ring through which gradients leave the device. A link of 50 GB/s moves these bytes
-in 1.3 ms, and the threads that empty the ring are seldom delayed for longer.
+"""The most bytes of the ring. A link of 50 GB/s moves them in 1.3 ms, and the threads that empty the ring are
+seldom delayed for longer.
 """
 
 _EXCHANGE_BUFFERS = 8
@@ -114,58 +93,43 @@ way while others are read or added.
 
 @dataclass(frozen=True)
 class WorkingRoom:
-    """The rules and limits by which a placement chooses the sizes of its working buffers."""
+    """The rules by which a placement chooses the sizes of its working buffers."""
 
     pages: int
-    """Number of parameter pages that the pool of resident pages has room for. Pages that are at home where
-    the model computes take no room in this pool.
-    """
+    """Parameter pages for which the pool of resident pages has room, besides those at home there."""
     updates: int | None = None
-    """Number of chunk updates, each of the largest size, that staging has room for. If None, the method
-    `staging` chooses the bytes by the size of the host tier.
-    """
+    """Chunk updates, each of the largest size, for which staging has room; None: by the size of the tier."""
     transit_buffers: int = 8
-    """Number of buffers in host RAM through which pages pass from NVMe to a device with memory of its own."""
+    """Transit buffers between NVMe and a device with memory of its own."""
     nvme: bool = True
     """Whether pages may rest on NVMe."""
     share: float = 1.0
-    """The largest fraction, from 0 to 1, of the computing tier that the pool of resident pages may take.
-    The same fraction limits staging in the host tier.
+    """The largest fraction of the computing tier that the pool of resident pages may take, and of the host
+    tier that staging may take.
     """
 
     def staging(self, host: int, update: int, unit: int) -> int:
-        """Bytes of staging, the host RAM in which chunks are updated, in a host tier of `host` bytes.
-
-        update: bytes of the largest chunk update. unit: bytes of all updates of the largest unit together,
-        for which staging has room where the host tier is large enough.
+        """Bytes of staging in a host tier of `host` bytes. update: bytes of the largest chunk update. unit:
+        bytes of all updates of the largest unit together.
         """
         if self.updates is not None:
             return self.updates * update
         return max(2 * update, min(host // _SHARE // 4096 * 4096, unit))
 
     def ring(self, device: int, block: int) -> int:
-        """Bytes of the ring, the buffer through which gradients leave the device, in a device tier of
-        `device` bytes.
-
-        block: bytes of the equal parts that the ring consists of. The ring has at least two of them.
-        """
+        """Bytes of the ring in a device tier of `device` bytes: at least two blocks of `block` bytes."""
         if self.transit_buffers == 1:
             return 2 * block
         return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
 
     def exchange(self, block: int) -> int:
-        """Bytes of the exchange buffers, the host RAM in which chunks wait that are sent to other ranks or
-        were received from them.
-
-        block: bytes of one buffer. There are two at the least, one for each direction.
-        """
+        """Bytes of exchange buffers of `block` bytes: two at the least, one for each direction."""
         return (2 if self.transit_buffers == 1 else _EXCHANGE_BUFFERS) * block
 
 
 AMPLE_PAGES = 12
-"""Number of parameter pages that the pool of resident pages has room for if memory is ample. Eager updates
-use some pages while other pages arrive from disk. With 3 pages a step took a quarter longer than with 10
-(309M parameters, all on NVMe).
+"""Parameter pages in the pool of resident pages if memory is ample. Eager updates use some pages while others
+arrive from disk. With 3 pages a step took a quarter longer than with 10 (309M parameters, all on NVMe).
 """
 
 LEAST = WorkingRoom(1, updates=1, transit_buffers=1)
@@ -183,6 +147,6 @@ WORKING_ROOMS = (
     WorkingRoom(2, updates=1, transit_buffers=1),
     LEAST,
 )
-"""The working rooms, in the order in which the search for a placement (infinity/planning/search.py) tries
-them. Working rooms without NVMe come first, so that a model stays in memory if it fits there at all.
+"""The working rooms, in the order in which the search (infinity/planning/search.py) tries them. Those without
+NVMe come first, so that a model stays in memory if it fits there at all.
 """

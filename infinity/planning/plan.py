@@ -16,10 +16,9 @@ from infinity.config import Precision, round_up
 from infinity.device_update.workspace import workspace_of
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
-from infinity.layout.chunks import ModelLayout
 from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.machine_rates import MachineRates
-from infinity.planning.placement import Homes, Kind
+from infinity.planning.placement import Kind, Placement
 from infinity.planning.plan_text import html_of_plan, text_of
 from infinity.planning.predict import Prediction, Traffic, UpdateTime, Work, predict, traffic
 from infinity.planning.slab_layout import (
@@ -40,40 +39,15 @@ this size use the full rate of a link, and are short enough that the CPU soon st
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Placement):
     """The home of every page, the size of every pool, and the predicted seconds of a training step."""
 
-    layout: ModelLayout
     precision: Precision
     rule: Rule | None
     """The optimizer's rule; None for inference only."""
     device: torch.device
     unified: bool
     """Whether device and host are the same RAM. If so, the model uses pages in the host tier in place."""
-    homes: Homes
-    """The tier in which each page rests: `homes[unit][kind]`, by index of the unit. The tier is None for a
-    page without bytes, for instance the gradient page of a frozen unit.
-    """
-    chunk_update_bytes: int
-    """Bytes of the largest chunk update: the chunk's parameters, gradients and optimizer
-    states.
-    """
-    staging_bytes: int
-    """Bytes of staging, the host RAM in which the CPU updates chunks and sums their gradients. Parameters,
-    gradients and optimizer states that do not rest in host RAM are brought to staging for this.
-    """
-    transit_buffer_bytes: int
-    """Bytes of one transit buffer. Transit buffers are host RAM through which pages pass on their way to
-    and from disk.
-    """
-    transit_bytes: int
-    """Bytes of all transit buffers together. One transit buffer is for reads and writes of single
-    parameters. The others carry pages from NVMe to the device, unless `unified`.
-    """
-    resident_bytes: int
-    """Bytes of the pool to which parameter pages are brought while the model uses them. 0 if all parameters
-    are at home where the model computes. Pages in the pool are whole, also if homes hold parts of them.
-    """
     budgets: dict[Tier, int]
     """Bytes that the plan may use in each tier. Tiers without a budget are absent."""
     smallest: dict[Tier, int]
@@ -89,10 +63,6 @@ class Plan:
     reserved: int
     """Bytes kept free for activations, the model's buffers and `headroom`. These bytes are part of the host
     budget if `unified`, else of the device budget.
-    """
-    ring_bytes: int = 0
-    """Bytes of the ring, a buffer in device memory through which gradients leave the device. A buffer of
-    the same size in host RAM receives the gradients. 0 where the CPU can use the device's memory.
     """
     headroom: int = 0
     """Bytes, counted in `reserved`, that torch's allocators and cuBLAS take in addition to live tensors; see
@@ -129,12 +99,6 @@ class Plan:
     """Steps between commits; None if unknown, and without commits."""
     share: Share = ALONE
     """The rank that follows this plan, and what it keeps of each kind of page. All bytes are this rank's."""
-    exchange_block_bytes: int = 0
-    """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
-    exchange_bytes: int = 0
-    """Bytes of host RAM in which chunks wait that are sent to other ranks or were received from them: the
-    exchange buffers and `waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
-    """
     node_cache_bytes: int = 0
     """Bytes of host RAM in which this rank keeps parameters of other nodes for the ranks of its node; 0 if
     each rank of the node asks for its own.

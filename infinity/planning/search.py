@@ -1,20 +1,45 @@
-"""Search: finds a placement that fits the budgets, and the smallest budgets that are enough. Pure."""
+"""Search: finds a placement that fits the budgets, and the smallest budgets that are enough. Pure.
+
+[Note: one order, two cuts]
+All pages stand in one line: first all parameter pages, then all gradient pages, then all optimizer pages,
+each kind in the order of units. If a step is known to have only one backward, optimizer pages come before
+gradient pages. Two cuts divide the line into three parts. The first part goes to the tier that computes,
+the last part to the NVMe tier, and the part between the cuts must fit the host tier. As a budget grows,
+pages only move to tiers nearer to compute. So a larger budget never refuses a model that a smaller budget
+accepted, and the smallest sufficient budget is exact for each way to divide the model. In the end pages are
+placed first-fit, so that some pages behind a cut may fill room that is left in nearer tiers.
+
+With commits, the NVMe tier holds images of all parameter and optimizer pages, wherever these pages are at
+home (infinity/planning/slab_layout.py). Behind the second cut only gradient pages then take further bytes of
+the tier. These bytes, too, never grow as the cut moves along the line, so that all of the above still holds.
+
+With several ranks the line consists of the homes on one rank, which hold whole pages or only the rank's part
+(infinity/layout/shards.py). If the homes of parameters hold parts, the model can use none of them in place.
+The pool of resident pages then has room for whole pages, wherever the cut is. That is the same number of
+bytes at every cut, so that all of the above still holds.
+"""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
 
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
-from infinity.formats.optimizer_rules import Rule
+from infinity.formats.muon import bytes_in_ram
+from infinity.formats.optimizer_rules import Rule, state_format
+from infinity.layout.chunks import RegionSize, build, page_bytes, region_sizes
 from infinity.layout.division import Division
-from infinity.layout.shards import ALONE, Share
+from infinity.layout.shards import Share
 from infinity.layout.units import Grouping, Survey
-from infinity.planning.candidate import Candidate
-from infinity.planning.placement import WORKING_ROOMS, DtypeOf, Kind, Placement, Room
-from infinity.tiers import Tier
+from infinity.planning.placement import LEAST, LEAST_IN_RAM, WORKING_ROOMS, Kind, Placement, Room, WorkingRoom
+from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Lengths of chunks, in elements, in the order in which the search tries them."""
@@ -27,173 +52,406 @@ Ranks send each other a few messages for each chunk, and these cost more than it
 """
 
 _LONG_SHARE, _LONG_SHARE_OF_RANKS = 64, 8
-"""The search tries long chunks only if the parameters, gradients and optimizer states of two long chunks
-together take at most the bytes of host RAM divided by this number. The second number is that over ranks.
+"""Long chunks are tried only if two of their updates take at most the bytes of host RAM divided by this
+number. The second number is that over ranks.
 """
 
 _LARGEST_UNIT = 1 << 30
 _SMALLEST_UNIT = 64 << 10
 _FEWEST_UNITS = 8
 
+_LARGEST_TRANSIT_BUFFER = 4 << 20
+"""Bytes of the largest transit buffer. Disks and links reach their full rate with transfers of this size,
+which is small compared with a page.
+"""
+
+_LARGEST_ITEM = 4
+"""Bytes of an element of float32, the largest dtype of gradients."""
+
+_SMALLEST_TRANSIT_BUFFER = _LARGEST_ITEM * BLOCK
+"""Bytes of the smallest transit buffer, and of the blocks of the ring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is to be placed."""
+
+    surveyed: Survey
+    gradient_dtype: Callable[[torch.dtype], torch.dtype]
+    """Maps the dtype of a parameter page to that of its gradients; see `Precision.gradient_dtype`."""
+    rule: Rule | None
+    """The optimizer's rule; None for inference."""
+    accumulation: int | None
+    """Number of micro-batches in a step; None if unknown."""
+    ring: bool
+    """Whether the device has memory that the CPU cannot use, so that gradients leave it through a ring."""
+    commits: bool
+    """Whether the NVMe tier holds the durable images of pages."""
+    share: Share
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of pages in the order in which they get room, the fastest tiers first.
+
+        With one micro-batch, optimizer states come before gradients: both the read and the write of a byte of
+        states fall into the next forward, whereas a byte of gradients is written during the backward and read
+        in the next forward. Every further micro-batch reads and writes each byte of gradients once more.
+        """
+        if self.accumulation == 1:
+            return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
+        return tuple(Kind)
+
+
+class Candidate:
+    """One way to divide a model into units and chunks, with the bytes of its pages and working buffers."""
+
+    def __init__(self, subject: Subject, grouping: Grouping, chunk_elements: int) -> None:
+        """chunk_elements: length of a stripe in elements."""
+        self.grouping, self.chunk_elements = grouping, chunk_elements
+        self._subject, self._share = subject, subject.share
+        rule, ranks, surveyed = subject.rule, subject.share.ranks, subject.surveyed
+        units = [
+            region_sizes([surveyed.parameters[index] for index in members], chunk_elements, ranks)
+            for _, members in grouping
+        ]
+        self.update_bytes = self._largest_unit = 0
+        """Bytes of the largest chunk update, and of all updates of a single unit on this rank together."""
+        self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
+        """Bytes of one transit buffer: the largest chunk's parameters, within limits."""
+        self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
+        self._has_ring = subject.ring and rule is not None
+        longest = max((count for unit in units for region in unit for count, _ in region.counts()), default=0)
+        self._exchange_block = 0 if ranks == 1 else round_up(longest * _LARGEST_ITEM, PAGE_ALIGNMENT)
+        self._whole = [page_bytes(unit) for unit in units]
+        """Bytes of each unit's whole parameter page, which are more than its home's if that holds a part."""
+        self._pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        for unit in units:
+            self._measure(unit)
+        self._durable = sum(map(self._images, range(len(units)), units)) if subject.commits else 0
+        """Bytes of the NVMe tier that the images of all pages take; 0 without commits."""
+        self._line = list(itertools.product(subject.kinds, range(len(units))))
+        self._ends = [0, *itertools.accumulate(self._pages[kind][unit] for kind, unit in self._line)]
+        """Item n is the bytes of the first n pages of the line."""
+        own = (Kind.GRADIENT,) if subject.commits else tuple(Kind)
+        backwards = (self._pages[kind][unit] * (kind in own) for kind, unit in reversed(self._line))
+        self._sunk = [*itertools.accumulate(backwards, initial=self._durable)][::-1]
+        """Item n is the bytes that the NVMe tier needs if all pages but the first n of the line are at home
+        there. It never grows with n.
+        """
+        self._together = surveyed.together(grouping)
+        self._residents: dict[int, list[int]] = {}
+
+    def _measure(self, unit: Sequence[RegionSize]) -> None:
+        gradient = optimizer = together = 0
+        rule, share = self._subject.rule, self._share
+        for region in unit:
+            for count, times in region.counts():
+                update = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
+                self._transit_buffer = max(self._transit_buffer, min(update, _LARGEST_TRANSIT_BUFFER))
+                if rule is not None and region.trainable:
+                    itemsize = self._subject.gradient_dtype(region.dtype).itemsize
+                    gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
+                    states = state_format(rule.arrays(region.dtype), count).nbytes
+                    update += gradients + states
+                    updated = share.kept(times, whole=share.whole_states)
+                    gradient += share.kept(times, whole=share.whole_gradients) * gradients
+                    optimizer += updated * states
+                    together += updated * update
+                self.update_bytes = max(self.update_bytes, update)
+        part = max(PAGE_ALIGNMENT, sum(region.nbytes for region in unit) // share.ranks)
+        self._pages[Kind.PARAMETER].append(page_bytes(unit) if share.whole_parameters else part)
+        self._pages[Kind.GRADIENT].append(gradient)
+        self._pages[Kind.OPTIMIZER].append(optimizer)
+        self._largest_unit = max(self._largest_unit, together)
+
+    def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
+        """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
+        trainable = sum(region.nbytes for region in unit if region.trainable)
+        trained = self._share.kept(trainable, whole=self._share.whole_states)
+        return self._pages[Kind.PARAMETER][index] + trained + 2 * self._pages[Kind.OPTIMIZER][index]
+
+    def _staging(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of staging; 0 for inference, and if pages can rest in host RAM only."""
+        moves = room.device is not None or (level.nvme and room.nvme > 0)
+        if self._subject.rule is None or not moves:
+            return 0
+        return level.staging(room.host, self.update_bytes, self._largest_unit)
+
+    def _transit(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of all transit buffers."""
+        return self._transit_buffer * (1 + level.transit_buffers * (room.device is not None))
+
+    def _ring(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of the ring on the device; 0 without a ring."""
+        if room.device is None or not self._has_ring:
+            return 0
+        return level.ring(room.device, _SMALLEST_TRANSIT_BUFFER)
+
+    def _working(self, level: WorkingRoom, room: Room) -> int:
+        """Bytes of host RAM for data on the move, and for the matrix that is updated."""
+        local = self._staging(level, room) + self._transit(level, room) + self._ring(level, room)
+        return local + level.exchange(self._exchange_block) + self._matrix_bytes
+
+    @property
+    def least_near(self) -> int:
+        """The smallest device budget, in bytes, that is enough if the other tiers have unlimited room."""
+        return self._near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_TRANSIT_BUFFER)
+
+    @property
+    def most_nvme(self) -> int:
+        """Bytes of the NVMe tier with which all pages may be at home there."""
+        return self._sunk[0]
+
+    def _resident(self, pages: int) -> list[int]:
+        """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
+
+        Pages before the cut are at home where the model computes, and need no room in the pool. Item n, for a
+        cut behind the first n pages, is the larger of two sums over parameter pages behind the cut: the bytes
+        of the `pages` largest ones, and the most bytes of those that must be resident at the same time. If
+        homes hold parts of parameter pages, all pages need room in the pool, and all items are equal.
+        """
+        if pages not in self._residents:
+            parameters = self._whole
+            largest: list[int] = []
+            backwards = [0]
+            for nbytes in reversed(parameters):
+                heapq.heappush(largest, nbytes)
+                out = heapq.heappop(largest) if len(largest) > pages else 0
+                backwards.append(backwards[-1] + nbytes - out)
+            others = len(self._ends) - 1 - len(parameters)
+            found = [*reversed(backwards), *[0] * others]
+            for units in self._together:
+                for place in range(units[-1] + 1):
+                    found[place] = max(found[place], sum(parameters[unit] for unit in units if unit >= place))
+            if not self._share.whole_parameters:
+                found = [found[0]] * len(found)
+            self._residents[pages] = found
+        return self._residents[pages]
+
+    def _near(self, cut: int, pages: int) -> int:
+        """Bytes that the computing tier needs for the first `cut` pages of the line, which are at home there,
+        and for the pool of resident pages. Never falls as `cut` grows.
+        """
+        return self._ends[cut] + self._resident(pages)[cut]
+
+    def _cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
+        """The numbers of pages before the two cuts, which are as far along the line as `room` allows; None if
+        the pages do not fit. The first is 0 if device and host are the same RAM.
+        """
+        working = self._working(level, room)
+        if working > room.host or self._staging(level, room) > level.share * room.host:
+            return None
+        if room.device is None:
+            near = 0
+            far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
+        else:
+            device = room.device - self._ring(level, room)
+            near = self._last(lambda cut: self._near(cut, level.pages), device)
+            far = self._last(lambda cut: self._ends[cut] - self._ends[max(near, 0)], room.host - working)
+        if min(near, far) < 0 or self._sunk[far] > room.nvme:
+            return None
+        if self._ends[far] < self._ends[-1] and not level.nvme:
+            return None
+        computing, cut = (room.host, far) if room.device is None else (room.device, near)
+        if self._resident(level.pages)[cut] > level.share * computing:
+            return None
+        return near, far
+
+    def needed(self, tier: Tier, room: Room) -> int | None:
+        """The fewest bytes of `tier` that are enough for all pages, with the smallest working buffers.
+
+        room: the bytes that the other tiers have. None if no number of bytes is enough.
+        """
+        if tier is Tier.NVME:
+            if self._cuts(replace(room, nvme=self._durable), LEAST_IN_RAM) is not None:
+                return self._durable
+            return self._needed(tier, replace(room, nvme=max(1, room.nvme)), LEAST)
+        if room.nvme < self._durable:
+            return None
+        levels = (LEAST_IN_RAM, LEAST) if room.nvme else (LEAST_IN_RAM,)
+        return _least(self._needed(tier, room, level) for level in levels)
+
+    def _needed(self, tier: Tier, room: Room, level: WorkingRoom) -> int | None:
+        working = self._working(level, room)
+        if level.nvme:  # all pages behind this cut fit NVMe
+            bottom = bisect.bisect_left(self._sunk, -room.nvme, key=lambda nbytes: -nbytes)
+        else:
+            bottom = bisect.bisect_left(self._ends, self._ends[-1])
+        if tier is Tier.DEVICE:
+            if working > room.host:
+                return None
+            near = bisect.bisect_left(self._ends, self._ends[bottom] - (room.host - working))
+            return self._near(near, level.pages) + self._ring(level, room)
+        if room.device is None:
+            if tier is Tier.HOST:
+                return working + self._near(bottom, level.pages)
+            far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
+        else:
+            device = room.device - self._ring(level, room)
+            near = self._last(lambda cut: self._near(cut, level.pages), device)
+            if near < 0:
+                return None
+            if tier is Tier.HOST:
+                return working + max(0, self._ends[bottom] - self._ends[near])
+            far = self._last(lambda cut: self._ends[cut] - self._ends[near], room.host - working)
+        return None if far < 0 else self._sunk[far]
+
+    def _last(self, need: Callable[[int], int], room: int) -> int:
+        """The largest cut for which `need(cut)` is at most `room` bytes, or -1. `need` must not fall."""
+        return bisect.bisect_right(range(len(self._ends)), room, key=need) - 1
+
+    def place(self, room: Room, level: WorkingRoom) -> Placement | None:
+        """Give every page a home in `room`, with working buffers as `level` says; None if they do not fit."""
+        cuts = self._cuts(room, level)
+        if cuts is None:
+            return None
+        computes_in = Tier.HOST if room.device is None else Tier.DEVICE
+        resident = self._resident(level.pages)[cuts[computes_in is Tier.HOST]]
+        left = {Tier.HOST: room.host - self._working(level, room)}
+        if room.device is not None:
+            left[Tier.DEVICE] = room.device - self._ring(level, room)
+        left[computes_in] -= resident
+        homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
+        for kind, unit in self._line:
+            homes[unit][kind] = _first_fit(self._pages[kind][unit], left)
+        away = [
+            0 if home[Kind.PARAMETER] is computes_in and self._share.whole_parameters else nbytes
+            for nbytes, home in zip(self._whole, homes, strict=True)
+        ]
+        together = (sum(away[unit] for unit in units) for units in self._together)
+        return Placement(
+            layout=build(self._subject.surveyed, self.grouping, self.chunk_elements, self._share.ranks),
+            homes=tuple(homes),
+            chunk_update_bytes=self.update_bytes,
+            staging_bytes=self._staging(level, room),
+            transit_buffer_bytes=self._transit_buffer,
+            transit_bytes=self._transit(level, room),
+            resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
+            ring_bytes=self._ring(level, room),
+            exchange_block_bytes=self._exchange_block,
+            exchange_bytes=level.exchange(self._exchange_block),
+        )
+
 
 class Search:
-    """Searches for a placement among the ways to divide a model into units and chunks. A placement is such a
-    way with the homes of all pages and the sizes of buffers. Large units are tried before small units, and
-    long chunks before short chunks. The sizes of pages and buffers are computed only once for each way.
+    """Searches for a placement among the ways to divide a model into units and chunks. Large units are tried
+    before small units, and long chunks before short chunks.
     """
 
-    def __init__(
-        self,
-        surveyed: Survey,
-        gradient_dtype: DtypeOf,
-        rule: Rule | None,
-        *,
-        line: Sequence[Kind],
-        own_memory: bool = False,
-        commits: bool = False,
-        prefer: Division | None = None,
-        share: Share = ALONE,
-    ) -> None:
-        """Prepare to search the ways to divide a surveyed model.
-
-        gradient_dtype: maps the dtype of parameters to the dtype of their gradients; see
-        `Precision.gradient_dtype`. rule: the optimizer's rule; None for inference. line: the kinds of pages
-        in the order in which they get room in the fastest tiers, parameters first; see `line_of` in
-        infinity/planning/placement.py. own_memory: whether the device has memory that the CPU cannot use. If
-        so, gradients leave the device through a ring buffer. commits: whether the NVMe tier holds the durable
-        images of pages. prefer: a division that is tried before all others, unless it is one of another
-        model; see `Division.grouping`. share: the rank that is planned for.
-        """
-        self._surveyed = surveyed
-        self._line = line
-        self._own_memory = own_memory
-        self._commits = commits
-        self._share = share
-        self._gradient_dtype = gradient_dtype
-        self._rule = rule
-        self._groupings = _groupings(surveyed)
-        self._chunks = _chunk_lengths(surveyed)
-        self._long = _most_useful(surveyed, _LONG_CHUNK) if own_memory or share.ranks > 1 else 0
+    def __init__(self, subject: Subject, prefer: Division | None = None) -> None:
+        """prefer: a division that is tried before all others, unless it is one of another model."""
+        surveyed = subject.surveyed
+        self._subject, self._prefer = subject, prefer
+        self._groupings, self._chunks = _groupings(surveyed), _chunk_lengths(surveyed)
+        several = subject.share.ranks > 1
+        self._long = _most_useful(surveyed, _LONG_CHUNK) if subject.ring or several else 0
         """Elements of a long chunk; 0 if long chunks are not tried."""
-        self._long_share = _LONG_SHARE if share.ranks == 1 else _LONG_SHARE_OF_RANKS
-        self._measured: dict[tuple[int, int], Candidate] = {}
-        preferred = None if prefer is None else prefer.grouping(surveyed)
-        self._preferred = (
-            [self._measure(preferred, prefer.chunk_elements)] if prefer is not None and preferred else []
+        self._long_share = _LONG_SHARE_OF_RANKS if several else _LONG_SHARE
+        self._candidate = functools.cache(
+            lambda grouping, chunk: Candidate(subject, self._groupings[grouping], chunk)
         )
+        alike = None if prefer is None else self._of(prefer)
+        self._preferred = [] if alike is None else [alike]
         """The candidate that is tried before all others, if there is one."""
 
     def place(self, room: Room) -> Placement | None:
-        """Find the first placement that fits `room`; returns None if no placement fits.
+        """Find the first placement that fits `room`; None if there is none.
 
-        room: bytes of each tier. WORKING_ROOMS (infinity/planning/placement.py) gives the order in which
-        placements are tried: first those without pages on NVMe, and those with large buffers for moving and
-        updating pages before those with small buffers. With equal buffers, large units come before small
-        units, and long chunks before short chunks. The preferred division comes before all of these, with
-        buffers of any size.
+        WORKING_ROOMS (infinity/planning/placement.py) gives the order: first placements without pages on
+        NVMe, and those with large working buffers before those with small ones. With equal buffers, large
+        units come before small units, and long chunks before short chunks. The preferred division comes
+        before all of these, with buffers of any size.
         """
         tries = itertools.chain(
             itertools.product(WORKING_ROOMS, self._preferred),
             ((level, candidate) for level in WORKING_ROOMS for candidate in self._useful(room)),
         )
-        placements = (candidate.place(room, level) for level, candidate in tries)
-        return next((placement for placement in placements if placement is not None), None)
+        return _first(candidate.place(room, level) for level, candidate in tries)
 
     def place_alike(self, placement: Placement, room: Room) -> Placement | None:
         """Find the first placement that fits `room` and divides the model as `placement` does."""
-        candidate = self._measure(placement.grouping, placement.chunk_elements)
-        placements = (candidate.place(room, level) for level in WORKING_ROOMS)
-        return next((each for each in placements if each is not None), None)
+        candidate = self._of(Division.of(placement.layout))
+        assert candidate is not None  # it is a division of this model
+        return _first(candidate.place(room, level) for level in WORKING_ROOMS)
 
     def prefers(self, placement: Placement) -> bool:
         """Whether a placement has the preferred division."""
-        return any(
-            (each.grouping, each.chunk_elements) == (placement.grouping, placement.chunk_elements)
-            for each in self._preferred
-        )
+        return bool(self._preferred) and Division.of(placement.layout) == self._prefer
 
     def needed(self, tier: Tier, room: Room) -> int | None:
         """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers have the bytes
-        that `room` gives them.
-
-        The result is None if no number of bytes is enough.
+        that `room` gives them; None if no number of bytes is enough.
         """
         # Images may be smaller with long chunks, because there are fewer gaps between parameters.
-        long = self._commits and tier is Tier.NVME
-        candidates = self._useful(room) if long else self._candidates()
-        found = (candidate.needed(tier, room) for candidate in itertools.chain(self._preferred, candidates))
-        return min((nbytes for nbytes in found if nbytes is not None), default=None)
+        long = self._subject.commits and tier is Tier.NVME
+        candidates = self._useful(room) if long else self._without_long()
+        return _least(each.needed(tier, room) for each in itertools.chain(self._preferred, candidates))
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
-        """The budgets that are just enough for the model: tier -> bytes. If one of them were smaller and the
-        others as they are, no placement would fit. The search for them prefers few bytes of device memory and
-        host RAM in sum, and then few bytes of NVMe.
+        """The budgets, in bytes, that are just enough for the model: with less of one of them and the others
+        as they are, no placement would fit. Few bytes of device memory and host RAM in sum are preferred, and
+        then few bytes of NVMe.
 
         unified: whether device and host are the same RAM; if so, there is no entry for the device. nvme:
         whether pages may rest on NVMe.
         """
         found = []
-        for candidate in itertools.chain(self._preferred, self._candidates()):
+        for candidate in itertools.chain(self._preferred, self._without_long()):
             room = Room(None if unified else candidate.least_near, 0, candidate.most_nvme * nvme)
             host = candidate.needed(Tier.HOST, room)
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
         best = min(found, key=lambda each: each[:2])[2]
-        # With the other budgets as they are, another candidate may need less of a tier.
-        best = replace(best, host=self._less(Tier.HOST, best, best.host))
-        if best.device is not None:
-            best = replace(best, device=self._less(Tier.DEVICE, best, best.device))
-        best = replace(best, nvme=self._less(Tier.NVME, best, best.nvme))
+        for tier in (Tier.HOST, Tier.DEVICE, Tier.NVME):  # another candidate may need less of a tier
+            if getattr(best, tier.value):
+                needed = self.needed(tier, best)
+                best = best if needed is None else replace(best, **{tier.value: needed})
         sizes = {Tier.DEVICE: best.device, Tier.HOST: best.host, Tier.NVME: best.nvme or None}
         return {tier: nbytes for tier, nbytes in sizes.items() if nbytes is not None}
 
-    def _less(self, tier: Tier, room: Room, enough: int) -> int:
-        needed = self.needed(tier, room) if enough else None
-        return enough if needed is None else needed
-
     def _useful(self, room: Room) -> Iterator[Candidate]:
-        """Yield all candidates that `place` tries. A candidate is one way to divide the model into units and
-        chunks (infinity/planning/candidate.py). For each way to form units, long chunks come first if the
-        host tier has room for them.
+        """All candidates that `place` tries. For each way to form units, long chunks come first if the host
+        tier has room for them.
         """
         for grouping in range(len(self._groupings)):
             if self._long > self._chunks[0]:
                 long = self._candidate(grouping, self._long)
-                if 2 * long.chunk_update_bytes * self._long_share <= room.host:
+                if 2 * long.update_bytes * self._long_share <= room.host:
                     yield long
             for chunk in self._chunks:
                 yield self._candidate(grouping, chunk)
 
-    def _candidates(self) -> Iterator[Candidate]:
-        """Yield all candidates (ways to divide the model) except those with long chunks, to find the
-        smallest budgets. Where shorter chunks do not fit, long chunks do not fit either.
-        """
+    def _without_long(self) -> Iterator[Candidate]:
+        """All candidates without long chunks, which fit nowhere where shorter chunks do not."""
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
 
-    def _candidate(self, grouping: int, chunk: int) -> Candidate:
-        if (grouping, chunk) not in self._measured:
-            self._measured[grouping, chunk] = self._measure(self._groupings[grouping], chunk)
-        return self._measured[grouping, chunk]
+    def _of(self, division: Division) -> Candidate | None:
+        """The candidate of a division; None if it is one of another model."""
+        grouping = division.grouping(self._subject.surveyed)
+        return None if grouping is None else Candidate(self._subject, grouping, division.chunk_elements)
 
-    def _measure(self, grouping: Grouping, chunk: int) -> Candidate:
-        return Candidate(
-            self._surveyed,
-            grouping,
-            chunk,
-            self._gradient_dtype,
-            self._rule,
-            line=self._line,
-            ring=self._own_memory,
-            commits=self._commits,
-            share=self._share,
-        )
+
+def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
+    if nbytes == 0:
+        return None
+    for tier in (Tier.DEVICE, Tier.HOST):
+        if nbytes <= left.get(tier, -1):
+            left[tier] -= nbytes
+            return tier
+    return Tier.NVME
+
+
+def _first(found: Iterable[Placement | None]) -> Placement | None:
+    return next((each for each in found if each is not None), None)
+
+
+def _least(found: Iterable[int | None]) -> int | None:
+    return min((each for each in found if each is not None), default=None)
 
 
 def _groupings(surveyed: Survey) -> list[Grouping]:
-    """Return the distinct ways to group modules into units, from the one with the largest units to the one
-    with one unit per module.
-    """
+    """The distinct ways to group modules into units, from the largest units to one unit for each module."""
     sizes = []
     size = min(surveyed.nbytes // _FEWEST_UNITS, _LARGEST_UNIT)
     while size >= _SMALLEST_UNIT:
@@ -203,15 +461,11 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """Return the distinct chunk lengths to try, in elements, the longest first. None is longer than the
-    number of elements of all trained parameters, after that number is rounded up to a multiple of BLOCK.
-    """
+    """The distinct chunk lengths to try, in elements, the longest first."""
     return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """Return the smaller of `length`, a chunk length in elements, and the number of elements of all trained
-    parameters, after that number is rounded up to a multiple of BLOCK. A longer chunk would never be filled.
-    """
+    """`length`, in elements, or that of a chunk with all trained parameters, whichever is less."""
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))
