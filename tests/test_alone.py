@@ -39,36 +39,20 @@ class Worker:
         assert not self._thread.is_alive()
 
 
-def test_many_run_at_a_time(tmp_path: Path) -> None:
-    workers = [Worker(tmp_path, alone=False) for _ in range(3)]
-    assert all(each.entered.wait(BOUND) for each in workers)
-    for each in workers:
-        each.leave()
-
-
 def test_one_alone_waits_for_all_and_is_not_overtaken(tmp_path: Path) -> None:
-    running = Worker(tmp_path, alone=False)
-    assert running.entered.wait(BOUND)
+    running = [Worker(tmp_path, alone=False) for _ in range(3)]
+    assert all(each.entered.wait(BOUND) for each in running)
     lone = Worker(tmp_path, alone=True)
     assert not lone.entered.wait(SOON)
     later = Worker(tmp_path, alone=False)
     assert not later.entered.wait(SOON), "whoever waits to be alone keeps its place"
-    running.leave()
+    for each in running:
+        each.leave()
     assert lone.entered.wait(BOUND)
     assert not later.entered.wait(SOON)
     lone.leave()
     assert later.entered.wait(BOUND)
     later.leave()
-
-
-def test_two_that_are_alone_come_one_after_the_other(tmp_path: Path) -> None:
-    first = Worker(tmp_path, alone=True)
-    assert first.entered.wait(BOUND)
-    second = Worker(tmp_path, alone=True)
-    assert not second.entered.wait(SOON)
-    first.leave()
-    assert second.entered.wait(BOUND)
-    second.leave()
 
 
 def test_an_error_inside_lets_the_next_one_in(tmp_path: Path) -> None:

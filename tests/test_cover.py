@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from cover import covered, drawn, each_value, pairwise, product
+from cover import covered, drawn, pairwise, product
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,13 +60,6 @@ def test_drawn_combinations_have_every_pair(factors: dict[str, list[int]], seed:
     assert drawn(factors, lambda case: True, seed=seed, least=least) == cases
 
 
-def test_a_large_product_is_drawn_from() -> None:
-    factors: dict[str, Sequence[Any]] = {f"factor {at}": range(3 + at % 6) for at in range(16)}
-    cases = drawn(factors, lambda case: True, seed=1)
-    check_every_pair(factors, cases)
-    assert len(cases) <= 2 * 8 * 7
-
-
 def test_drawn_combinations_fit() -> None:
     """Pairs of values that occur together in an allowed combination are there, and no others."""
 
@@ -83,17 +76,6 @@ def test_drawn_combinations_fit() -> None:
         }
 
 
-def test_a_few_combinations_with_every_value() -> None:
-    cases = drawn({"a": range(7), "b": range(5), "c": range(3)}, lambda case: True, seed=2, least=40)
-    chosen = each_value(cases, 9)
-    assert len(chosen) == 9 and all(case in cases for case in chosen)
-    assert {item for case in chosen for item in case.items()} == {
-        item for case in cases for item in case.items()
-    }
-    with pytest.raises(AssertionError, match="6 combinations lack"):
-        each_value(cases, 6)
-
-
 def test_pairs_that_nothing_allowed_has_are_left_out() -> None:
     factors = {"a": (1, 2, 3), "b": (1, 2, 3), "c": (1, 2)}
     cases = pairwise(factors, lambda case: case["a"] >= case["b"])
@@ -101,11 +83,6 @@ def test_pairs_that_nothing_allowed_has_are_left_out() -> None:
     assert {(case["a"], case["b"]) for case in cases} == {(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)}
     assert {(case["a"], case["c"]) for case in cases} == set(itertools.product((1, 2, 3), (1, 2)))
     assert {(case["b"], case["c"]) for case in cases} == set(itertools.product((1, 2, 3), (1, 2)))
-
-
-@covered({"a": (1, 2, 3), "b": "xy", "c": (False, True)})
-def test_a_covered_test_gets_its_values(a: int, b: str, c: bool) -> None:
-    assert {"a": a, "b": b, "c": c} in product({"a": (1, 2, 3), "b": "xy", "c": (False, True)})
 
 
 def test_what_a_cover_leaves_out_is_slow() -> None:
@@ -121,8 +98,3 @@ def test_what_a_cover_leaves_out_is_slow() -> None:
         "3-y-False",
     ]
     assert len(parameters) == 12
-
-
-def test_a_factor_alone_or_none() -> None:
-    assert product({}) == [{}] and pairwise({}) == []
-    assert pairwise({"a": (1, 2)}) == []

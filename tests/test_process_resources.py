@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from process_resources import check_nothing_left, nothing_left, resources, threads_of
+from process_resources import check_nothing_left, nothing_left, resources
 
 
 def test_a_descriptor_that_leaks_is_named(tmp_path: Path) -> None:
@@ -71,16 +71,3 @@ def test_what_ends_late_is_waited_for(tmp_path: Path) -> None:
         threading.Thread(target=close).start()
         threading.Timer(0.05, looking.set).start()
     assert resources().descriptors[str(tmp_path / "open")] == 0
-
-
-def test_what_only_garbage_holds_is_let_go_of(tmp_path: Path) -> None:
-    with nothing_left(garbage=True):
-        cycle = [(tmp_path / "file").open("w")]
-        cycle.append(cycle)  # type: ignore[arg-type]
-        del cycle
-
-
-def test_threads_are_found_by_their_name() -> None:
-    name = Path("/proc/self/comm").read_text().strip()
-    assert os.getpid() in threads_of(name)
-    assert threads_of("nobody") == set()
