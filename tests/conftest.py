@@ -19,6 +19,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
 import warm_python
 from alone import Machine
+from cover import chosen_of
 from tiny_job import TinyJob, make_tiny
 
 from infinity.planning import twin_flow
@@ -73,6 +74,25 @@ MACHINE = pytest.StashKey[Machine]()
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.stash[MACHINE] = Machine(Path(config.option.basetemp).parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow the combinations of parameters that a test with the mark `sweep` leaves out by default."""
+    sweeps: dict[tuple[pytest.Item | None, str], list[pytest.Function]] = {}
+    for item in items:
+        of = item.get_closest_marker("sweep") and isinstance(item, pytest.Function)
+        if not of or item.get_closest_marker("slow"):
+            continue
+        if torch.cuda.is_available() or item.callspec.params.get("device") != "cuda":
+            sweeps.setdefault((item.parent, item.originalname), []).append(item)
+    for cases in sweeps.values():
+        mark = cases[0].get_closest_marker("sweep")
+        assert mark is not None
+        strength, most = mark.kwargs.get("strength", 1), mark.kwargs.get("most")
+        quick = chosen_of([each.callspec.indices for each in cases], strength, most)
+        for at in set(range(len(cases))) - set(quick):
+            cases[at].add_marker(pytest.mark.slow)
 
 
 def pytest_unconfigure() -> None:

@@ -131,6 +131,26 @@ def each_value(cases: Sequence[Case], count: int) -> list[Case]:
     return chosen
 
 
+def chosen_of(cases: Sequence[Mapping[str, int]], strength: int, most: int | None) -> list[int]:
+    """Return the indices of few of the cases, in order, for the mark `sweep` (tests/conftest.py).
+
+    cases: a case is the number of each factor's value. strength: any so many values of different factors that
+    occur together in a case occur together in a chosen one. most: the chosen ones are thinned out to so many,
+    at equal distances; None: they are not.
+    """
+    parts = [set(itertools.combinations(case.items(), min(strength, len(case)))) for case in cases]
+    missing = set().union(*parts)
+    found: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda at: len(missing & parts[at]))
+        missing -= parts[best]
+        found.append(best)
+    found.sort()
+    if most is None or most >= len(found):
+        return found
+    return [found[at * len(found) // most] for at in range(most)]
+
+
 def covered(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True
 ) -> pytest.MarkDecorator:

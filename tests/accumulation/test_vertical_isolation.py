@@ -179,6 +179,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)  # to the process, as the terminal sends it
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["before", "forward", "after", "backward"])
 @pytest.mark.parametrize("act, error", [(raise_it, LookupError), (interrupt, KeyboardInterrupt)])
 def test_an_exception_ends_all_and_the_next_step_is_right(
