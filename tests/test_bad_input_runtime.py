@@ -92,6 +92,7 @@ def test_a_disk_budget_too_small_names_what_would_do(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
+@pytest.mark.sweep
 @both_homes
 @pytest.mark.parametrize("clip", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -256,6 +257,7 @@ USES: dict[str, Callable[[nn.Module, Any], object]] = {
 }
 
 
+@pytest.mark.sweep
 @both_homes
 @pytest.mark.parametrize("use", USES)
 def test_a_closed_runtime_is_named(use: str, home: str, tmp_path: Path) -> None:

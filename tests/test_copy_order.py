@@ -63,6 +63,7 @@ def check_at(seed: int, number: int, place: Place, *, threads: bool = False) -> 
     assert parity.differences(found, without_streams(number, place)) == []
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
     for seed in range(first, first + 12):
@@ -98,6 +99,7 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
         assert parity.differences(found, expected) == []
 
 
+@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize("seed", range(0, 24, 3))
 def test_streams_that_are_threads_change_nothing(seed: int) -> None:
     check(seed, threads=True)

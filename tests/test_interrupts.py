@@ -95,6 +95,7 @@ def everything(model: Any, runtime: Any) -> Any:
     return save(model, runtime), save_optimizer(model, runtime)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_failed_operation_can_be_repeated_or_says_that_it_cannot(
@@ -199,6 +200,7 @@ def interrupted_hook(model: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) 
 INTERRUPTS = [interrupted_forward, interrupted_backward, interrupted_hook]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("home", "compute"), CASES)
 @pytest.mark.parametrize("interrupt", INTERRUPTS, ids=lambda each: each.__name__)
 def test_training_goes_on_after_an_interrupt(

@@ -168,6 +168,7 @@ def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Pla
         assert differences(vars(run), vars(base) | unseen) == []
 
 
+@pytest.mark.sweep(most=48)
 @pytest.mark.parametrize("entry, case", cases())
 def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Path) -> None:
     check_placement(entry, case, "cpu", placed, tmp_path)
@@ -210,6 +211,7 @@ def test_late_reads_and_writes_change_nothing_on_cuda(
     assert differences(vars(run), vars(placed.on_device(entry, recipe, watch=True))) == []
 
 
+@pytest.mark.sweep(most=6)
 @one_home_each("nvme", "mixed")
 def test_every_step_is_the_same_wherever_pages_are(
     entry: Entry, home: str, placed: Placed, tmp_path: Path
@@ -236,6 +238,7 @@ def test_the_first_update_is_pytorchs_to_a_rounding(entry: Entry, device: str, p
         assert bool(((ours.double() - torchs.double()).abs() <= bound).all()), name
 
 
+@pytest.mark.sweep(most=6)
 @each_entry
 def test_reads_and_writes_that_come_late_change_nothing(entry: Entry, placed: Placed, tmp_path: Path) -> None:
     faults = Faults()
@@ -257,6 +260,7 @@ def test_a_slow_disk_changes_nothing(kind: str, placed: Placed, tmp_path: Path) 
     assert differences(vars(run), vars(placed.on_device(TRANSFORMER, Recipe()))) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("home", ["nvme", "unified"])
 def test_optimizers(optimizer: str, home: str, placed: Placed, tmp_path: Path) -> None:
@@ -267,6 +271,7 @@ def test_optimizers(optimizer: str, home: str, placed: Placed, tmp_path: Path) -
     assert differences(vars(run), vars(base)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["transformer", "mixture", "frozen"])
 def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: Placed) -> None:
@@ -286,6 +291,7 @@ def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: 
             )
 
 
+@pytest.mark.sweep(most=5)
 @one_home_each(*HOMES)
 def test_fifty_steps_follow_pytorch(entry: Entry, home: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=50)
@@ -293,6 +299,7 @@ def test_fifty_steps_follow_pytorch(entry: Entry, home: str, tmp_path: Path) -> 
     parity.check_losses(entry, recipe, run, plain(entry, recipe))
 
 
+@pytest.mark.sweep
 @each_entry
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_plain_pytorch_trains_every_model(entry: Entry, compute: str) -> None:

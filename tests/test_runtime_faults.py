@@ -87,6 +87,7 @@ def sweep(
 FAILING = [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("home", "compute"), CASES)
 @pytest.mark.parametrize("fault", FAILING)
 def test_a_failed_call_in_training(home: str, compute: str, fault: tuple[str, int], tmp_path: Path) -> None:
@@ -137,6 +138,7 @@ def moved(runtime: Any) -> Moved:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("home", "compute"), CASES)
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Path) -> None:

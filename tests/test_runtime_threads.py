@@ -84,6 +84,7 @@ BACKWARDS: dict[str, Callable[[Tensor, nn.Parameter], object]] = {
 }
 
 
+@pytest.mark.sweep
 @places("nvme", "unified", cuda=("nvme", "host"))
 @pytest.mark.parametrize("how", BACKWARDS)
 def test_hooks_in_a_backward_may_use_the_model_from_any_thread(

@@ -49,6 +49,7 @@ def pool(request: pytest.FixtureRequest) -> Any:
 # ---- Formats ----
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

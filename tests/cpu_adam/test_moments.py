@@ -90,6 +90,7 @@ def ordinary(n: int, seed: int = 1) -> State:
 # ---- Bounds ----
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "sgd"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_an_update_is_exact_but_for_one_rounding_of_its_moments(

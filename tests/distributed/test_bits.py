@@ -32,21 +32,28 @@ def exact(options: dict[str, Any]) -> Case:
     return case if case.exact else replace(case, accumulate=1)
 
 
-def test_pairwise_matrix(tmp_path: Path) -> None:
-    check_bits(tuple(exact(each) for each in pairwise(MATRIX)), 2, tmp_path)
+HALF = pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])
+"""For tests of many cases: every second of them, or all."""
 
 
-def test_models_of_all_kinds(tmp_path: Path) -> None:
-    check_bits(MODELS, 2, tmp_path)
+@HALF
+def test_pairwise_matrix(every: int, tmp_path: Path) -> None:
+    check_bits(tuple(exact(each) for each in pairwise(MATRIX))[::every], 2, tmp_path)
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    check_bits(ON_FOUR, 4, tmp_path)
+@HALF
+def test_models_of_all_kinds(every: int, tmp_path: Path) -> None:
+    check_bits(MODELS[::every], 2, tmp_path)
+
+
+@HALF
+def test_four_ranks(every: int, tmp_path: Path) -> None:
+    check_bits(ON_FOUR[::every], 4, tmp_path)
 
 
 def test_stages_that_add_a_rank_s_gradients_first_are_close(tmp_path: Path) -> None:
     cases = [
-        Case(subject, stage, optimizer="sgd", accumulate=3, clip=0.5, steps=20)
+        Case(subject, stage, optimizer="sgd", accumulate=3, clip=0.5, steps=10)
         for subject, stage in (("mlp", 0), ("decoder", 1))
         if stage in STAGES
     ]

@@ -45,6 +45,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 # ---- Bits ----
 
 
+@pytest.mark.sweep
 @covered({"home": (*HOMES, "mirrored"), "compute": ("bf16", "fp16"), "clip": (None, 0.05)})
 def test_every_bit_is_that_of_gradients_in_fp32(
     home: str, compute: str, clip: float | None, tmp_path: Path

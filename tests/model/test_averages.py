@@ -48,6 +48,7 @@ def updated(average: AveragedModel, plain: nn.Module, values: dict[str, torch.Te
     average.update_parameters(plain)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     ("kind", "compute", "home"),

@@ -70,6 +70,7 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 }
 
 
+@pytest.mark.sweep
 @both_homes
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("edit", EDITS)

@@ -189,6 +189,7 @@ def train(
     return losses, first
 
 
+@pytest.mark.sweep(most=5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_train_on_disk_as_in_memory(family: str, tmp_path: Path) -> None:
     model, inputs = build(family)

@@ -139,6 +139,7 @@ def another_rate(model: Any, runtime: Any, step: int) -> None:
 ACTS = [nothing, gradient, state, values, evaluation, edit, edit_of_data, whole, reload, another_rate]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("act", ACTS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("home", HOMES)
 def test_whatever_comes_between_steps_sees_the_update_done(home: str, act: Any, tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ def test_no_scheduler_of_torch_is_left_out() -> None:
     assert set(lr_scheduler.__all__) - {"LRScheduler"} <= set(SCHEDULERS)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["paged", "user before", "user after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_run_on_either_optimizer_without_a_warning(page: Any, name: str, where: str) -> None:

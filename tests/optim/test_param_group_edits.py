@@ -51,6 +51,7 @@ EDITS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"update": "eager", "accumulation": 1}], ids=["lazy", "eager"])
 @pytest.mark.parametrize("how", EDITS)
 def test_changes_count_as_in_torch(how: str, options: dict[str, Any], tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def train(model: nn.Module, runtime: Any, act: Callable[[nn.Module, Any], None],
     return [losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("gradients", GRADIENT_HOMES)
 @pytest.mark.parametrize("act", ACTS, ids=lambda each: each.__name__)
 def test_the_bits_of_states_that_are_read_by_their_update(act: Any, gradients: Tier, tmp_path: Path) -> None:
@@ -334,6 +335,7 @@ def train_eagerly(
     return [seen, losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
 
 
+@pytest.mark.sweep
 @covered({"act": BEFORE_FORWARD, "gradients": GRADIENT_HOMES, "backwards": (1, 2)})
 def test_the_bits_of_eager_updates_whose_states_were_read(
     act: Any, gradients: Tier, backwards: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -85,6 +85,7 @@ def trained(directory: Path, zero: Zero = ZEROS["optimizer"], steps: int = 5, **
         return [copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict())]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("who", ZEROS)
 def test_unused_parameters_are_updated_as_in_torch(who: str, optimizer: str, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_unused_parameters_are_updated_as_in_torch(who: str, optimizer: str, tmp
             torch.testing.assert_close(got[1]["state"][key][name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("home", [home for home in HOMES if home != "unified"])
 def test_the_same_bits_in_every_home(home: str, compute: str, tmp_path: Path) -> None:

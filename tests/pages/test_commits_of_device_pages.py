@@ -164,6 +164,7 @@ def replace_states(run: Run) -> None:
 CHANGES = [update, edit, edit_beside, replace_values, replace_states]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda each: each.__name__)
 def test_a_change_after_save_is_not_in_the_commit(

@@ -99,6 +99,7 @@ HOME_CASES = [("unified", compute, how) for compute in ("bf16", "fp16") for how 
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home, compute, how", HOME_CASES)
 def test_an_optimizer_that_is_loaded_before_its_model(
     home: str, compute: str, how: str, tmp_path: Path
@@ -198,6 +199,7 @@ PARTIAL: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("home", ["nvme", "unified", "device"])
 @pytest.mark.parametrize("how", PARTIAL)

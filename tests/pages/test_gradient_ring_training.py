@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import parity
+import pytest
 import torch
 from cover import covered
 from emulated_device import EmulatedDevice, planned_apart
@@ -98,6 +99,7 @@ def trained(
         }
 
 
+@pytest.mark.sweep(most=4)
 @covered(
     {
         "home": ("host", "nvme", "mixed"),

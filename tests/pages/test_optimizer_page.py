@@ -106,6 +106,7 @@ def test_placement_changes_no_bit(tmp_path: Path, compute: str, states: str) -> 
     assert not same(runs[0], train(tmp_path, "unified", precision, RULES["adamw"], seed=6))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("rule", RULES)
 def test_training_is_near_that_with_fp32_states(tmp_path: Path, states: str, rule: str) -> None:
@@ -129,6 +130,7 @@ def is_held(values: Tensor, name: str, states: str) -> bool:
     return torch.equal(decode(*encode(flat, span), span), flat)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(("rule", "home"), [*((rule, "nvme") for rule in RULES), ("adamw", "unified")])
 def test_a_state_dict_is_in_torchs_shape_and_comes_back_bit_for_bit(

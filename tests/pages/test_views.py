@@ -30,6 +30,7 @@ VIEWS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sweep
 @VIEWS
 @places("nvme", "host", "device", "unified", cuda=("nvme", "host", "device"))
 def test_a_view_held_over_steps_never_shows_another_pages_bytes(
@@ -51,6 +52,7 @@ def test_a_view_held_over_steps_never_shows_another_pages_bytes(
         assert not torch.equal(history[0], history[-1])
 
 
+@pytest.mark.sweep
 @VIEWS
 @places("nvme", "host", "mixed", cuda=("nvme", "host", "mixed"))
 def test_a_view_held_where_room_is_short_stays_as_it_is(

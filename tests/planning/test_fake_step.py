@@ -76,6 +76,7 @@ def test_a_checkpointed_step_takes_what_a_real_one_takes() -> None:
     assert max(bytes_of[True], bytes_of[False]) < bytes_of[None] / 2
 
 
+@pytest.mark.sweep(most=6)
 @pytest.mark.parametrize("each", ENTRIES, ids=str)
 def test_nothing_of_a_model_changes_and_its_bytes_are_right(each: Entry) -> None:
     model, (inputs, _) = each.make(), each.batch(0, 0)

@@ -131,6 +131,7 @@ def runs(log: list[tuple[int, int | None]], limit: int, *, pages: int, threads: 
     return True
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "step",
     [("10m", 1, 32), ("10m", 8, 256), ("124m", 4, 512), ("309m", 1, 256), ("926m", 4, 1024), ("7b", 1, 512)],

@@ -245,6 +245,7 @@ def test_a_step_is_a_launch_a_unit_one_for_all_squares_and_one_copy(
         store.link = recorded._link
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "SGD", "Adagrad", "Lion"])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 def test_no_kernel_is_compiled_in_a_step(

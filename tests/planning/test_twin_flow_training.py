@@ -52,6 +52,7 @@ RECIPES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("name", ["transformer", "channels_last"])
@@ -80,6 +81,7 @@ def test_it_trains_as_plain_pytorch_does(
     parity.check_losses(entry, recipe, run, truth)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
 def test_every_bit_is_that_of_the_cpus_updates(
@@ -105,6 +107,7 @@ def test_every_bit_is_that_of_the_cpus_updates(
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_gradients_that_rest_as_they_come_change_no_bit(
@@ -146,6 +149,7 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.sweep
 @pytest.mark.parametrize("update", ["sync", "eager"])
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -209,6 +213,7 @@ def test_micro_batches_together_have_the_bits_of_the_plain_loop(
 # ---- What people do between steps ----
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 @pytest.mark.parametrize("part", [False, True])
 def test_a_state_dict_goes_on_with_the_same_bits(
@@ -252,6 +257,7 @@ def reload(model: nn.Module, runtime: Any) -> None:
     model.load_state_dict({name: 0.9 * each for name, each in model.state_dict().items()})
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("act", [edit, edit_of_data, whole, reload], ids=lambda each: each.__name__)
@@ -281,6 +287,7 @@ def test_edits_become_the_masters(
                 assert (name in changed) <= torch.equal(master, edited[name].float())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("accumulate", ["fp32", "compute"])
 def test_gradients_have_the_bits_of_the_cpus(
