@@ -27,18 +27,13 @@ paths (infinity/tiers/striping.py).
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that the directories of the NVMe tier can hold together.
-
-    budgets: the most bytes that may be used in each directory.
-    """
+    """Bytes of pages that the directories of the NVMe tier can hold together. budgets: of each directory."""
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
 
 
 def nvme_budget_for(nbytes: int, paths: int) -> int:
-    """The smallest budget of the NVMe tier, in bytes, with which `paths` directories together can hold
-    `nbytes` bytes of pages.
-    """
+    """The smallest budget with which `paths` directories together can hold `nbytes` bytes of pages."""
     return nbytes if paths < 2 else -(-nbytes * _STRIPING[0] // _STRIPING[1])
 
 
@@ -61,16 +56,13 @@ def shortage(
 ) -> BudgetError:
     """Make the error for a model that has no placement in `room`.
 
-    The error names the tier that is too small. It names the device if the device budget would be too small
-    even with unlimited host and NVMe budgets. Otherwise it names NVMe if the host budget is large enough,
-    else the host. The error's `needed` is the exact number of bytes that this tier needs with the other
-    budgets as they are. If no device budget is enough with the other budgets, `needed` assumes that the
-    other budgets are unlimited. If no host budget is enough, because NVMe cannot hold what commits need,
-    `needed` assumes that the NVMe budget is unlimited.
+    The error names the device if its budget would be too small even with unlimited host and NVMe budgets.
+    Otherwise it names NVMe if the host budget is large enough, else the host. Its `needed` is the exact
+    number of bytes that this tier needs with the other budgets as they are. If no device budget is enough
+    with them, they count as unlimited, and so does NVMe if it cannot hold what commits need.
 
-    search: the search that found no placement. room: the bytes of each tier that it could use. budgets:
-    each tier's budget in bytes. paths: number of NVMe directories. what: the start of the error message,
-    such as "309M parameters". reserves: by tier, what was subtracted from the budget to get `room`.
+    search: found no placement. budgets: each tier's, in bytes. paths: number of NVMe directories. what: the
+    start of the message, such as "309M parameters". reserves: what was taken off the budget to get `room`.
     """
     nothing = Reserve(0)
 
@@ -96,10 +88,8 @@ def shortage(
 def _error(
     tier: Tier, pages: int, what: str, budget: int, reserve: Reserve, *, with_nvme: int | None = None
 ) -> BudgetError:
-    """Make the error for a tier that needs `pages` bytes for pages and working buffers.
-
-    budget: the tier's, in bytes. reserve: what else the tier needs. with_nvme: bytes that pages and working
-    buffers need if an nvme budget is added; None if there is one, or if it does not help.
+    """Make the error for a tier that needs `pages` bytes beside `reserve`. with_nvme: `pages` if an nvme
+    budget is added; None if there is one, or if it does not help.
     """
     needed = reserve.budget_for(pages)
     others = [
@@ -147,11 +137,11 @@ larger budgets have more room.
 
 
 def resident_budget(plan: Plan, names: Collection[str] | None) -> int | None:
-    """A budget, in bytes, of the tier in which the model computes, with which the parameters `names` can be
-    resident at the same time, and any others whose units are as many. All other budgets are as in `plan`.
+    """A budget, in bytes, of the tier that computes, with which the parameters `names` can be resident at the
+    same time, and any others whose units are as many. All other budgets are as in `plan`.
 
-    names: names of parameters; None: all parameters, however views of them are held. The result is larger
-    than the plan's budget, and None if there is no such budget, or if the plan cannot be made again.
+    names: None: all parameters, however views of them are held. The result is larger than the plan's budget,
+    and None if there is no such budget, or if the plan cannot be made again.
     """
     replan = plan.replan
     if replan is None:
@@ -183,9 +173,7 @@ def resident_budget(plan: Plan, names: Collection[str] | None) -> int | None:
 
 
 def _has_room(plan: Plan, names: Collection[str] | None) -> bool:
-    """Whether a plan has room for parameters that are resident at the same time. names: as in
-    `resident_budget`.
-    """
+    """Whether parameters can be resident at the same time. names: as in `resident_budget`."""
     moving = [unit for unit in range(len(plan.homes)) if not plan.stays(unit)]
     sizes = {unit: plan.layout.units[unit].nbytes for unit in moving}
     if names is None:

@@ -31,15 +31,11 @@ from infinity.tiers import PAGE_ALIGNMENT
 _MIB = 1 << 20
 
 SMALL, SMALL_SEGMENT = _MIB, 2 * _MIB
-"""SMALL: bytes of the largest tensor that torch's allocator puts into a small segment. SMALL_SEGMENT: bytes
-of a small segment.
-"""
 MEDIUM, MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
-"""MEDIUM: tensors of at least this many bytes get a segment of their own. MEDIUM_SEGMENT: bytes of a
-segment for tensors larger than SMALL and smaller than MEDIUM.
-"""
 WHOLE = 2 * _MIB
-"""The size in bytes of a segment for a single tensor is a multiple of this number."""
+"""Bytes: tensors of up to SMALL share small segments, those of less than MEDIUM medium ones; a larger one has
+a segment of its own, a multiple of WHOLE.
+"""
 
 _THREADS = 2
 """Number of threads that multiply matrices: the training thread and autograd's thread for backward."""
@@ -61,9 +57,7 @@ _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 
 
 def segment(nbytes: int) -> int:
-    """Bytes of the new segment that torch's allocator takes for a tensor of `nbytes` bytes if no existing
-    segment has room for it.
-    """
+    """Bytes of the segment that torch's allocator takes for a tensor if no existing one has room for it."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
@@ -72,11 +66,10 @@ def segment(nbytes: int) -> int:
 def workspace(capability: Sequence[int], variables: Mapping[str, str]) -> int:
     """Bytes of the workspace that torch gives cuBLAS and cuBLASLt for one handle and stream.
 
-    capability: the device's compute capability (major, minor). variables: the environment variables. The
-    variable CUBLAS_WORKSPACE_CONFIG is a list of entries :KIB:COUNT. Without this variable Hopper and
-    Blackwell GPUs have 32 MiB, and other GPUs 2 pieces of 4 MiB and 8 pieces of 16 KiB. If
-    TORCH_CUBLASLT_UNIFIED_WORKSPACE is off, another workspace of CUBLASLT_WORKSPACE_SIZE KiB (by default
-    1024) is added for cuBLASLt.
+    capability: the device's compute capability (major, minor). variables: the environment variables.
+    CUBLAS_WORKSPACE_CONFIG is a list of entries :KIB:COUNT; without it Hopper and Blackwell GPUs have 32 MiB,
+    and others 2 pieces of 4 MiB and 8 of 16 KiB. If TORCH_CUBLASLT_UNIFIED_WORKSPACE is off, cuBLASLt has
+    CUBLASLT_WORKSPACE_SIZE KiB (by default 1024) of its own.
     """
     default = 32 * _MIB if capability[0] in (9, 10, 12) else 2 * 4 * _MIB + 8 * (16 << 10)
     entries = _ENTRY.findall(variables.get("CUBLAS_WORKSPACE_CONFIG", ""))
@@ -94,7 +87,7 @@ class Headroom:
     workspace: int = 0
     """Bytes of cuBLAS's workspace for each thread that multiplies matrices."""
     segments: int = 0
-    """Bytes that are lost because segments of torch's allocator are not full."""
+    """Bytes of segments that are not full."""
     share: int | None = None
     """The bytes of live tensors divided by this number are lost to rounding and fragmentation. If None, no
     bytes are lost.
@@ -102,40 +95,29 @@ class Headroom:
 
     @staticmethod
     def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
-        """Make the Headroom of a CUDA device.
-
-        capability: the device's compute capability (major, minor). variables: the environment variables
-        that set cuBLAS's workspace; see `workspace`.
-        """
+        """The headroom of a CUDA device. capability, variables: as in `workspace`."""
         return Headroom(workspace(capability, variables), _PARTLY_USED, _SHARE)
 
     @staticmethod
     def of(device: torch.device) -> Headroom:
-        """Make the Headroom of a device of this machine."""
+        """The headroom of a device of this machine."""
         if device.type != "cuda":
             return HEAP
         return Headroom.for_cuda(torch.cuda.get_device_capability(device), os.environ)
 
     def beside(self, live: int) -> int:
-        """Bytes that torch takes in addition to live tensors in a step.
-
-        live: the most bytes that the tensors of the step take at one time.
-        """
+        """Bytes that torch takes in a step whose tensors take at most `live` bytes at one time."""
         return _THREADS * self._per_thread + self.segments + self._lost(live)
 
     def one_more(self, live: int) -> int:
-        """Bytes that torch takes in addition to live tensors because one more thread multiplies matrices.
-
-        live: the most bytes that this thread's tensors take at one time. The threads that
-        infinity/accumulation/task_threads.py starts are such threads.
+        """Bytes that torch takes for one more thread that multiplies matrices (such as those of
+        infinity/accumulation/task_threads.py), whose tensors take at most `live` bytes at one time.
         """
         return self._per_thread + self._lost(live)
 
     @property
     def _per_thread(self) -> int:
-        """Bytes that one thread's cuBLAS workspace takes. A workspace that is large enough to get a segment
-        of its own takes the whole segment.
-        """
+        """Bytes that one thread's cuBLAS workspace takes: the whole segment, if it has one of its own."""
         return segment(self.workspace) if self.workspace >= MEDIUM else self.workspace
 
     def _lost(self, live: int) -> int:
@@ -146,14 +128,11 @@ HEAP = Headroom(share=_SHARE)
 """The headroom of the CPU: holes in the heap. HeapGuard returns them to the kernel where they are more."""
 
 NO_HEADROOM = Headroom()
-"""The headroom of a device on which torch takes nothing in addition to pages and live tensors: zero bytes."""
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """The part of a budget that pages leave free, because autograd and the model allocate memory
-    themselves.
-    """
+    """The part of a budget that pages leave free for what autograd and the model allocate themselves."""
 
     nbytes: int
     """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
@@ -175,11 +154,8 @@ class Reserve:
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """Make the Reserve for a model.
-
-        activations: bytes of activations; None if unknown. buffers: bytes of the model's buffers. unknown:
-        the value of `kept_out_of` to use if `activations` is None. headroom: the headroom of the device
-        that computes.
+        """The reserve of a model. activations: their bytes; None if unknown. buffers: bytes of the model's.
+        unknown: `kept_out_of` if `activations` is None. headroom: of the device that computes.
         """
         live = (activations or 0) + buffers
         beside = headroom.beside(live)
@@ -194,11 +170,11 @@ class Reserve:
         )
 
     def within(self, budget: int) -> int:
-        """Return how many bytes of a budget of `budget` bytes no page may take."""
+        """How many bytes of a budget no page may take."""
         return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
 
     def budget_for(self, pages: int) -> int:
-        """Return the smallest budget, in bytes, that leaves at least `pages` bytes for pages."""
+        """The smallest budget, in bytes, that leaves at least `pages` bytes for pages."""
         needed = pages + self.nbytes
         if self.kept_out_of is None:
             return needed

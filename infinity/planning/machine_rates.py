@@ -1,6 +1,4 @@
-"""Machine rates: the rates of disks, memory, link and arithmetic for predictions, measured once and then
-cached.
-"""
+"""Machine rates: those of disks, memory, link and arithmetic, measured once and then cached."""
 
 from __future__ import annotations
 
@@ -21,29 +19,20 @@ from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 
 _DISK_BYTES = 1 << 30
-"""The most bytes of all probe files together. A probe file is the file that the measurement of one
-directory's disk writes and reads. Small probe files give wrong rates: on a virtual disk, 32 MiB were
-written at burst speed. A file that is smaller than the bytes that the measurement moves is read several
-times, perhaps from a cache inside the disk.
+"""The most bytes that the probes of all disks write together. Small files give wrong rates: on a virtual
+disk, 32 MiB were written at burst speed, and a file that is read several times may come from a cache in the
+disk.
 """
-_DISK_SHARE = 8
-"""With one directory, its probe file takes at most 1 / _DISK_SHARE of the directory's budget, or at most
-128 MiB if that is more. With several directories, this limit is divided by their number. A probe file never
-takes more than its directory's budget.
+_DISK_SHARE, _DISK_LEAST = 8, 128 << 20
+"""The probes take at most a budget divided by _DISK_SHARE, or _DISK_LEAST bytes, and never more than the
+budget.
 """
-_DISK_LEAST = 128 << 20
 _FILL_SECONDS = 1.0
-"""Approximate seconds for writing the probe files of all directories before the measurement. If a disk
-cannot write its file in its share of this time, the file stays shorter.
-"""
+"""Approximate seconds for writing the files of all probes first. A slow disk's file stays shorter."""
 _DISK_SECONDS = 0.6
-"""Approximate seconds for measuring the rates of reads, of writes and of both mixed, on all directories
-together. The time for writing the probe files first is not included.
-"""
+"""Approximate seconds for measuring reads, writes and both mixed on all disks together."""
 _DISK_EXPIRES = 300.0
-"""Seconds for which a disk's cached rates are valid. The rates of a disk change, because other processes
-use the disk too and clouds limit its rate.
-"""
+"""Seconds for which a disk's rates are valid: other processes use the disk too, and clouds limit its rate."""
 _NETWORK = "network"
 _LINK_BYTES = 64 << 20
 _MATRIX = 1024
@@ -92,16 +81,13 @@ def measure_rates(
     anew: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
-    """Return the rates of this machine's disks, memory, link and device: from the cache, or else measured
-    now.
+    """The rates of this machine: from the cache, or else measured now, which takes about 2 s, and kept there.
 
-    nvme: for each directory, its budget in bytes. device: the device on which the model computes.
-    compute_dtype: the dtype in which it computes. others: further dtypes of its matrix products; those that
-    are not in `DTYPES` are left out. anew: whether rates of arithmetic are measured again in any case. clock:
-    returns the present time in seconds. Rates that are not in the cache are measured, which takes about 2 s
-    altogether, and stored in the cache. A disk's rates are valid for five minutes, all other rates until the
-    cache file is removed. The rates of several disks are added. Raises StorageError for a directory that
-    cannot be written.
+    nvme: for each directory, its budget in bytes. others: further dtypes of matrix products; those that are
+    not in `DTYPES` are left out. anew: whether rates of arithmetic are measured again in any case. clock:
+    returns the present time in seconds. A disk's rates are valid for five minutes, all others until the cache
+    file is removed. The rates of several disks are added. Raises StorageError for a directory that cannot be
+    written.
     """
     figures = _Cache(clock)
     disks = [
@@ -148,10 +134,9 @@ def keep(
 ) -> None:
     """Store rates that `infinity tune` has measured, in bytes per second, in the cache of `measure_rates`.
 
-    disks: for each directory, the rates "read", "write" and "mixed". stream: the rate of host RAM. link:
-    the rate of the link to the current CUDA device. clock: returns the present time in seconds. For host
-    RAM and the link, the faster of the cached rate and the new rate is kept: the hardware does not change,
-    and other processes can only slow a measurement down.
+    disks: for each directory, the rates "read", "write" and "mixed". stream: of host RAM. link: to the
+    current CUDA device. For both of these the faster of the cached and the new rate is kept: the hardware
+    does not change, and other processes can only slow a measurement down.
     """
     figures = _Cache(clock)
     for path, rates in disks.items():
@@ -166,10 +151,8 @@ def keep(
 
 
 def keep_network(rate: float, *, clock: Callable[[], float] = time.time) -> bool:
-    """Store the rate of the link between nodes that `infinity tune` has measured, in the user's cache.
-
-    rate: bytes per second that a node receives from others. It replaces an earlier one, which may be that of
-    other nodes. clock: returns the present time in seconds. Returns whether the file could be written.
+    """Store the bytes per second that a node receives from others, as `infinity tune` has measured. Returns
+    whether the file could be written.
     """
     figures = _Cache(clock)
     figures.put(_NETWORK, {"rate": rate})
@@ -191,9 +174,7 @@ def _link_name(device: torch.device) -> str:
 
 
 class _Cache:
-    """The measured rates of this host, and the file in the user's cache that holds them. If the file cannot
-    be read or written, rates are measured again; no error is raised.
-    """
+    """The measured rates of this host in the user's cache, by name."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -204,8 +185,8 @@ class _Cache:
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
-        """Return the rates that are stored under the name `what`. If there are none, or if they are at
-        least `expires` seconds old, call `probe` to measure new rates, and store these.
+        """The rates of this name; those that `probe` measures now if there are none, or if they are at least
+        `expires` seconds old.
         """
         found = self._figures.get(_key(what))
         if found is None or (expires is not None and self._age(found) >= expires):
@@ -213,30 +194,27 @@ class _Cache:
         return found
 
     def find(self, what: str) -> dict[str, float] | None:
-        """Return the rates that are stored under the name `what`, however old; None if there are none."""
+        """The rates of this name, however old; None if there are none."""
         return self._figures.get(_key(what))
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Store rates under the name `what`, with the present time as the time of measurement. Returns the
-        rates together with this time, which has the key "at".
-        """
+        """Store rates, with the present time under the key "at"."""
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> bool:
-        """Write the cache file if rates were stored since this object was made. Rates of disks that have
-        expired are left out. Returns whether the operating system allowed it.
-        """
-        if self._changed:
-            disk = _key(_disk_name(os.sep))
-            fresh = {
+        """Write the file if rates were stored, without expired rates of disks. Returns whether it was."""
+        if not self._changed:
+            return True
+        disk = _key(_disk_name(os.sep))
+        return self._file.save(
+            {
                 key: figures
                 for key, figures in self._figures.items()
                 if not key.startswith(disk) or self._age(figures) < _DISK_EXPIRES
             }
-            return self._file.save(fresh)
-        return True
+        )
 
     def _age(self, figures: Mapping[str, float]) -> float:
         """Seconds since the rates were measured; infinity if the time is unknown or lies in the future."""
@@ -290,10 +268,10 @@ def _compute_memory(device: torch.device, dtype: torch.dtype) -> dict[str, float
 
 
 def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether matrix products of `dtype` have instructions on `device`.
+    """Whether matrix products of `dtype` have instructions on `device`; on CUDA always True.
 
     Without them torch multiplies element by element: 0.7 GFLOP/s in bf16 and 105 in fp32 were measured on two
-    cores with AVX2. On CUDA always True: GPUs without bf16 are older than those that torch supports.
+    cores with AVX2.
     """
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True

@@ -20,7 +20,7 @@ from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement
 from infinity.planning.plan_text import html_of_plan, text_of
-from infinity.planning.predict import Prediction, Traffic, UpdateTime, Work, predict, traffic
+from infinity.planning.predict import Prediction, StepBytes, UpdateTime, Work, predict, traffic
 from infinity.planning.slab_layout import (
     SlabLayout,
     frozen_bytes,
@@ -33,8 +33,8 @@ from infinity.telemetry.stats import SECONDS_PER_DAY
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _LARGEST_BLOCK = 4 << 20
-"""Bytes of the largest copy out of the ring, the buffer through which gradients leave the device. Copies of
-this size use the full rate of a link, and are short enough that the CPU soon starts to store the gradients.
+"""Bytes of the largest copy out of the ring: long enough for the full rate of a link, and short enough for
+the CPU to begin soon with the gradients.
 """
 
 
@@ -61,13 +61,9 @@ class Plan(Placement):
     activations_unknown: str | None = field(default=None, compare=False)
     """Why the activations are unknown, although `example_inputs` were given. None otherwise."""
     reserved: int
-    """Bytes kept free for activations, the model's buffers and `headroom`. These bytes are part of the host
-    budget if `unified`, else of the device budget.
-    """
+    """Bytes of the tier that computes kept free for activations, the model's buffers and `headroom`."""
     headroom: int = 0
-    """Bytes, counted in `reserved`, that torch's allocators and cuBLAS take in addition to live tensors; see
-    infinity/planning/headroom.py.
-    """
+    """Bytes, counted in `reserved`, that torch takes besides live tensors; see planning/headroom.py."""
     prediction: Prediction | None = None
     """The predicted seconds of a step of one micro-batch; None if unknown. In the plan of a runtime that has
     finished a step: the measured seconds of its last step.
@@ -80,7 +76,6 @@ class Plan(Placement):
     figures come from. None for this machine.
     """
     update: UpdateTime = "lazy"
-    """The time when a step's updates run; see infinity.planning.predict.UpdateTime."""
     accumulation: int | None = None
     """Number of backward passes in a step, as the user declared it; None if unknown."""
     updates_there: bool = False
@@ -104,16 +99,12 @@ class Plan(Placement):
     each rank of the node asks for its own.
     """
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
-    """Makes the plan for another budget, in bytes, of the tier in which the model computes, with all else as
-    for this plan. It returns None if the model does not fit.
+    """Makes the plan for another budget, in bytes, of the tier that computes, with all else as for this plan.
+    It returns None if the model does not fit.
     """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
-        """Bytes of the home of a unit's page of one kind on this rank; a multiple of 4096.
-
-        With several ranks a home may hold only a part of the page; see `PageShard` for parameters, and
-        `gradient_offset` and `state_offset`.
-        """
+        """Bytes of a page's home on this rank, which may hold a part of it; a multiple of 4096."""
         return self.page_sizes[kind][unit]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -122,16 +113,14 @@ class Plan(Placement):
         return self.precision.gradient_dtype(dtype, gradients)
 
     def gradient_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's gradient page to the gradients of a chunk; a multiple of 4096.
-
-        chunk: index of the chunk in the unit. A chunk whose gradients this rank does not keep takes no bytes.
+        """Bytes from the start of a unit's gradient page to the gradients of its chunk number `chunk`; a
+        multiple of 4096. A chunk whose gradients this rank does not keep takes no bytes.
         """
         return self._gradient_ends[unit][chunk]
 
     def state_offset(self, unit: int, chunk: int) -> int:
-        """Bytes from the start of the unit's optimizer page to the states of a chunk; a multiple of 4096.
-
-        chunk: index of the chunk in the unit. A chunk whose states this rank does not keep takes no bytes.
+        """Bytes from the start of a unit's optimizer page to the states of its chunk number `chunk`; a
+        multiple of 4096. A chunk whose states this rank does not keep takes no bytes.
         """
         return self._state_ends[unit][chunk]
 
@@ -146,9 +135,7 @@ class Plan(Placement):
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:
-        """Indices of the units that the device updates, because all of their pages rest on the device; see
-        infinity/planning/twin_flow.py.
-        """
+        """Indices of the units that the device updates, because all of their pages rest on the device."""
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @functools.cached_property
@@ -204,16 +191,13 @@ class Plan(Placement):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host tier, in sum: pages at home in RAM, staging, transit buffers, the buffer that
-        receives gradients, the exchange with other ranks, the node cache, the matrix that is updated
-        and, if `unified`, the pool of resident pages.
-        """
+        """Bytes of the host tier that all pages and buffers of the plan take together."""
         resident = self.resident_bytes if self.unified else 0
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
 
     @property
     def ring_block_bytes(self) -> int:
-        """Bytes of the largest copy out of the ring, the buffer through which gradients leave the device."""
+        """Bytes of the largest copy out of the ring."""
         return min(_LARGEST_BLOCK, self.ring_bytes // 2)
 
     @property
@@ -244,9 +228,8 @@ class Plan(Placement):
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that slab files hold, in sum. Without commits: those of the pages at home
-        on NVMe. With commits: those of all images, wherever the slab files lie, and of the gradient pages at
-        home on NVMe.
+        """Bytes that slab files hold: the pages at home on NVMe or, with commits, all images, wherever the
+        slab files lie, and the gradient pages at home on NVMe.
         """
         if not self.commits:
             return self.home_bytes[Tier.NVME]
@@ -269,12 +252,8 @@ class Plan(Placement):
 
     @functools.cached_property
     def commit_bytes(self) -> int:
-        """Bytes that a commit writes to disk if every chunk was updated since the commit before; 0 without
-        commits.
-
-        These are the trainable regions of parameter pages, and the optimizer pages, that are at home in RAM
-        or on the device. Those at home on NVMe are written by updates. The manifest and its checksums are
-        not counted.
+        """Bytes of pages that a commit writes to disk if every chunk was updated since the commit before; 0
+        without commits. Pages at home on NVMe are written by updates, and not counted.
         """
         if not self.commits:
             return 0
@@ -306,7 +285,7 @@ class Plan(Placement):
         return self.bytes_per_step * SECONDS_PER_DAY / self.prediction.seconds
 
     @functools.cached_property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> StepBytes:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
         trained = [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units]
         return traffic(
@@ -324,11 +303,9 @@ class Plan(Placement):
         )
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
-        """The predicted seconds of a step that runs forward and backward `micro_batches` times.
-
-        The prediction assumes that every forward takes inputs like the example inputs of the plan. Returns
-        None if the plan was made without example inputs, if the model's control flow depends on data, or for
-        Muon, whose products of matrices are not counted.
+        """The predicted seconds of a step that runs forward and backward `micro_batches` times, with inputs
+        like the plan's example inputs. None if the work of a step is unknown, and for Muon, whose products of
+        matrices are not counted.
         """
         if self.speeds is None or self.work is None or (self.rule is not None and self.rule.matrix):
             return None
@@ -337,12 +314,9 @@ class Plan(Placement):
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.
 
-        "params" counts the parameters of mirrored units twice: in host RAM and on the device. "working" is
-        the sum of all working buffers (staging, transit buffers, the pool of resident pages, the buffers
-        through which gradients leave the device, exchange buffers, the workspace of updates on the device)
-        and of `headroom`.
-        On NVMe it is the bytes that commits take beside pages at home there.
-        "activations" is None if the bytes of activations are unknown.
+        "params" counts the parameters of mirrored units in host RAM and on the device. "working" is all
+        working buffers and `headroom`; on NVMe what commits take beside pages at home there. "activations" is
+        None if they are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
         near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -354,7 +328,7 @@ class Plan(Placement):
         for tier, kind, nbytes in self._resting():
             kinds[tier, kind] += nbytes
         kinds[Tier.DEVICE, Kind.PARAMETER] += self.mirror_bytes
-        computes_in = Tier.HOST if self.unified else Tier.DEVICE
+        computes_in = self.computes_in
         used[computes_in] += self.reserved
         working[computes_in] += self.headroom
         return [
@@ -383,14 +357,11 @@ class Plan(Placement):
         return Tier.HOST if self.unified else Tier.DEVICE
 
     def shortfall(self, activations: int) -> int:
-        """Bytes that are missing from a budget if activations take `activations` bytes; 0 if the
-        activations fit. The budget is that of the tier in which the model computes.
+        """Bytes that are missing from the budget of the tier that computes if activations take `activations`
+        bytes; 0 if they fit.
         """
-        if self.unified:
-            free = self.budgets[Tier.HOST] - self.host_bytes
-        else:
-            free = self.budgets[Tier.DEVICE] - self.device_bytes
-        return max(0, activations - free)
+        used = self.host_bytes if self.unified else self.device_bytes
+        return max(0, activations - (self.budgets[self.computes_in] - used))
 
     def __str__(self) -> str:
         return text_of(self)

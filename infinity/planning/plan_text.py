@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,45 +33,45 @@ def html_of_plan(plan: Plan) -> str:
     return html_of([list(rows[0]), *([cell(each) for each in row.values()] for row in rows)], _notes(plan))
 
 
-def _notes(plan: Plan) -> list[str]:
+_DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer states are", "all pages are")
+"""What the ranks divide among them, by stage of ZeRO."""
+
+
+def _notes(plan: Plan) -> Iterator[str]:
     """The lines below the table."""
+    guess = plan.prediction
+    seconds = "predicted unknown s/step"
+    if guess is not None:
+        what = "measured" if guess.measured else "predicted"
+        seconds = f"{what} {guess.text} s/step · limited by {guess.limited_by}"
+    writes = Tier.NVME in plan.budgets or plan.commits
+    yield f"{seconds} · {_writes(plan)}" if writes else seconds
+    if plan.machine:
+        yield f"machine: {plan.machine}"
+    if plan.activations_unknown:
+        yield f"activations unknown: {plan.activations_unknown}"
+    share = plan.share
+    if share.ranks > 1:
+        line = f"rank {share.rank} of {share.ranks} · stage {share.stage}: {_DIVIDED[share.stage]} divided"
+        line += f" · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"
+        cache = f", {format_size(plan.node_cache_bytes)} a cache of other nodes' parameters"
+        yield line + cache * bool(plan.node_cache_bytes)
+    if plan.updated_on_device:
+        trained = plan.page_sizes[Kind.GRADIENT]
+        part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
+        yield f"updates: {part:.0%} on the device"
+    yield from _limits(plan)
+    if plan.commits:
+        place = "on nvme" if Tier.NVME in plan.budgets else f"in {plan.slab_directory or 'its directory'}"
+        line = f"commits: {format_size(plan.durable_bytes)} {place} (two places for each trained byte)"
+        written = f" · a commit writes {format_size(plan.commit_bytes)}"
+        yield line + written * bool(plan.commit_bytes)
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
-    return [
-        _step(plan),
-        *([f"machine: {plan.machine}"] if plan.machine else []),
-        *_unknown(plan),
-        *_ranks(plan),
-        *_share(plan),
-        *_averages(plan),
-        *_headroom(plan),
-        *_slow_products(plan),
-        *_commits(plan),
-        f"smallest budgets that would do: {smallest}",
-    ]
+    yield f"smallest budgets that would do: {smallest}"
 
 
-def _step(plan: Plan) -> str:
-    """The line with the seconds of a step, what limits it, and what is written to disk."""
-    line = "predicted unknown s/step"
-    if plan.prediction is not None:
-        what = "measured" if plan.prediction.measured else "predicted"
-        line = f"{what} {plan.prediction.text} s/step · limited by {plan.prediction.limited_by}"
-    return " · ".join([line, *_writes(plan)])
-
-
-def _unknown(plan: Plan) -> list[str]:
-    """The line with the reason why activations are unknown although there were example inputs."""
-    return [f"activations unknown: {plan.activations_unknown}"] if plan.activations_unknown else []
-
-
-def _writes(plan: Plan) -> list[str]:
-    """The phrase on what is written to disk in a step and a day. None if the plan has neither an NVMe tier
-    nor commits.
-
-    Commits are part of all figures if their interval is known. Otherwise their bytes are told apart.
-    """
-    if Tier.NVME not in plan.budgets and not plan.commits:
-        return []
+def _writes(plan: Plan) -> str:
+    """What is written to disk in a step and a day: with commits, if their interval is known."""
     written = f"writes {format_size(round(plan.bytes_per_step))}/step to disk"
     if plan.bytes_per_day is not None:
         written += f" ({format_size(round(plan.bytes_per_day))}/day)"
@@ -80,91 +80,38 @@ def _writes(plan: Plan) -> list[str]:
     elif plan.commit_bytes:
         steps = "step" if plan.commit_interval == 1 else f"{plan.commit_interval} steps"
         written += f", with a commit every {steps}"
-    return [written]
+    return written
 
 
-_DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer states are", "all pages are")
-"""What the ranks divide among them, by stage of ZeRO."""
-
-
-def _ranks(plan: Plan) -> list[str]:
-    """The line on the rank that the plan is for. No line with one rank."""
-    share = plan.share
-    if share.ranks == 1:
-        return []
-    line = f"rank {share.rank} of {share.ranks} · stage {share.stage}: {_DIVIDED[share.stage]} divided"
-    line += f" · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"
-    if plan.node_cache_bytes:
-        line += f", {format_size(plan.node_cache_bytes)} a cache of other nodes' parameters"
-    return [line]
-
-
-def _share(plan: Plan) -> list[str]:
-    """The line with the share of all gradient bytes that belongs to units that the device updates. No line
-    if the device updates no unit.
-    """
-    if not plan.updated_on_device:
-        return []
-    trained = plan.page_sizes[Kind.GRADIENT]
-    share = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
-    return [f"updates: {share:.0%} on the device"]
-
-
-def _averages(plan: Plan) -> list[str]:
-    """The line with the bytes of running averages. No line if there are none."""
-    if plan.rule is None or plan.rule.average is None:
-        return []
-    trained = (each for unit in plan.layout.units for each in unit.parameters if each.trainable)
-    nbytes = sum(each.numel * torch.float32.itemsize for each in trained)
-    return [
-        f"averages of fp32 masters, decay {plan.rule.average:g}: {format_size(nbytes)} of optimizer; they "
-        "exclude updates on a device"
-    ]
-
-
-def _headroom(plan: Plan) -> list[str]:
-    if not plan.headroom:
-        return []
-    own = format_size(plan.headroom)
-    if plan.device.type == "cpu":
-        return [f"working: {own} are for holes in the heap, beside activations"]
-    return [f"working on the device: {own} are torch's, for cuBLAS and segments that are not full"]
-
-
-def _slow_products(plan: Plan) -> list[str]:
-    """The line on products that this CPU has no instructions for. No line on a machine that is not here."""
-    dtype = plan.precision.compute_dtype
-    if plan.machine is not None or multiplies(plan.device, dtype):
-        return []
-    return [
-        f"this CPU has no instructions for products in {plan.precision.compute}, which can take 100 times as "
-        'long as in fp32: Precision(compute="fp32") takes twice the bytes for activations and parameters'
-    ]
-
-
-def _commits(plan: Plan) -> list[str]:
-    """The line with the bytes that commits take on disk, and that each commit writes. No line without
-    commits.
-    """
-    if not plan.commits:
-        return []
-    place = "on nvme" if Tier.NVME in plan.budgets else f"in {plan.slab_directory or 'its directory'}"
-    line = f"commits: {format_size(plan.durable_bytes)} {place} (two places for each trained byte)"
-    if plan.commit_bytes:
-        line += f" · a commit writes {format_size(plan.commit_bytes)}"
-    return [line]
+def _limits(plan: Plan) -> Iterator[str]:
+    """What takes memory or time that a user might not expect."""
+    if plan.rule is not None and plan.rule.average is not None:
+        trained = (each for unit in plan.layout.units for each in unit.parameters if each.trainable)
+        nbytes = sum(each.numel * torch.float32.itemsize for each in trained)
+        yield (
+            f"averages of fp32 masters, decay {plan.rule.average:g}: {format_size(nbytes)} of optimizer; "
+            "they exclude updates on a device"
+        )
+    if plan.headroom and plan.device.type == "cpu":
+        yield f"working: {format_size(plan.headroom)} are for holes in the heap, beside activations"
+    elif plan.headroom:
+        own = format_size(plan.headroom)
+        yield f"working on the device: {own} are torch's, for cuBLAS and segments that are not full"
+    if plan.machine is None and not multiplies(plan.device, plan.precision.compute_dtype):
+        yield (
+            f"this CPU has no instructions for products in {plan.precision.compute}, which can take 100 "
+            'times as long as in fp32: Precision(compute="fp32") takes twice the bytes for activations and '
+            "parameters"
+        )
 
 
 _WIDTH = 110
 
 
 def render(rows: Sequence[Mapping[str, Any]], *, words: bool = False) -> str:
-    """Render rows as a plain text table, and return the text. The header shows the keys of the first row.
-
-    rows: at least one mapping, each from the title of a column to the value shown there; all have the same
-    keys in the same order. An integer counts as a number of bytes and is shown with a unit such as MiB. The
-    integer 0 is shown as "-", None as "unknown", and any other value as str() gives it. words: whether all
-    values are words, which begin at the left, and go on in the next line in the last column.
+    """A plain text table. rows: at least one mapping from titles of columns to values, all with the same
+    keys. words: whether all values are words, which begin at the left, and go on in the next line in the last
+    column.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):
@@ -179,7 +126,7 @@ def render(rows: Sequence[Mapping[str, Any]], *, words: bool = False) -> str:
 
 
 def cell(value: object) -> str:
-    """The text of a value in a table, as `render` says."""
+    """The text of a value in a table. An integer is a number of bytes; None is unknown."""
     if value is None:
         return "unknown"
     if isinstance(value, int):

@@ -51,11 +51,9 @@ backward, "sync" after the last backward.
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The seconds of one step, predicted or measured, in total and for each resource.
-
-    In a prediction `compute`, `disk`, `update` and `link` are the seconds for which each resource is busy.
-    In a measurement they are the seconds that the training thread spent on computing, on waiting for the
-    disk, on updates, and on waiting for the link.
+    """The seconds of one step, in total and for each resource: predicted, those for which it is busy;
+    measured, those that the training thread spent on computing, on updates, and on waiting for the disk or
+    the link.
     """
 
     least: float
@@ -73,7 +71,7 @@ class Prediction:
 
     @staticmethod
     def of_step(step: Stats) -> Prediction:
-        """Make a Prediction of the measured seconds of a finished step."""
+        """The measured seconds of a finished step."""
         disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
@@ -105,9 +103,7 @@ class PhaseBytes:
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Bytes of RAM that the threads of the CPU's updates read and write, both for updates and for storing
-    and summing gradients.
-    """
+    """Bytes of RAM that updates, and what stores and sums gradients, read and write."""
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
         return PhaseBytes(
@@ -122,23 +118,15 @@ _EDGES = fields(PhaseBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Bytes that the phases of a training step move between disk, host RAM and the device. In inference
-    only `forward` is used.
-    """
+class StepBytes:
+    """Bytes that the phases of a step move between disk, host RAM and the device."""
 
     forward: PhaseBytes = PhaseBytes()
-    """Bytes that the forward of each micro-batch moves."""
+    """Of each micro-batch, as `backward` is."""
     backward: PhaseBytes = PhaseBytes()
-    """Bytes that the backward of each micro-batch moves."""
     accumulation: PhaseBytes = PhaseBytes()
-    """Bytes that every backward after the first moves in addition to `backward`, to read the earlier
-    gradients and add to them.
-    """
+    """Of every backward after the first, in addition to `backward`: to add to the earlier gradients."""
     update: PhaseBytes = PhaseBytes()
-    """Bytes that the update moves. Bytes of a forward or backward that runs at the same time are not
-    included.
-    """
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> tuple[PhaseBytes, PhaseBytes]:
@@ -151,12 +139,11 @@ class Traffic:
 
     @property
     def disk_read(self) -> int:
-        """Bytes that a step with a single micro-batch reads from disk."""
+        """Of a step with a single micro-batch, as `disk_write` is."""
         return self.forward.disk_read + self.backward.disk_read + self.update.disk_read
 
     @property
     def disk_write(self) -> int:
-        """Bytes that a step with a single micro-batch writes to disk."""
         return self.forward.disk_write + self.backward.disk_write + self.update.disk_write
 
 
@@ -173,27 +160,23 @@ def traffic(
     mirrored: Collection[int] = (),
     share: Share = ALONE,
     whole: Sequence[int] | None = None,
-) -> Traffic:
+) -> StepBytes:
     """Compute, from the homes of all pages, the bytes that one step moves.
 
     pages: bytes of the home of every page, by kind and unit. trained: for each unit, the bytes of its
     parameter page that are updated, by all ranks together. resident: bytes of the pool of resident pages.
-    update: the time when updates run. unified: whether device and host are the same RAM. computes_in_ram:
-    whether the device is the CPU; the CPU may have a device budget apart from the host budget.
-    updated_on_device: units whose pages all rest on the device, where they are updated. mirrored: units with
-    a copy of their parameters on the device. share: the rank whose bytes are computed. whole: for each unit,
-    the bytes of its whole parameter page; None if its home holds all of it.
+    computes_in_ram: whether the device is the CPU, which may have a device budget apart from that of the
+    host. updated_on_device, mirrored: units; see infinity/planning/twin_flow.py. share: the rank whose bytes
+    are computed. whole: for each unit, the bytes of its whole parameter page; None if its home holds it.
 
     Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
-    All other bytes of these pages are brought up for forward, and again for backward. An update
-    reads and writes the trained part of each parameter page and all optimizer states. Gradients are written
-    once in the backward and read once in the update. With eager updates, gradients whose home is on NVMe
-    are neither written nor read in the last backward. Units that are updated on the device move no further
-    bytes. Parameters of mirrored units go to the device once, after the update.
+    All others are brought up for forward, and again for backward. An update reads and writes the trained part
+    of each parameter page and all optimizer states. Gradients are written once in the backward and read once
+    in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
+    last backward. Parameters of mirrored units go to the device once, after the update.
 
-    With several ranks the bytes of the network are not counted. Homes that hold parts of parameter pages are
-    read whenever the whole pages are brought up, in every tier. A rank's update reads the chunks that the
-    rank owns; homes that hold whole pages also take in what the other ranks have updated.
+    Bytes of the network are not counted. Homes that hold parts of parameter pages are read whenever the whole
+    pages are brought up. Homes that hold whole pages also take in what the other ranks have updated.
     """
     whole = pages[Kind.PARAMETER] if whole is None else whole
     training = any(pages[Kind.GRADIENT])
@@ -224,13 +207,18 @@ def traffic(
         if unit in mirrored:
             updating += PhaseBytes(to_device=trained[unit])
         if share.whole_parameters and own < trained[unit]:
-            updating += _received(parameter_home, trained[unit] - own, unified)
+            others = trained[unit] - own
+            updating += PhaseBytes(
+                host=others,
+                to_device=others if parameter_home is Tier.DEVICE and not unified else 0,
+                disk_write=others if parameter_home is Tier.NVME else 0,
+            )
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
         backward += at_once + PhaseBytes(host=2 * fresh, to_host=0 if computes_in_ram else fresh)
         accumulation += later
-    return Traffic(
+    return StepBytes(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
     )
 
@@ -238,11 +226,7 @@ def traffic(
 def _updating(
     home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
 ) -> PhaseBytes:
-    """Bytes that a unit's update moves.
-
-    home: the tier of each of the unit's pages, by kind. sizes: bytes of each page that take part in the
-    update, by kind. when: the time when the update runs. unified: whether device and host are the same RAM.
-    """
+    """Bytes that a unit's update moves. sizes: bytes of each page that take part in it."""
     parameter, gradient, states = (sizes[kind] for kind in Kind)
     moved = PhaseBytes(host=2 * parameter + gradient + 2 * states)
     for kind, nbytes in sizes.items():
@@ -258,23 +242,11 @@ def _updating(
     return moved
 
 
-def _received(home: Tier | None, nbytes: int, unified: bool) -> PhaseBytes:
-    """Bytes that move as a home takes in `nbytes` of parameters that other ranks have updated.
-
-    home: the tier of the parameter page. unified: whether device and host are the same RAM.
-    """
-    to_device = nbytes if home is Tier.DEVICE and not unified else 0
-    return PhaseBytes(host=nbytes, to_device=to_device, disk_write=nbytes if home is Tier.NVME else 0)
-
-
 def _gradient(
     home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """The bytes that a unit's gradients move, as a pair: (the bytes in every backward, further bytes in
-    each backward that adds to gradients of earlier backwards).
-
-    home: the tier in which the gradients rest. nbytes: bytes of the gradients. when: the time when updates
-    run. unified: whether device and host are the same RAM.
+    """Bytes that a unit's gradients move in every backward, and further ones in each backward that adds to
+    gradients of earlier backwards.
     """
     stored = added = PhaseBytes()
     if home is Tier.NVME:
@@ -286,15 +258,13 @@ def _gradient(
     return stored, added + PhaseBytes(host=nbytes)
 
 
-def predict(moved: Traffic, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
-    """Predict the seconds of a step.
+def predict(moved: StepBytes, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
+    """Predict the seconds of a step. compute: seconds of the operations of one forward and one backward.
 
-    moved: the bytes that the step moves. speeds: the rates of the machine. compute: seconds of the operations
-    of one forward and one backward. An update that is not "sync" runs beside forwards and backwards. Without
-    a link (`speeds.link` is None) the device is the CPU: the seconds of compute, updates and copies add up,
-    and only the disk works at the same time. Equal amounts of bytes read from disk and written to disk go at
-    the mixed rate, and what remains at the rate of reads or of writes. Raises ConfigError if `micro_batches`
-    is less than 1.
+    An update that is not "sync" runs beside forwards and backwards. Without a link the device is the CPU: the
+    seconds of compute, updates and copies add up, and only the disk works at the same time. Equal amounts of
+    bytes read from disk and written to disk go at the mixed rate, and what remains at the rate of reads or of
+    writes. Raises ConfigError if `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
@@ -328,10 +298,8 @@ def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
 
 
 def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
-    """The resources whose seconds add up to the least that a phase can take.
-
-    busy: seconds for which each resource is busy. together: whether all resources work at the same time. If
-    not, only the disk works beside the others, which take turns on the CPU.
+    """The resources whose seconds add up to the least that a phase can take. together: whether all work at
+    the same time; if not, only the disk works beside the others, which take turns on the CPU.
     """
     if together:
         return [max(busy, key=busy.__getitem__)]

@@ -28,7 +28,7 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Network:
-    """What travels in a step, at most: as if no page stayed where it was brought."""
+    """Bytes that travel in a step, at most: as if no page stayed where it was brought."""
 
     parameters: int
     """Bytes of parameters that a rank receives."""
@@ -65,8 +65,8 @@ class Network:
 
 
 def network(plan: Plan, link: float | None, micro_batches: int, *, measured: bool = False) -> Network:
-    """The traffic of a step. plan: of one of several ranks, on the nodes of `plan.share`. link: bytes per
-    second between two nodes. micro_batches: of a rank in a step. measured: as in Network.
+    """What travels in a step. plan: of one of several ranks. micro_batches: of a rank in a step. link,
+    measured: as in Network.
 
     Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
     gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
@@ -97,8 +97,8 @@ def network(plan: Plan, link: float | None, micro_batches: int, *, measured: boo
 
 
 def _crossings(plan: Plan, micro_batches: int) -> float:
-    """How often parameters come to a node in a step. What the node has no room to keep comes for each forward
-    and each backward, though once for all of its ranks.
+    """How often parameters come to a node in a step: what it has no room to keep, for each forward and each
+    backward, though once for all of its ranks.
     """
     if plan.share.stage < 3:
         return 1.0
@@ -129,17 +129,13 @@ class StageBytes:
     planned: int
     """Bytes with padding and gaps, as the plan counts them."""
     formula: float
-    """Bytes without padding and gaps, by figure 1 of ZeRO (Rajbhandari et al., 2020): the bytes of an element
-    times the number of elements, divided by the number of ranks if the stage divides this kind. The paper
-    has 2, 2 and 12 bytes for parameters, gradients and optimizer states. Here they follow from the dtypes of
-    the plan, and frozen parameters have neither gradients nor states.
+    """Bytes without padding and gaps, by figure 1 of ZeRO (Rajbhandari et al., 2020), with the dtypes of the
+    plan. Frozen parameters have neither gradients nor states.
     """
 
 
 def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
-    """The bytes of each kind at each stage, for the plan's layout and number of ranks: stages in order, and
-    the kinds of each stage in the order of `Kind`.
-    """
+    """The bytes of each kind at each stage, in order, for the plan's layout and number of ranks."""
     elements = bytes_without_padding(plan)
     found = []
     for stage in range(4):
@@ -157,7 +153,7 @@ def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
 
 
 def text_by_stage(found: Sequence[StageBytes]) -> str:
-    """The table of `bytes_by_stage` as text, with a row for each stage."""
+    """The table of `bytes_by_stage` as text."""
     titles = {Kind.PARAMETER: "params", Kind.GRADIENT: "gradients", Kind.OPTIMIZER: "optimizer"}
     rows: dict[int, dict[str, Any]] = {}
     for each in found:

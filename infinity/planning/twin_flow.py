@@ -1,25 +1,22 @@
 """Twin flow: chooses the units that the device updates, as in ZeRO-Offload++, and the units that the CPU
 updates while a copy of their parameters stays on the device. Pure.
 
-A device that has update kernels and memory of its own updates the units whose pages all rest on it:
-parameters, gradients and optimizer states. No byte of these units crosses the link. The share of these
-units follows from the device's room for pages. In ZeRO-Offload++ (DeepSpeed, 2023) the user gives this
-share as a ratio.
+A device that has update kernels and memory of its own updates the units whose pages all rest on it. No byte
+of these units crosses the link. Their share follows from the device's room for pages; in ZeRO-Offload++
+(DeepSpeed, 2023) the user gives it as a ratio.
 
-[Note: whole units]
-The placement fills the device kind by kind. So gradients may rest on the device while the optimizer states
-of the same unit do not. A gradient on the device then costs more than a gradient in host RAM. The CPU adds
-to the gradient and updates with it, so the gradient crosses the link once to be stored and again to be
-used. The gradients and states that the placement has put on the device are therefore exchanged for
-gradients and states of whole units, as many as fit.
+[Note: whole units] The placement fills the device kind by kind. So gradients may rest on the device while the
+optimizer states of the same unit do not. The CPU adds to such a gradient and updates with it, so it crosses
+the link once to be stored and again to be used, which costs more than a gradient in host RAM. The gradients
+and states that the placement has put on the device are therefore exchanged for those of whole units, as many
+as fit.
 
-[Note: mirrors]
-ZeRO-Offload (Ren et al., 2021) keeps parameters on the device. The optimizer states are in host RAM, where
-the CPU runs the updates. An update needs the whole fp32 master parameter in host RAM. For a bf16 parameter
-the low half of the master lies beside the moments, and the high half is the parameter itself. Where host
-RAM has room left for the parameters too (2 bytes per parameter in bf16), a unit can be mirrored. The
-parameter page of a mirrored unit is at home in host RAM, updates change the page in place, and the result
-is copied to the device. Then only gradients have to be copied from the device.
+[Note: mirrors] ZeRO-Offload (Ren et al., 2021) keeps parameters on the device and optimizer states in host
+RAM, where the CPU runs the updates. An update needs the whole fp32 master in host RAM. For a bf16 parameter
+the low half of the master lies beside the moments, and the high half is the parameter itself. Where host RAM
+has room left for the parameters too, a unit can be mirrored: its parameter page is at home in host RAM,
+updates change the page in place, and the result is copied to the device. Then only gradients have to be
+copied from the device.
 """
 
 from __future__ import annotations
@@ -39,19 +36,14 @@ to a disk and read back.
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether the device has memory of its own and can run optimizer updates with kernels that are compiled
-    for it.
-
-    False for the CPU, where such updates would gain nothing. Tests replace this function to run updates on
-    the device without a GPU.
+    """Whether the device has memory of its own and can run updates with kernels that are compiled for it.
+    Tests replace this function to run updates on the device without a GPU.
     """
     return device.type == "cuda" and kernels.can_compile()
 
 
 def updated_there(homes: Homes) -> frozenset[int]:
-    """Indices of the units whose parameters, gradients and optimizer states all rest on the device. Frozen
-    units are left out.
-    """
+    """Indices of the units whose pages all rest on the device. Frozen units are left out."""
     near = (Tier.DEVICE, None)
     return frozenset(
         unit
@@ -61,13 +53,11 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """Exchange the gradients and optimizer states on the device for those of whole units, and return the
-    new homes.
+    """Exchange gradients and optimizer states on the device as in [Note: whole units]; return the new homes.
 
-    The new gradients and states take at most the room on the device that the old gradients and states had.
-    Parameters and pages on NVMe do not move. sizes: bytes of every page, by kind and unit. host_free: bytes
-    of host RAM that no page takes. If host RAM has no room for the pages that would leave the device, the
-    homes are returned unchanged. See [Note: whole units].
+    They take no more room there than before. Parameters and pages on NVMe do not move. sizes: bytes of every
+    page, by kind and unit. host_free: bytes of host RAM that no page takes. If these are too few for the
+    pages that would leave the device, the homes are returned unchanged.
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
@@ -94,8 +84,7 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
 
 
 def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> bool:
-    """Whether updates on the device save more time than they cost. The cost is that the updates' workspace
-    displaces pages from the device.
+    """Whether updates on the device save more time than their workspace costs, which displaces pages.
 
     spared: bytes of all pages of the units that the device would update. They then cross the link no longer.
     before, after: bytes of the pages at home in each tier, without and with updates on the device.
@@ -113,14 +102,10 @@ def mirrored(
     updated_on_device: Collection[int],
 ) -> tuple[Homes, frozenset[int]]:
     """Choose the units to mirror, as many as host RAM has room for. Returns the new homes and the indices
-    of the chosen units.
+    of the chosen units. sizes, host_free: as in `gathered`.
 
-    A unit can be mirrored if its parameters are at home on the device and the CPU updates the unit. The
-    unit's parameter page then gets a home in host RAM, and the copy on the device takes the room of the
-    page's old home. Units without pages on NVMe are chosen first, because their updates then read nothing
-    from disk. homes: the tier of every page. sizes: for each kind of page, the bytes of each unit's page, by
-    index of the unit. host_free: bytes of host RAM that no page takes. updated_on_device: indices of the
-    units that the device updates, which are not mirrored.
+    The copy on the device takes the room of the page's old home. Units without pages on NVMe are chosen
+    first, because their updates then read nothing from disk.
     """
     pages = sizes[Kind.PARAMETER]
     found = [

@@ -15,7 +15,7 @@ from infinity.planning.placement import Kind
 from infinity.planning.predict import (
     PhaseBytes,
     Prediction,
-    Traffic,
+    StepBytes,
     UpdateTime,
     Work,
     predict,
@@ -50,7 +50,7 @@ def test_products_go_by_their_dtype_and_other_operations_by_their_bytes() -> Non
 
 
 def test_a_lazy_update_runs_beside_forward_and_backward() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(disk_read=1 * GB),
         backward=PhaseBytes(disk_read=2 * GB, disk_write=1 * GB),
         update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
@@ -62,7 +62,7 @@ def test_a_lazy_update_runs_beside_forward_and_backward() -> None:
 
 
 def test_an_update_in_step_follows_forward_and_backward() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(disk_read=2 * GB),
         backward=PhaseBytes(disk_read=4 * GB, disk_write=1 * GB),
         update=PhaseBytes(disk_read=3 * GB, disk_write=3 * GB),
@@ -74,7 +74,7 @@ def test_an_update_in_step_follows_forward_and_backward() -> None:
 
 
 def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(disk_read=2 * GB),
         backward=PhaseBytes(disk_read=2 * GB),
         update=PhaseBytes(disk_read=3 * GB, disk_write=4 * GB),
@@ -88,14 +88,14 @@ def test_an_eager_update_has_the_whole_step_to_hide_in() -> None:
 
 def test_compute_hides_the_disk_but_not_that_of_an_update_after_it() -> None:
     update = PhaseBytes(disk_write=3 * GB, host=4 * GB)
-    moved = Traffic(backward=PhaseBytes(disk_read=2 * GB), update=update, when="sync")
+    moved = StepBytes(backward=PhaseBytes(disk_read=2 * GB), update=update, when="sync")
     # 6 s of compute hide a second of reads; then 3 s of writes hide a second of updates.
     found = predict(moved, CPU, 6.0)
     check(found, 6.0 + 3.0, 7.0 + 4.0, "compute", compute=6.0, disk=1.0 + 3.0, update=1.0)
 
 
 def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(to_device=1 * GB),
         backward=PhaseBytes(disk_read=2 * GB, to_device=1 * GB, host=4 * GB),
         update=PhaseBytes(host=16 * GB, to_host=2 * GB),
@@ -106,7 +106,7 @@ def test_on_the_cpu_all_but_the_disk_adds_up() -> None:
 
 
 def test_a_link_runs_beside_compute_and_update() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(to_device=3 * GB),
         backward=PhaseBytes(to_device=3 * GB, to_host=1 * GB),
         update=PhaseBytes(host=8 * GB, to_host=1 * GB),
@@ -116,12 +116,12 @@ def test_a_link_runs_beside_compute_and_update() -> None:
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
     speeds = replace(CPU, disk_read=None, disk_write=None, disk_mixed=None)
-    moved = Traffic(backward=PhaseBytes(to_device=0), update=PhaseBytes(host=4 * GB))
+    moved = StepBytes(backward=PhaseBytes(to_device=0), update=PhaseBytes(host=4 * GB))
     check(predict(moved, speeds, 0.5), 1.5, 1.5, "update", compute=0.5, update=1)
 
 
 def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() -> None:
-    moved = Traffic(
+    moved = StepBytes(
         forward=PhaseBytes(disk_read=1 * GB),
         backward=PhaseBytes(disk_read=1 * GB, host=4 * GB),
         accumulation=PhaseBytes(disk_read=1 * GB, host=2 * GB),
@@ -136,7 +136,7 @@ def test_micro_batches_repeat_forward_and_backward_and_read_gradients_again() ->
 
 
 def test_inference_is_all_forward() -> None:
-    found = predict(Traffic(forward=PhaseBytes(disk_read=2 * GB)), CPU, 3.0)
+    found = predict(StepBytes(forward=PhaseBytes(disk_read=2 * GB)), CPU, 3.0)
     check(found, 3.0, 4.0, "compute", compute=3.0, disk=1.0)
 
 
@@ -154,7 +154,7 @@ sizes = st.integers(0, 100 * GB)
 phases = st.builds(PhaseBytes, disk_read=sizes, disk_write=sizes, to_device=sizes, to_host=sizes, host=sizes)
 plain_rates = st.floats(1e8, 1e11)
 some = phases.map(lambda each: each + PhaseBytes(host=1))  # so that a backward moves something
-traffics = st.builds(Traffic, forward=phases, backward=some, accumulation=phases, update=phases)
+traffics = st.builds(StepBytes, forward=phases, backward=some, accumulation=phases, update=phases)
 
 
 @given(
@@ -174,7 +174,7 @@ def test_more_bytes_never_take_less(
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
     speeds = replace(CPU, disk_read=read, disk_write=write, disk_mixed=mixed, host_stream=5e9, link=link)
-    both = Traffic(
+    both = StepBytes(
         forward=moved.forward + more.forward,
         backward=moved.backward + more.backward,
         accumulation=moved.accumulation + more.accumulation,
@@ -198,7 +198,7 @@ PAGES = {Kind.PARAMETER: [100, 100], Kind.GRADIENT: [40, 40], Kind.OPTIMIZER: [3
 
 def moved_with(
     tier: Tier, *, unified: bool, computes_in_ram: bool, resident: int = 0, update: UpdateTime = "lazy"
-) -> Traffic:
+) -> StepBytes:
     return traffic(
         tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
         PAGES,
