@@ -176,10 +176,10 @@ def _fake_inputs(
     """Make copies of the inputs, of all containers too, and return (positional, keyword arguments)."""
     copier = Copier(lambda tensor: _fake_input(tensor, device))
     if isinstance(example_inputs, Mapping):
-        return (), {name: copier.copy(each) for name, each in example_inputs.items()}
+        return (), copier.copy(dict(example_inputs))
     if not isinstance(example_inputs, (tuple, list)):
         example_inputs = (example_inputs,)
-    return tuple(copier.copy(each) for each in example_inputs), {}
+    return copier.copy(tuple(example_inputs)), {}
 
 
 def _fake_input(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
