@@ -1,6 +1,4 @@
-"""Command: what all commands share: printed lines and JSON, errors, signals, exit codes, and ranks that end
-together.
-"""
+"""Command: what all commands share: output, errors, signals, exit codes, and ranks that end together."""
 
 from __future__ import annotations
 
@@ -35,12 +33,6 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=text)
 
 
-def print_json(options: argparse.Namespace, found: Mapping[str, Any]) -> None:
-    """Print the object of --json; nothing without the option."""
-    if options.json:
-        print(json.dumps(found), flush=True)
-
-
 class Output:
     """What a command prints: lines for people, to stderr with --json, and one JSON object of its results.
 
@@ -55,37 +47,31 @@ class Output:
         """Print a line, or several, as they are."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def json(self, found: Mapping[str, Any]) -> None:
-        """Print the results for --json, with the version of infinity."""
-        if not self._quiet:
-            print_json(self._options, {"infinity": __version__, **found})
+    def json(self, found: Mapping[str, Any], *, results: bool = True) -> None:
+        """Print the object of --json, of results with the version of infinity; nothing without the option."""
+        if self._options.json and not self._quiet:
+            print(json.dumps({"infinity": __version__, **found} if results else found), flush=True)
 
 
 # --- errors -----------------------------------------------------------------------------------------------
 
 
 def exit_code(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code, as `infinity.cli.main` says.
-
-    An InfinityError is printed by the rank that has it. Of a signal that ends the command at once, --json
-    prints the name.
+    """Run a command and return its exit code, as `infinity.cli.main` says. --json prints the name of a signal
+    that ends the command at once.
     """
     try:
         code: int = options.run(options)
     except InfinityError as error:
         return report(error, options)
     except KeyboardInterrupt as error:
-        if leads():
-            print_json(options, {"stopped": signal_of(error).name})
+        Output(options, quiet=not leads()).json({"stopped": signal_of(error).name}, results=False)
         return stop_code(error)
     return code
 
 
 def report(error: InfinityError, options: argparse.Namespace) -> int:
-    """Print an error, with --json also as JSON, and return the exit code.
-
-    Where another rank prints the cause, only a short line is printed.
-    """
+    """Print an error, in short where another rank prints the cause, and return the exit code."""
     launcher.record(error)
     kind, cure, code = type(error).__name__, _cure(error, options), 2 if isinstance(error, ConfigError) else 1
     rank, first, cause = _rank(), *first_error(error)
@@ -93,13 +79,13 @@ def report(error: InfinityError, options: argparse.Namespace) -> int:
         print(f"rank {rank} ends with rank {first} ({cause.partition(':')[0]})", file=sys.stderr)
         return code
     print(f"{kind}: {error.cause} {cure}", file=sys.stderr, flush=True)
-    print_json(options, {"error": kind, "cause": error.cause, "cure": cure})
+    Output(options).json({"error": kind, "cause": error.cause, "cure": cure}, results=False)
     return code
 
 
 def first_error(error: BaseException) -> tuple[int, str]:
-    """(the rank that was the first to call this, the text of its error): this rank's where none was before,
-    where there is one rank only, and where the others cannot be reached.
+    """(the rank that was the first to call this, the text of its error); this rank's where there is one rank
+    only, and where the others cannot be reached.
     """
     mine = _rank(), _text(error)
     if not (dist.is_available() and dist.is_initialized()):
@@ -127,7 +113,7 @@ def _rank() -> int:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The cure of an error: the option that sets a sufficient budget, if a larger budget cures it."""
+    """The cure of an error: the option that sets a sufficient budget, if that cures it."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):
@@ -162,7 +148,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.signal = signal.Signals(number)
-        """The signal that has arrived."""
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -203,7 +188,6 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The signal that has arrived; None if none has."""
 
     def check(self) -> None:
         """Raise Stopped if a signal has arrived."""

@@ -42,18 +42,17 @@ _BACKENDS = {
 
 @dataclass
 class Finding:
-    """A feature that this machine has or lacks, as one row of the report."""
+    """A feature that this machine has or lacks."""
 
     section: str
     name: str
     found: str
-    """Printed description of what the machine has."""
+    """What the machine has, for people."""
     figures: Mapping[str, Any]
-    """The measured or probed values by name, for the output as JSON: bytes, bytes per second, flags."""
+    """The same for --json: bytes, bytes per second, flags."""
     missing: bool = False
     """Whether the feature is missing or limited."""
     cost: str = ""
-    """What the lack costs; empty if the feature is there."""
     cure: str = ""
 
     def __post_init__(self) -> None:

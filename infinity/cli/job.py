@@ -1,6 +1,4 @@
-"""Job: the training run that the options of `train` and `plan` describe, checked and planned, and whether a
-commit is of the same job.
-"""
+"""Job: the training run that the options of `train` and `plan` describe, and whether a commit is of it."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +23,11 @@ from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.first_commit import commits_to_continue
 from infinity.checkpoint.rank_directories import commit_directories, directory_of
 from infinity.checkpoint.resume import division_of, read_newest, run_state
-from infinity.cli.command import add_json
-from infinity.config import Budget, Precision, Size, format_size
+from infinity.cli.options import EVERY, check_options, directories
+from infinity.config import Budget, format_size
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.shards import ALONE, Share
 from infinity.lm.data import Batches, Text, find_text
-from infinity.lm.decoder import PRESETS
 from infinity.lm.loop import Recipe, make_optimizer
 from infinity.lm.model import LanguageModel, language_model
 from infinity.planning.budgets import format_count
@@ -45,121 +42,16 @@ from infinity.tiers.tier import usable_device
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
 
-_MOST = (1 << 31) - 1
-_EVERY = 100
-"""Number of steps between commits by default."""
 _WORDS = "The quick brown fox, 0123456789: «größer» 世界\n\tdef f(x): return x ** 2\n"
 """Text whose tokens tell vocabularies apart."""
-
-
-# --- options ----------------------------------------------------------------------------------------------
-
-
-_N = {"type": int, "metavar": "N"}
-_SIZE = {"metavar": "SIZE"}
-_FREE = "that may be used, such as 20GiB (default: what is free)"
-_OPTIONS: Mapping[str, Sequence[tuple[str, Any, Mapping[str, Any], str]]] = {
-    "model and data": [
-        ("--model", "10m", {}, f"{', '.join(PRESETS)}, or the directory of a transformers model"),
-        (
-            "--data",
-            None,
-            {"nargs": "+", "metavar": "PATH"},
-            "files or folders of text (default: the source of this Python's standard library)",
-        ),
-    ],
-    "training": [
-        ("--steps", 100, _N, "number of training steps"),
-        ("--batch", 8, _N, "sequences in a micro-batch"),
-        ("--seq", 128, _N, "tokens in a sequence"),
-        ("--accumulate", 1, _N, "micro-batches in a step, for each process"),
-        ("--lr", None, {"type": float, "metavar": "RATE"}, "highest learning rate (default: by the model)"),
-        ("--clip", 1.0, {"type": float, "metavar": "NORM"}, "largest norm of all gradients; 0: no clipping"),
-        ("--seed", 0, _N, "seed of initial weights and of the order of the text"),
-    ],
-    "memory": [
-        ("--device", None, {}, "where to compute: cpu, cuda, cuda:1 (default: cuda if there is one)"),
-        ("--states", "fp32", {}, "format of optimizer states: fp32, bf16 or int8"),
-        (
-            "--compute",
-            None,
-            {},
-            "dtype of forward and backward: bf16, fp16 or fp32 (default: bf16; fp32 on a CPU that has no "
-            "instructions for bf16)",
-        ),
-        ("--budget-device", None, _SIZE, f"device memory {_FREE}"),
-        ("--budget-host", None, _SIZE, f"RAM {_FREE}"),
-        (
-            "--budget-nvme",
-            None,
-            {"action": "append", "metavar": "PATH:SIZE"},
-            "a directory on a disk and the bytes that may be used there; repeat the option for each disk",
-        ),
-    ],
-    "commits": [
-        ("--checkpoint", None, {"metavar": "DIR"}, "keep commits in this directory, also after a signal"),
-        ("--every", None, _N, f"steps between commits (default: {_EVERY}); there is one at the end, too"),
-        ("--resume", False, {"action": "store_true"}, "continue from the last commit, or begin anew"),
-    ],
-    "output": [
-        ("--log", None, {"metavar": "FILE"}, "write one JSON object a step to this file"),
-        ("--export", None, {"metavar": "DIR"}, "write the trained model here, as safetensors"),
-        ("--trace", None, {"metavar": "FILE"}, "write a timeline for https://ui.perfetto.dev to this file"),
-    ],
-}
-"""Title of a group -> (name, default, further arguments of add_argument, help) of each option."""
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a training run, which `train` and `plan` share."""
-    for title, rows in _OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for name, default, how, text in rows:
-            shown = "" if default is None or default is False else " (default: %(default)s)"
-            group.add_argument(name, default=default, help=text + shown, **how)
-    add_json(parser)
-    parser.set_defaults(precision=Precision(), machine=None)  # what the options do not say
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for values of options that no job can have, without looking at any file."""
-    for name in ("every", "resume"):
-        if getattr(options, name) not in (None, False) and options.checkpoint is None:
-            raise ConfigError(f"--{name} was given without --checkpoint.", "Add --checkpoint DIR.")
-    counts = ("steps", "batch", "seq", "accumulate", *(() if options.every is None else ("every",)))
-    for name in counts:
-        if not 1 <= getattr(options, name) <= _MOST:
-            raise ConfigError(f"--{name} is {getattr(options, name)}.", f"Give a number from 1 to {_MOST}.")
-    if options.lr is not None and not (math.isfinite(options.lr) and options.lr > 0):
-        raise ConfigError(f"--lr is {options.lr}.", "Give a positive number.")
-    if not (math.isfinite(options.clip) and options.clip >= 0):
-        raise ConfigError(f"--clip is {options.clip}.", "Give a positive number, or 0 to clip nothing.")
-    if not 0 <= options.seed < 1 << 63:
-        raise ConfigError(f"--seed is {options.seed}.", "Give a number from 0 to 2^63 - 1.")
-
-
-def directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
-    """What --budget-nvme says, as `Budget.nvme`; None if it was not given. Raises ConfigError."""
-    found: dict[str | os.PathLike[str], Size] = {}
-    for each in given or ():
-        path, colon, size = each.rpartition(":")
-        if not colon or not path:
-            raise ConfigError(
-                f"--budget-nvme {each} names no directory and size.",
-                "Give PATH:SIZE, such as /mnt/nvme0:400GiB.",
-            )
-        if path in found:
-            raise ConfigError(f"--budget-nvme names {path} twice.", "Give each directory once.")
-        found[path] = size
-    return found or None
 
 
 # --- the job ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Job:
-    """A planned training run: a model, a text, hyper-parameters, budgets and a plan."""
+class TrainJob:
+    """A planned training run."""
 
     language_model: LanguageModel
     text: Text
@@ -170,7 +62,7 @@ class Job:
     device: torch.device
     plan: Plan
     prediction: Prediction | None
-    """Predicted time of a step with all its micro-batches; None if the plan has no prediction."""
+    """Of a step with all its micro-batches; None if the plan has no prediction."""
     checkpoint: Checkpoint | None
     """Where commits go, and the one that is continued; None if commits are off or nothing will be trained."""
     every: int
@@ -189,9 +81,7 @@ class Job:
         return {"model": model.name, "parameters": model.parameters, "device": str(self.device)}
 
     def lines(self, options: argparse.Namespace) -> str:
-        """The first printed lines: version, device, I/O backends, ranks, the sizes of the model and of the
-        text; what is continued; the plan.
-        """
+        """The first printed lines: what runs where; what is continued; the plan."""
         share, text = self.plan.share, self.text
         header = [
             f"infinity {__version__}",
@@ -225,12 +115,12 @@ def make_job(
     share: Share = ALONE,
     on_node: int = 1,
     communicator: Communicator | None = None,
-) -> Job:
+) -> TrainJob:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. share: the rank
-    for which the job is planned. on_node: number of ranks that will share its node. communicator: connects
-    with the other ranks of a job that is to be trained, which all call this.
+    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. share, on_node:
+    the rank for which the job is planned, and the number of ranks on its node. communicator: of a job that is
+    to be trained on several ranks, which all call this.
 
     Raises ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets,
     IncompatibleCheckpoint if the commit to continue is of another job, and RankDivergence if another rank has
@@ -281,10 +171,10 @@ def make_job(
         update="auto",
         accumulation=options.accumulate,
     )
-    every = options.every or _EVERY
+    every = options.every or EVERY
     if options.checkpoint is not None:
         planned = replace(planned, commit_interval=every)
-    return Job(
+    return TrainJob(
         language_model=model,
         text=text,
         batches=batches,
@@ -303,7 +193,6 @@ def make_job(
 
 
 def _device(given: str | None, *, several: bool) -> str:
-    """The device that --device names. With several ranks each of a node has a GPU of its own by default."""
     chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
     return f"cuda:{launcher.local_rank()}" if several and chosen == "cuda" else chosen
 
@@ -318,7 +207,6 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _describe_engines(budget: Budget) -> list[str]:
-    """Names of the I/O backends that serve the budget's NVMe directories, without duplicates."""
     found = []
     for path in budget.nvme_bytes:
         with open_engine(path) as engine:
@@ -354,8 +242,8 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
 
 
 def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
-    """Read the commit that a rank of a run with these options would continue, or the part of another rank,
-    from which it is planned alike; None if it would begin anew. Nothing is locked or changed.
+    """The commit that a run with these options would continue, or another rank's part of it, which is planned
+    alike; None if it would begin anew. Nothing is locked or changed.
     """
     if options.checkpoint is None or not options.resume:
         return None

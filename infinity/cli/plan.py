@@ -8,41 +8,14 @@ from typing import Any
 
 from infinity.api import stage_of
 from infinity.cli.command import Output
-from infinity.cli.job import add_options, directories, make_job
+from infinity.cli.job import make_job
+from infinity.cli.options import STAGE, add_options, check_ranks, directories
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
 from infinity.planning.ranks import bytes_by_stage, link_rate, network, text_by_stage
-
-_MOST_RANKS = 1 << 16
-_STAGE = 3
-"""The stage of ZeRO where --stage does not name one: the stage at which a rank needs the least memory."""
-_OPTIONS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (
-        "--ranks",
-        {"type": int, "default": 1, "metavar": "N"},
-        "processes that train the model together; plan and budgets are those of one (default: %(default)s)",
-    ),
-    (
-        "--stage",
-        {"type": int, "choices": range(4)},
-        "what the ranks divide among them, as in ZeRO: 0 nothing, 1 optimizer states, 2 also gradients, "
-        f"3 also parameters (default: {_STAGE})",
-    ),
-    (
-        "--nodes",
-        {"type": int, "default": 1, "metavar": "M"},
-        "nodes on which the ranks run, equally many on each (default: %(default)s)",
-    ),
-    (
-        "--link",
-        {"metavar": "RATE"},
-        "rate of the link between two nodes in each direction, such as 25Gbit (default: what "
-        "`infinity tune` has measured, started by torchrun on several nodes)",
-    ),
-)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,17 +26,7 @@ def add_parser(subparsers: Any) -> None:
         description="Plan a training run: bytes in every tier, smallest budgets, seconds per step. "
         "Measures this machine for a few seconds. Allocates nothing for the model.",
     )
-    add_options(parser)
-    config = "a configuration of DeepSpeed, whose values are the defaults of the other options"
-    parser.add_argument("--deepspeed", metavar="FILE", help=config)
-    machine = (
-        "plan for another machine: a file that `infinity tune --machine FILE` has written there, or the name "
-        "of one with published figures: h100-sxm-8, rtx4090-desktop, cloud-l4"
-    )
-    parser.add_argument("--machine", metavar="FILE", help=machine)
-    ranks = parser.add_argument_group("ranks")
-    for name, how, text in _OPTIONS:
-        ranks.add_argument(name, help=text, **how)
+    add_options(parser, train=False)
     parser.set_defaults(run=run, parser=parser)
 
 
@@ -75,15 +38,18 @@ def run(options: argparse.Namespace) -> int:
     out = Output(options)
     if options.deepspeed is not None:
         options = _from_deepspeed(options, out)
-    share = _share(options)
+    check_ranks(options)
+    ranks, nodes = options.ranks, options.nodes
+    on_node = ranks // nodes if nodes > 1 else 0
+    share = Share(0, ranks, STAGE if options.stage is None else options.stage, on_node)
     given = None if options.link is None else link_rate(options.link)
     link, measured = given, False
-    if given is None and options.nodes > 1:
+    if given is None and nodes > 1:
         machine = None if options.machine is None else Machine.read(options.machine)
         link = network_rate() if machine is None else machine.network
         measured = link is not None and (machine is None or machine.measured)
     with out.console.status("planning"):
-        job = make_job(options, share=share, on_node=share.ranks // options.nodes)
+        job = make_job(options, share=share, on_node=ranks // nodes)
     out.say(job.lines(options))
     plan, guess = job.plan, job.prediction
     found = {
@@ -141,22 +107,3 @@ def _from_deepspeed(options: argparse.Namespace, out: Output) -> argparse.Namesp
     options.parser.set_defaults(**{name: value for name, value in defaults.items() if value is not None})
     again: argparse.Namespace = options.again()
     return again
-
-
-def _share(options: argparse.Namespace) -> Share:
-    """The share of the first rank. Raises ConfigError for values that no ranks can have."""
-    ranks, nodes = options.ranks, options.nodes
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise ConfigError(f"--ranks is {ranks}.", f"Give a number from 1 to {_MOST_RANKS}.")
-    if ranks == 1 and options.stage is not None:
-        raise ConfigError("--stage was given for one rank.", "Add --ranks N, with at least 2 ranks.")
-    if nodes < 1 or ranks % nodes:
-        raise ConfigError(
-            f"--nodes is {nodes}, and --ranks is {ranks}.",
-            "Give a number of ranks that the number of nodes divides.",
-        )
-    if options.link is not None and nodes == 1:
-        raise ConfigError("--link was given for one node.", "Add --nodes M, with at least 2 nodes.")
-    return Share(
-        0, ranks, _STAGE if options.stage is None else options.stage, ranks // nodes if nodes > 1 else 0
-    )

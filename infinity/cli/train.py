@@ -16,7 +16,8 @@ import torch
 from infinity.api import several_ranks, stage_of
 from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.command import Output, ending_together, leads
-from infinity.cli.job import Job, add_options, check_options, make_job, open_checkpoint
+from infinity.cli.job import TrainJob, make_job, open_checkpoint
+from infinity.cli.options import PARTITIONS, add_options, check_options
 from infinity.cli.training_run import TrainingRun, carry_out_job, finite, open_log
 from infinity.config import format_size
 from infinity.errors import ConfigError
@@ -24,8 +25,6 @@ from infinity.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator
-
-_PARTITIONS = ("parameters", "gradients", "optimizer", "none")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,15 +35,7 @@ def add_parser(subparsers: Any) -> None:
         description="Train a decoder-only transformer on text, after printing the plan. Pages that do not "
         "fit the device go to RAM, and pages that do not fit there go to the directories of --budget-nvme.",
     )
-    add_options(parser)
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--partition",
-        choices=_PARTITIONS,
-        help="what the processes that torchrun has started divide among them: parameters, gradients and "
-        "optimizer states; gradients and optimizer states; optimizer states; or nothing (default: "
-        f"{_PARTITIONS[0]})",
-    )
+    add_options(parser, train=True)
     parser.set_defaults(run=run)
 
 
@@ -103,7 +94,7 @@ def _met(options: argparse.Namespace) -> Iterator[Communicator | None]:
         return
     from infinity.distributed.communicator import Communicator
 
-    partition = options.partition or _PARTITIONS[0]
+    partition = options.partition or PARTITIONS[0]
     cuda = torch.cuda.is_available() and not str(options.device).startswith("cpu")
     stage = stage_of(None if partition == "none" else partition)
     with Communicator(None, stage, cuda=cuda) as communicator, ending_together(communicator, options):
@@ -125,7 +116,7 @@ def _open_timeline(path: str, communicator: Communicator | None) -> Timeline:
     return Timeline(path, rank=rank, since=communicator.met)
 
 
-def _results(job: Job, run: TrainingRun, seconds: float, timeline: Timeline | None) -> Iterator[str]:
+def _results(job: TrainJob, run: TrainingRun, seconds: float, timeline: Timeline | None) -> Iterator[str]:
     """The phrases of the last line."""
     took = timedelta(seconds=round(seconds))
     if run.stopped is None:
@@ -169,7 +160,7 @@ def _printable(text: str) -> str:
     )
 
 
-def _summary(job: Job, run: TrainingRun, seconds: float) -> dict[str, Any]:
+def _summary(job: TrainJob, run: TrainingRun, seconds: float) -> dict[str, Any]:
     """The results for --json. Of "step_seconds", "predicted" is the middle of "range", [least, most]."""
     plan, guess = job.plan, job.prediction
     found = {

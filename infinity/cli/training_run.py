@@ -1,6 +1,4 @@
-"""Training run: what happens between the plan and the results that `infinity train` prints: progress, the
-log of steps, commits and signals.
-"""
+"""Training run: what `infinity train` does between plan and results: progress, log, commits and signals."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from infinity.build import carry_out
 from infinity.checkpoint.export import check_export
 from infinity.cli.command import Output, StopFlag, Stopped, ending_together, leads
-from infinity.cli.job import Job
+from infinity.cli.job import TrainJob
 from infinity.errors import StorageFull, storage_errors
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.lm.loop import (
@@ -45,10 +43,9 @@ from infinity.telemetry.timeline import Timeline
 
 _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
-"""Greatest number of bytes in the prompt that the model continues in the sample at the end of a run."""
+"""Bytes of the text that the model continues at the end of a run."""
 _WARM_UP = 2
-"""Number of steps at the start of a run that the measured time of a step leaves out. They are not typical:
-the order of pages is not known yet, or there are no moments to read."""
+"""First steps that the measured time leaves out: the order of pages is not known, or there are no moments."""
 _SECONDS_BETWEEN_LINES = 5.0
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
@@ -59,12 +56,12 @@ _EDGES = {
 
 
 def carry_out_job(
-    job: Job, options: argparse.Namespace, out: Output, log: TextIO | None, timeline: Timeline | None
+    job: TrainJob, options: argparse.Namespace, out: Output, log: TextIO | None, timeline: Timeline | None
 ) -> TrainingRun:
     """Fill the model, train it, evaluate and export it. Returns the run with its results.
 
     With commits the first SIGTERM or SIGINT during the training or the evaluation ends the run after a commit
-    of the last finished step; `TrainingRun.stopped` is the signal then. log, timeline: of --log and --trace.
+    of the last finished step; `TrainingRun.stopped` is the signal then.
     """
     _load_operators(job)
     machine.restart_peak()
@@ -94,9 +91,9 @@ def carry_out_job(
     return run
 
 
-def _load_operators(job: Job) -> None:
-    """Run a step of a tiny decoder. With its first operations torch loads some 20 MiB of code and buffers,
-    which any model needs, and which are not to count as this one's.
+def _load_operators(job: TrainJob) -> None:
+    """Run a step of a tiny decoder, with which torch loads some 20 MiB of code and buffers, which are not to
+    count as the model's.
     """
     with torch.random.fork_rng(devices=[]):
         tiny = Decoder(DecoderConfig(width=32, layers=1, heads=2, hidden=64))
@@ -109,7 +106,7 @@ class TrainingRun:
     """A run of a job by its runtime, and its results as far as it has come."""
 
     def __init__(
-        self, job: Job, runtime: Runtime, out: Output, log: TextIO | None, timeline: Timeline | None
+        self, job: TrainJob, runtime: Runtime, out: Output, log: TextIO | None, timeline: Timeline | None
     ) -> None:
         self._job, self._runtime = job, runtime
         self._out, self._log, self._timeline = out, log, timeline
@@ -144,7 +141,7 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Number of finished steps, those of an earlier process included."""
+        """Finished steps, those of an earlier process included."""
         return self._training.step
 
     @property
@@ -223,9 +220,8 @@ class TrainingRun:
         self._committed = self.step
 
     def _finish_commits(self) -> None:
-        """Make the commit of the last finished step durable, and describe it in `kept`.
-
-        Raises StorageError if that fails; the commit before stays then.
+        """Make the commit of the last finished step durable, and describe it in `kept`. Raises StorageError
+        if that fails; the commit before stays then.
         """
         if self.step not in (0, self._committed):
             self._save()
@@ -261,8 +257,7 @@ class TrainingRun:
         )
 
 
-def _ranks_of(job: Job) -> RunRanks:
-    """The ranks as the training loop sees them."""
+def _ranks_of(job: TrainJob) -> RunRanks:
     communicator = job.communicator
     if communicator is None:
         return RunRanks()
@@ -279,9 +274,7 @@ def _ranks_of(job: Job) -> RunRanks:
 @contextlib.contextmanager
 def _progress(out: Output, steps: int, done: int) -> Iterator[Callable[[StepReport], None]]:
     """Context with a function that shows a finished step: on a terminal in a line that is redrawn, elsewhere
-    in a line at the first and the last step, and every five seconds.
-
-    steps: number of steps of the whole run. done: those that an earlier process has finished.
+    in a line at the first and the last step, and every five seconds. done: steps of an earlier process.
     """
     console, printed = out.console, -math.inf
     columns = BarColumn(bar_width=20), TextColumn("{task.description}")
@@ -323,10 +316,10 @@ def progress_line(report: StepReport, steps: int) -> str:
 
 @contextlib.contextmanager
 def open_log(path: str | None, *, after: int | None = None) -> Iterator[TextIO | None]:
-    """Context that gives the log file of a run, opened to be written, or None if `path` is None.
+    """Context with the log file of a run; None if `path` is None.
 
-    after: the step from which the run continues: lines of steps up to this one stay, and what follows goes.
-    None: a new run, for which the file is emptied. Raises StorageError if the file cannot be opened or cut.
+    after: the step from which the run continues: lines of steps up to this one stay. None: a new run, for
+    which the file is emptied. Raises StorageError if the file cannot be opened or cut.
     """
     if path is None:
         yield None
@@ -355,7 +348,7 @@ def _is_kept(line: bytes, last: int) -> bool:
 
 
 def write_step(log: TextIO | None, report: StepReport) -> None:
-    """Write a step as one line of JSON, and flush the line, so that a reader of the file sees whole steps."""
+    """Write a step as one line of JSON, and flush it, so that a reader of the file sees whole steps."""
     if log is None:
         return
     line = {
@@ -374,5 +367,5 @@ def write_step(log: TextIO | None, report: StepReport) -> None:
 
 
 def finite(number: float | None) -> float | None:
-    """`number`, or None if it is NaN or infinite, which JSON cannot express. Steps in fp16 can have NaN."""
+    """None for NaN and infinity, which JSON cannot express."""
     return number if number is not None and math.isfinite(number) else None

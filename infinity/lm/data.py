@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from infinity.lm.model import LanguageModel
 
 SEPARATOR = b"\n"
-"""Bytes that separate the contents of two files."""
+"""Bytes between the contents of two files."""
 
 _SNIFFED = 8 << 10
-"""Number of bytes at the beginning of a file that are examined to decide whether the file is text."""
+"""A file without a NUL among as many first bytes is text."""
 
-_HELD_OUT = 20
-"""The last 1 / _HELD_OUT of the text's bytes is never trained on."""
-_LEAST_HELD_OUT = 2 << 10
+_HELD_OUT, _LEAST_HELD_OUT = 20, 2 << 10
+"""The last 1 / _HELD_OUT of the text's bytes, at least _LEAST_HELD_OUT of them, is never trained on."""
 _HELD_OUT_BATCHES = 8
 _HELD_OUT_TOKENS = 16 << 10
 
@@ -41,14 +40,12 @@ _STRETCHES, _STRETCH = 64, 4 << 10
 """Number and bytes of the stretches of a text that its digest takes in."""
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Names of folders that are left out of the standard library: third-party code, tests, and no text."""
+"""Folders of the standard library with third-party code, tests, and no text."""
 
-_BYTES_PER_TOKEN = 6
-"""Bytes of text that `Tokens.window` reads first for each token of a window: a high guess, for too few bytes
-are read and split into tokens again.
+_BYTES_PER_TOKEN, _LONGEST_STRETCH = 6, 16 << 20
+"""Bytes that `Tokens.window` reads first for each token, which is a high guess, for too few are read and
+split into tokens again; and the most bytes that it reads.
 """
-_LONGEST_STRETCH = 16 << 20
-"""Greatest number of bytes of text that one call of `Tokens.window` reads."""
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """The continuation bytes of UTF-8, with which no character begins."""
@@ -60,38 +57,30 @@ _OTHER_DATA = "Give files or folders of text with --data."
 
 
 class Text:
-    """The bytes of several files as one sequence, with SEPARATOR between two files.
-
-    Only the names and sizes of the files are kept in memory.
-    """
+    """The bytes of several files as one sequence. Only the names and sizes of the files are in memory."""
 
     def __init__(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """paths: regular files, none of them empty, in the order of the sequence. sizes: bytes of each."""
+        """paths: regular files, none of them empty. sizes: bytes of each."""
         self._paths = paths
         self._starts = array("q", [0])
         for size in sizes:
             self._starts.append(self._starts[-1] + size + len(SEPARATOR))
         self.nbytes = max(0, self._starts[-1] - len(SEPARATOR))
-        """Number of bytes in the sequence, separators included."""
         split = self.nbytes - self.nbytes // _HELD_OUT
         self.train = range(split)
-        """Byte positions of the part to train on: all but the last twentieth."""
         self.held_out = range(split, self.nbytes)
-        """Byte positions of the part that is never trained on: the last twentieth."""
+        """Byte positions of the part to train on, and of the last twentieth, which is never trained on."""
 
     @property
     def files(self) -> int:
-        """Number of files."""
         return len(self._paths)
 
     def part(self, start: int) -> range:
-        """The part in which byte position `start` lies: `train` or `held_out`."""
+        """The part in which byte position `start` lies."""
         return self.train if start in self.train else self.held_out
 
     def digest(self) -> str:
-        """A hash of the sizes of the files and of 64 stretches of 4 KiB, spread evenly, by which texts are
-        told apart wherever they lie. Raises StorageError as `read` does.
-        """
+        """A hash of the files' sizes and of 64 stretches of 4 KiB. Raises StorageError as `read` does."""
         found = hashlib.blake2b(self._starts.tobytes(), digest_size=16)
         count = min(_STRETCH, self.nbytes)
         for number in range(_STRETCHES):
@@ -121,12 +110,10 @@ class Text:
 def find_text(paths: Sequence[str] | None) -> Text:
     """Find the text in `paths`, or in the modules of this Python's standard library if `paths` is None.
 
-    A path may be a file, which is always taken, or a folder, of which all text files are taken. A text file
-    is a regular file without a NUL byte in its first 8 KiB. Empty files, hidden files and folders inside a
-    folder, and files that were already found under another name are left out. Links are followed.
-
-    The files are sorted by a hash of their names relative to the given path. This order is the same on every
-    machine, and it mixes the folders, so that each folder has a share in the held-out part.
+    A file is always taken, and of a folder all text files but hidden ones. Empty files, and those that were
+    found under another name already, are left out. Links are followed. The files are sorted by a hash of
+    their names relative to the given path: the same order on every machine, in which each folder has a share
+    in the held-out part.
 
     Raises ConfigError if a path does not exist or is neither a file nor a folder, and if less than 40 KiB of
     text are found. Raises StorageError (with errno) if a file or folder cannot be read.
@@ -151,8 +138,7 @@ def find_text(paths: Sequence[str] | None) -> Text:
 def _files(root: str, seen: set[tuple[int, int]], *, library: bool) -> Iterator[tuple[str, str, int]]:
     """Yield (name within `root`, path, bytes) of the file `root`, or of each text file in the folder `root`.
 
-    seen: (device, inode) of what was found before, which is left out and added to. library: whether to take
-    the modules of the standard library alone. Errors are those of `find_text`.
+    seen: (device, inode) of what was found before, which is left out and added to.
     """
     if not os.path.exists(root):
         raise ConfigError(f"There is no {root}.", "Give a file or folder that exists.")
@@ -221,11 +207,8 @@ class Bytes:
     """The vocabulary whose 256 tokens are the bytes of UTF-8."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """Read `length` tokens of the text from byte position `start` on, and return them: int64 (length,).
-
-        All tokens are taken from the part of the text in which `start` lies. Near its end, the last `length`
-        tokens of the part are returned. Raises ConfigError if the part has fewer tokens, and StorageError if
-        a file of the text cannot be read any more.
+        """Read `length` tokens from byte position `start` on, or the last ones of the part in which it lies:
+        int64 (length,). Raises ConfigError if the part has fewer, and StorageError as `Text.read` does.
         """
         part = text.part(start)
         if length > len(part):
@@ -234,7 +217,6 @@ class Bytes:
         return torch.frombuffer(found, dtype=torch.uint8).long()
 
     def encode(self, text: str) -> list[int]:
-        """Convert `text` to tokens."""
         return list(text.encode("utf-8", errors="replace"))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -247,13 +229,10 @@ class Bytes:
 
 
 class Tokens:
-    """The vocabulary of a transformers tokenizer.
-
-    No special tokens are added to a window, because the text continues before and after the window.
-    """
+    """The vocabulary of a transformers tokenizer, without special tokens: text goes on around a window."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:
-        """tokenizer: a tokenizer of the library transformers. size: number of tokens that the model knows."""
+        """size: number of tokens that the model knows."""
         self._tokenizer = tokenizer
         self._size = size
 
@@ -284,7 +263,6 @@ class Tokens:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Convert tokens to text."""
         text: str = self._tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False)
         return text
 
@@ -305,9 +283,8 @@ def _too_short(nbytes: int, length: int, found: int) -> ConfigError:
 
 
 def decode_stretch(data: bytes) -> str:
-    """Decode UTF-8 bytes that were cut out of a text at any position.
-
-    An incomplete character at either end is dropped; other invalid bytes become U+FFFD.
+    """Decode UTF-8 bytes that were cut out of a text anywhere. An incomplete character at either end is
+    dropped; other invalid bytes become U+FFFD.
     """
     head = data[:3].lstrip(_CONTINUATION)
     return codecs.getincrementaldecoder("utf-8")("replace").decode(head + data[3:])
@@ -317,14 +294,11 @@ def decode_stretch(data: bytes) -> str:
 
 
 class Batches:
-    """Makes batches of token windows from a text, for training and for the loss on held-out text."""
+    """Makes batches of token windows from a text: int64 (batch, seq + 1), on the CPU."""
 
     def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
-        """batch: number of windows in a batch. seq: number of tokens that are predicted in a window, which
-        has seq + 1 tokens. seed: of the positions of the training windows.
-
-        Raises ConfigError if `seq` is more than the model's longest context, or if the held-out part of the
-        text is shorter than a window.
+        """seed: of the positions of the training windows. Raises ConfigError if `seq` is more than the
+        model's longest context, or if the held-out part of the text is shorter than a window.
         """
         longest = language_model.longest
         if longest is not None and seq > longest:
@@ -340,10 +314,8 @@ class Batches:
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """Read the training batch of a step and micro-batch: int64 (batch, seq + 1), on the CPU.
-
-        The windows begin at pseudo-random positions in the training part, the same on every machine. Raises
-        StorageError if a file of the text cannot be read any more.
+        """The batch of a step and micro-batch, with windows at pseudo-random positions in the training part,
+        the same on every machine. Raises StorageError if a file of the text cannot be read any more.
         """
         part = self._text.train
         # A token may have any number of bytes; `window` begins earlier if too few bytes follow.
@@ -353,9 +325,8 @@ class Batches:
         return self._windows([part.start + int.from_bytes(each, "little") % room for each in hashes])
 
     def held_out(self) -> list[torch.Tensor]:
-        """Read batches of windows spread evenly over the held-out part of the text, the same for every seed.
-
-        A batch is int64 (batch, seq + 1), on the CPU. There are 1 to 8, of 16 Ki tokens together if possible.
+        """1 to 8 batches of windows spread evenly over the held-out part, the same for every seed, of 16 Ki
+        tokens together if possible.
         """
         part = self._text.held_out
         rows = self._batch * max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // self.tokens))

@@ -37,11 +37,11 @@ _SAMPLE = 10**10
 """Parameters times tokens of a sample. Its tokens cost more, because each is a forward over a context."""
 
 _LONGEST_CONTEXT = 256
-"""Greatest number of tokens of context. Every new token costs a forward over the whole context, because keys
-and values of earlier tokens are not cached."""
+"""Tokens: each new one costs a forward over the whole context, for keys and values are not cached."""
 _LENGTHS = 64
-"""Contexts are padded to a multiple of this number of tokens, so that few different lengths occur. Operations
-on the CPU keep memory for every length that they have seen: some 3 MiB for a model of 10M parameters."""
+"""Contexts are padded to a multiple of this number of tokens: operations on the CPU keep memory for every
+length that they have seen, some 3 MiB for a model of 10M parameters.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,30 +50,29 @@ class Recipe:
 
     steps: int
     accumulate: int
-    """Number of micro-batches in a step, on each rank."""
+    """Micro-batches in a step, on each rank."""
     learning_rate: float
-    """The highest learning rate of the run."""
+    """The highest of the run."""
     clip: float
-    """Value to which the global 2-norm of the gradients is clipped; inf: gradients are not clipped."""
+    """Largest global 2-norm of the gradients; inf: they are not clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """The report of one finished step."""
+    """One finished step."""
 
     step: int
-    """Number of the step, from 1 on."""
+    """From 1 on."""
     loss: float
     """Mean loss of the step's micro-batches on all ranks, in nats per token."""
     norm: float
     """Global 2-norm of the gradients, before clipping."""
     learning_rate: float
     tokens: int
-    """Number of tokens that were predicted in the step, by all ranks."""
+    """Predicted by all ranks."""
     seconds: float
-    """Seconds that the step took, reading the data included."""
+    """Reading the data included."""
     stats: Stats
-    """The runtime's measurements of the step."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +81,14 @@ class RunRanks:
 
     rank: int = 0
     ranks: int = 1
-    """Number of processes."""
     gather: Callable[[str, Any], list[Any]] = lambda call, value: [value]
-    """Function that gives a number, or a list of numbers, to all ranks and returns theirs, in the order of
-    ranks. All ranks call it as often, in the same order. Its first argument names the value, for errors.
+    """Gives numbers to all ranks, and returns theirs in the order of ranks. All ranks call it as often, in
+    the same order. Its first argument names the value, for errors.
     """
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """Make an AdamW optimizer for `model`. Only parameters of two or more dimensions get weight decay."""
+    """An AdamW in which only parameters of two or more dimensions have weight decay."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -98,10 +96,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
-    """The factor that multiplies the highest learning rate in a step: a linear rise, then a cosine decay.
-
-    step: number of the step, from 0 on. steps: number of steps in the run.
-    """
+    """The factor of the highest learning rate in a step, from 0 on: a linear rise, then a cosine decay."""
     warm = min(100, max(1, steps // _WARM_UP))
     if step < warm:
         return (step + 1) / warm
@@ -109,12 +104,8 @@ def warm_up_and_cosine(step: int, steps: int) -> float:
     return _FLOOR + (1 - _FLOOR) * (1 + math.cos(math.pi * min(1.0, done))) / 2
 
 
-def do_nothing() -> None:
-    """The default of parameters named `between`, which are called between parts of a long computation."""
-
-
 class Training:
-    """A training run, step by step, which can be continued later."""
+    """A training run, step by step."""
 
     def __init__(
         self,
@@ -124,11 +115,9 @@ class Training:
         recipe: Recipe,
         ranks: RunRanks,
     ) -> None:
-        """runtime: the runtime that pages `language_model.model`, and averages gradients over ranks. ranks:
-        micro-batch m of rank r is micro-batch m * ranks + r of a single rank.
-        """
+        """ranks: micro-batch m of rank r is micro-batch m * ranks + r of a single rank."""
         self.step = 0
-        """Number of steps that were finished, those of an earlier process included."""
+        """Finished steps, those of an earlier process included."""
         self._subject, self._runtime = language_model, runtime
         self._batches, self._recipe = batches, recipe
         self._ranks = ranks
@@ -145,10 +134,8 @@ class Training:
         return {"step": self.step, "steps": self._recipe.steps, "scheduler": self._scheduler.state_dict()}
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Go on after the steps that `state` counts, whose updates the runtime's parameters have had.
-
-        state: a result of `state`. If the recipe there had another number of steps, the learning rate follows
-        the schedule of this recipe from the next step on.
+        """Go on after the steps of a result of `state`, whose updates the runtime's parameters have had. The
+        learning rate follows the schedule of this recipe from the next step on.
         """
         self.step = state["step"]
         self._scheduler.load_state_dict(state["scheduler"])
@@ -188,9 +175,7 @@ class Training:
 
 
 def evaluation_batches(parameters: int, tokens: int) -> int:
-    """Number of batches over which the loss on held-out text is measured, if there are as many. tokens: those
-    that a batch predicts.
-    """
+    """Batches over which the loss on held-out text is measured. tokens: those that a batch predicts."""
     return max(1, _EVALUATION // (max(1, parameters) * tokens))
 
 
@@ -206,17 +191,14 @@ class HeldOut:
         ranks: RunRanks,
         count: int | None = None,
     ) -> None:
-        """count: the most batches that are taken; None: all. ranks: those that divide them among them."""
+        """count: the most batches that are taken; None: all."""
         self._ranks, self._subject = ranks, language_model
         self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
         self.count = len(self._batches)
-        """Number of batches over which `loss` is the mean."""
 
-    def loss(self, *, between: Callable[[], object] = do_nothing) -> float:
-        """Measure and return the mean loss over the held-out batches, in nats per token.
-
-        All ranks call this, measure a batch each at a time, and return the same mean. between: called after
-        each batch, and may raise an exception to end the call.
+    def loss(self, *, between: Callable[[], object] = lambda: None) -> float:
+        """The mean loss over the held-out batches, in nats per token. All ranks call this, and measure a
+        batch each at a time. between: called after each batch; may raise an exception to end the call.
         """
         ranks, found = self._ranks, list[float]()
         with _evaluating(self._subject.model):
@@ -230,7 +212,6 @@ class HeldOut:
 
 
 def sample_tokens(parameters: int) -> int:
-    """Number of tokens that a sample has at most."""
     return max(8, min(200, _SAMPLE // max(1, parameters)))
 
 
@@ -242,14 +223,14 @@ def generate(
     temperature: float,
     seed: int,
     device: torch.device | str,
-    between: Callable[[], object] = do_nothing,
+    between: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the prompt and the model's continuation, which has at most `tokens` tokens.
+    """The prompt and the model's continuation, which has at most `tokens` tokens, and ends where the largest
+    logit is NaN or infinite.
 
-    temperature: divisor of the logits, above 0. seed: the same seed and the same logits give the same text on
-    any device. device: where the model computes. between: called after each token, and may raise an exception
-    to end the call. The global random state stays as it was. If a token's largest logit is NaN or infinite,
-    the text ends before this token.
+    temperature: divisor of the logits, above 0. seed: with the same logits gives the same text on any device;
+    the global random state stays as it was. between: called after each token; may raise an exception to end
+    the call.
     """
     generator = torch.Generator().manual_seed(seed)
     longest = min(language_model.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
@@ -276,7 +257,7 @@ def generate(
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Context without gradients and in evaluation mode; at its end each module has its former mode again."""
+    """Context without gradients and in evaluation mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

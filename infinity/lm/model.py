@@ -31,34 +31,33 @@ _TOKENIZERS = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-"""Names of a tokenizer's files. A directory that has at least one of them has a tokenizer."""
+"""A directory that has at least one of these files has a tokenizer."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
-"""File name patterns of weights in formats that cannot be streamed."""
+"""Weights in formats that cannot be streamed."""
 
 _BYTES = 256
 
 
 class PresetModel:
-    """A language model made of the decoder of a preset. Its tokens are bytes."""
+    """The decoder of a preset, on the meta device. Its tokens are bytes."""
 
     def __init__(self, name: str) -> None:
-        """Build the decoder on the meta device. name: a key of PRESETS."""
         preset = PRESETS[name]
         self.name = name
         self.parameters = preset.decoder.parameters
-        """Number of parameters; a tied parameter counts once."""
+        """A tied parameter counts once."""
         with torch.device("meta"):
             self.model: nn.Module = Decoder(preset.decoder)
         self.weights: str | None = None
         """Directory of the safetensors files that fill the model; None if its initialisers fill it."""
         self.learning_rate = preset.learning_rate
         self.longest: int | None = None
-        """Greatest number of tokens that the model takes as context; None if there is no limit."""
+        """The most tokens of context; None if there is no limit."""
         self.vocabulary: Vocabulary = Bytes()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
+        """The mean cross-entropy of predicting the next token, in nats per token: a float32 scalar.
 
         tokens: int64 (batch, seq + 1), on the model's device.
         """
@@ -66,14 +65,14 @@ class PresetModel:
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """Make arguments for `model` like those of `loss`, with `seq` predicted tokens in a sequence."""
+        """Arguments for `model` like those of `loss`, with `seq` predicted tokens in a sequence."""
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Compute the logits of the token after `position` (from 0): float32 (batch, vocabulary).
+        """The logits of the token after `position` (from 0): float32 (batch, vocabulary).
 
-        tokens: int64 (batch, seq); tokens after `position` do not affect the result.
+        tokens: int64 (batch, seq); those after `position` do not affect the result.
         """
         logits: torch.Tensor = self.model(tokens)
         return logits[:, position].float()
@@ -112,16 +111,16 @@ class HuggingFaceModel:
         self._choosy = "logits_to_keep" in known
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the mean cross-entropy of predicting the next token; see PresetModel.loss."""
+        """See PresetModel.loss."""
         found: torch.Tensor = self.model(**self._training(tokens)).loss
         return found.float()
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> Mapping[str, Any]:
-        """Make keyword arguments for `model` like those of `loss`; see PresetModel.example_inputs."""
+        """See PresetModel.example_inputs."""
         return self._training(torch.zeros(batch, seq + 1, dtype=torch.int64, device=device))
 
     def next_token_logits(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """Compute the logits of the token after `position`; see PresetModel.next_token_logits."""
+        """See PresetModel.next_token_logits."""
         keep = {"logits_to_keep": torch.tensor([position], device=tokens.device)} if self._choosy else {}
         logits: torch.Tensor = self.model(input_ids=tokens, **self._always, **keep).logits
         return logits[:, 0 if self._choosy else position].float()
@@ -134,9 +133,8 @@ LanguageModel = PresetModel | HuggingFaceModel
 
 
 def language_model(name: str) -> LanguageModel:
-    """Make the language model `name`: the name of a preset, or a directory of a transformers model.
-
-    Raises ConfigError if `name` is neither, and if the directory cannot be used.
+    """The model of a preset or of a directory. Raises ConfigError if `name` is neither, and if the directory
+    cannot be used.
     """
     if name in PRESETS:
         return PresetModel(name)
@@ -149,7 +147,6 @@ def language_model(name: str) -> LanguageModel:
 
 
 def _configuration(path: Path) -> Any:
-    """Read the configuration of transformers in the directory `path`: a causal language model's."""
     if not (path / "config.json").is_file():
         raise ConfigError(
             f"{path} has no config.json.", "Give a directory that save_pretrained of transformers wrote."
@@ -216,7 +213,7 @@ def _broken(what: object, error: Exception) -> ConfigError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context in which transformers prints no warnings: they are meant for programs that call it directly."""
+    """Context without the warnings of transformers, which are meant for programs that call it directly."""
     try:
         from transformers.utils import logging as theirs
     except ImportError:

@@ -88,8 +88,8 @@ class Copier(pickle.Pickler):
             return None
         if kind is types.FunctionType:
             self.globals[id(it.__globals__)] = it.__globals__
-        if kind is _Part or _is_shared(it):
-            self._parts.append(it.content if kind is _Part else it)
+        if kind is _Shared or _is_shared(it):
+            self._parts.append(it.content if kind is _Shared else it)
             return len(self._parts) - 1
         return None
 
@@ -97,7 +97,7 @@ class Copier(pickle.Pickler):
         """Called for each object that is copied, but no plain container: how its copy is made."""
         if isinstance(it, torch.Tensor):
             plain = type(it) in (torch.Tensor, nn.Parameter)  # attributes of subclasses are their own matter
-            return _same, (_Part(self._fake(it)),), vars(it) if plain else None, None, None, _set_attributes
+            return _same, (_Shared(self._fake(it)),), vars(it) if plain else None, None, None, _set_attributes
         if isinstance(it, nn.Module):
             return self._module(it)
         if isinstance(it, threading.Thread):
@@ -136,7 +136,7 @@ class _Loader(pickle.Unpickler):
         return self._parts[index]
 
 
-class _Part:
+class _Shared:
     """Stands for `content`, which the copy has as it is."""
 
     def __init__(self, content: Any) -> None:
@@ -172,7 +172,7 @@ def _of_function(it: types.FunctionType) -> Any:
     if compiled is not None:
         return _same, (compiled,)
     held = it.__defaults__, it.__kwdefaults__, it.__dict__
-    return _function, (_Part(it), it.__closure__), held, None, None, _set_defaults
+    return _function, (_Shared(it), it.__closure__), held, None, None, _set_defaults
 
 
 def _set_cell(made: types.CellType, held: tuple[Any]) -> None:
@@ -201,7 +201,7 @@ _SPECIAL: dict[type, Callable[[Any], Any]] = {
     types.CellType: _of_cell,
     types.MethodType: lambda it: (types.MethodType, (it.__func__, it.__self__)),
     _FUNCTION_CACHE: lambda it: (_cached, (it.cache_parameters(), it.__wrapped__)),
-    torch.Generator: lambda it: (_same, (_Part(it.clone_state()),)),
+    torch.Generator: lambda it: (_same, (_Shared(it.clone_state()),)),
     type(threading.Lock()): lambda _: (threading.Lock, ()),
     type(threading.RLock()): lambda _: (threading.RLock, ()),
     weakref.ref: lambda it: (weakref.ref, (it(),)),

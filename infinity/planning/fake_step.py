@@ -1,6 +1,4 @@
-"""Fake step: runs one training step on tensors without data, to learn the bytes and the arithmetic of a
-real step.
-"""
+"""Fake step: one training step on tensors without data, to learn the bytes and the work of a real step."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +30,13 @@ _UNKNOWABLE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""Errors that FakeTensorMode raises where a step cannot go on without the data of its tensors."""
+"""Errors of a step that cannot go on without the data of its tensors."""
 
 _LONGEST = 300
 """Characters of the longest reason that is not cut."""
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention(_for_cpu)?_backward")
-"""A pattern for the names of attention's backward operators. On CUDA these operators sum gradients in fp32,
-in memory that they take in addition to their results.
-"""
+"""Operators that, on CUDA, sum gradients in fp32, in memory beside their results."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,11 @@ class FakeStep:
     """The memory and the work of one forward and, in training, of its backward."""
 
     activations: int | None
-    """Peak bytes of the tensors that operations allocate. Parameters, inputs and buffers do not count. None
-    if the step could not be run.
-
-    A parameter's gradient counts until it is complete, because a real step then moves it to the gradient
-    page.
+    """Peak bytes of the tensors that operations allocate; None if the step could not be run. Parameters,
+    inputs and buffers do not count. A parameter's gradient counts until it is complete, because a real step
+    then moves it to the gradient page.
     """
     work: Work
-    """What all tensor operations of the step do."""
     unknown: str | None = None
     """Why the step could not be run; None if it was run."""
 
@@ -71,15 +64,13 @@ def run_fake_step(
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
     The model does not change, nor do its hooks, its attributes, the inputs or any random number generator;
-    see infinity/planning/fake_model.py and, for what is restored outside of the model,
-    infinity/planning/outside_state.py.
+    infinity/planning/outside_state.py restores what lies outside of it.
 
-    example_inputs: positional or keyword arguments of the model's forward. precision: gives the dtypes of
-    parameters, and says which inputs are cast. device: the device of the step. Where torch cannot use a CUDA
-    device, the step runs as one on the CPU; it then has the CPU's operators, which may take other bytes for
-    attention. train: whether a backward follows the forward. A model that cannot be copied, or a step that
-    cannot be run, raises no error: `FakeStep.unknown` tells the reason. So it does for the errors of a
-    forward, for instance for wrong inputs, which the first real forward will raise again.
+    example_inputs: positional or keyword arguments of the model's forward. device: where torch cannot use a
+    CUDA device, the step has the CPU's operators, which may take other bytes for attention. train: whether a
+    backward follows. A model that cannot be copied, or a step that cannot be run, raises no error:
+    `FakeStep.unknown` tells the reason. Errors of its forward, such as for wrong inputs, are raised again by
+    the first real one.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
@@ -87,7 +78,7 @@ def run_fake_step(
         device = torch.device("cpu")  # autograd would end the process
     unknown = None
     try:
-        with same_generators(), _quiet(), _without_compiler():
+        with same_generators(), _quiet(), torch.compiler.set_stance("force_eager"):
             with mode:
                 fake, copier = fake_model(model, mode, precision, device)
                 inputs = InputCast(model, precision, warn=False)
@@ -114,14 +105,14 @@ def run_fake_step(
 
 def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) -> None:
     with torch.set_grad_enabled(train):
-        with torch.autograd.graph.saved_tensors_hooks(watch.save, _as_it_is):
+        with torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor):
             output = model(*args, **kwargs)
         if train:
             _backward(output)
 
 
 def _cast_in_backward(model: nn.Module, casts: CastOperands) -> None:
-    """Have modules that a backward calls again enter `casts`, which torch leaves for backward."""
+    """Have modules that a backward calls again enter `casts`."""
     entered = []
 
     def begin(*_: Any) -> None:
@@ -164,26 +155,20 @@ def _nothing(record: object) -> bool:
     return False
 
 
-def _without_compiler() -> AbstractContextManager[Any]:
-    """A context in which functions of torch.compile run as they were before they were compiled."""
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
-
-
 def _fake_inputs(
     example_inputs: tuple[Any, ...] | Mapping[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Make copies of the inputs, of all containers too, and return (positional, keyword arguments)."""
-    copier = Copier(lambda tensor: _fake_input(tensor, device))
+    """Copies of the inputs, of all containers too, as (positional, keyword arguments)."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+
+    copier = Copier(fake)
     if isinstance(example_inputs, Mapping):
         return (), copier.copy(dict(example_inputs))
     if not isinstance(example_inputs, (tuple, list)):
         example_inputs = (example_inputs,)
     return copier.copy(tuple(example_inputs)), {}
-
-
-def _fake_input(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
 
 def _backward(output: Any) -> None:
@@ -195,14 +180,13 @@ def _backward(output: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """A dispatch mode that counts the work of all operations, and the bytes of the storages that operations
-    made and that are still alive. The attribute `now` is the present number of bytes, and `peak` the
-    largest number so far.
+    """Counts the work of all operations, and the bytes of the storages that operations made and that are
+    still alive: `now` is the present number, and `peak` the largest so far.
     """
 
     def __init__(self, mode: fake_tensor.FakeTensorMode | None = None, *, scratch: bool = False) -> None:
-        """mode: the mode under which the step runs, so that real tensors, which the model's code takes from
-        elsewhere, do not change; None: they may change. scratch: whether operators take memory as on CUDA.
+        """mode: under which the step runs, so that real tensors, which the model's code takes from elsewhere,
+        do not change; None: they may. scratch: whether operators take memory as on CUDA.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -217,11 +201,7 @@ class _Watch(TorchDispatchMode):
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a detached alias of `tensor`, for autograd to save instead of `tensor`.
-
-        If autograd saved `tensor` itself, its graph and the tensor would keep each other alive, and the
-        bytes of the tensor would be counted for ever.
-        """
+        """A detached alias for autograd to save, whose graph and `tensor` would keep each other alive."""
         self._saving = True
         try:
             return tensor.detach()
@@ -252,7 +232,7 @@ class _Watch(TorchDispatchMode):
         return tensor if isinstance(tensor, fake_tensor.FakeTensor) else self._mode.from_tensor(tensor)
 
     def restore_gradients(self) -> None:
-        """Give back their gradients to real tensors, which the model's code took from elsewhere."""
+        """Give back their gradients to real tensors."""
         for tensor, gradient in self._real.values():
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
@@ -281,11 +261,7 @@ class _Watch(TorchDispatchMode):
         weakref.finalize(storage, self._grow, -storage.nbytes()).atexit = False
 
     def _scratch(self, func: Any, result: Any) -> None:
-        """Let `peak` include memory that the operator `func` allocates and frees again within its call.
-
-        Only the backward operators of attention on CUDA do so: they sum the gradients that they return in
-        an fp32 copy. result: what the operator returned, a tree of tensors.
-        """
+        """Let `peak` include memory that the operator `func` frees again within its call; see _ATTENTION."""
         if self._has_scratch and _ATTENTION.fullmatch(func.overloadpacket.__name__):
             gradients = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
             nbytes = 4 * sum(each.numel() for each in gradients)
@@ -311,10 +287,6 @@ def _flop_formulas() -> dict[Any, Any]:
             aten._scaled_dot_product_flash_attention_backward
         ],
     }
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:

@@ -1,7 +1,5 @@
-"""Outside state: what a model's code can change outside of the model, saved and restored.
-
-It is the state of random number generators, the global variables and class attributes of the code, and the
-containers, objects and generators that these hold, up to a depth.
+"""Outside state: what a model's code can change outside of the model, saved and restored: generators, global
+variables and class attributes, and the containers and objects that these hold, up to a depth.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ import torch
 
 _DEPTH = 4
 _MOST_NESTED = 1000
-"""The number of containers that are saved within each other, and the most elements of a container whose
-elements are saved too.
-"""
+"""Containers that are saved within each other, and the most elements that are saved with their container."""
 
 _MOST_ARRAY_BYTES = 64 << 20
 """The most bytes of a numpy array that is saved."""
@@ -56,11 +52,8 @@ def same_globals(
     is_fake: Callable[[torch.Tensor], bool],
 ) -> Iterator[None]:
     """Restore, at the end, the attributes of classes, the global variables of their modules and those in
-    `namespaces`, and the containers, objects, generators, closures, classes and modules to which they lead.
-
-    Nothing is done for code of torch, numpy and Python itself, nor for installed packages that are only
-    imported. Of a functools.lru_cache anywhere the old
-    contents cannot be had back: it is cleared if it holds a tensor for which `is_fake` is true.
+    `namespaces`, and all to which they lead, but nothing of torch, numpy, Python itself, and installed
+    packages that are only imported. A functools.lru_cache anywhere is cleared if it holds a fake tensor.
     """
     kept = _Kept()
     kinds = {kind for each in classes for kind in each.__mro__ if _is_users(kind.__module__)}
@@ -97,7 +90,7 @@ class _Kept:
                 stack.callback(each)
 
     def attributes(self, kind: type, depth: int) -> None:
-        """Save the attributes of a class. depth: as in `keep`."""
+        """Save the attributes of a class."""
         before = dict(vars(kind))
 
         def undo() -> None:
@@ -112,7 +105,7 @@ class _Kept:
         self._inside(before.values(), depth)
 
     def keep(self, it: Any, depth: int) -> None:
-        """Save what `it` holds. depth: the number of containers within each other that are saved."""
+        """Save what `it` holds, to a depth of containers within each other."""
         if depth == 0 or id(it) in self._seen or isinstance(it, torch.Tensor):
             return
         numpy = sys.modules.get("numpy")

@@ -1,10 +1,9 @@
 """Slab layout: the durable places of parameters and optimizer states in the NVMe volume, for commits. Pure.
 
-A page image is a copy of a page's bytes in the volume. With commits on, everything that training changes has
-two images, so that a write never overwrites what the last commit holds: the trainable regions of each
-parameter page, and each optimizer page. Frozen regions have one. The layout follows from units, chunks and
-formats alone. Where pages are at home makes no difference, so that a run with other budgets finds the same
-places. Gradients have no image; the volume holds them behind all images if they are at home on NVMe.
+A page image is a copy of a page's bytes in the volume. With commits on, the trainable regions of parameter
+pages and all optimizer pages have two images, so that a write never overwrites what the last commit holds;
+frozen regions have one. The layout follows from units, chunks and formats alone, so that a run with other
+budgets finds the same places. Gradients have no image; if at home on NVMe, they lie behind all images.
 
 One of several ranks has images of its homes. Of a home with the whole page only the chunks that the rank
 updates have two; the other chunks are in the commits of their owners.
@@ -23,14 +22,13 @@ from infinity.tiers import PAGE_ALIGNMENT
 
 @dataclass(frozen=True)
 class PageImages:
-    """The places of a page's two images, in bytes from the start of the volume; multiples of 4096."""
+    """The starts of a page's two images, in bytes from the start of the volume; multiples of 4096."""
 
     first: int
-    """Start of the first image, which has as many bytes as the home of the page."""
+    """That of the image with as many bytes as the home of the page."""
     second: int
-    """Start of the second image. That of a parameter page holds only the chunks that the rank updates, in the
-    order of the page and without what lies between them; chunks have the slots of `parameter_parts`
-    (infinity/pages/parts.py). That of an optimizer page holds the whole page.
+    """That of a parameter page holds only the chunks that the rank updates, in the order of the page and
+    without what lies between them (`parameter_parts` in infinity/pages/parts.py).
     """
 
 
@@ -39,21 +37,16 @@ class SlabLayout:
     """The images of all parameter pages and optimizer pages in the volume."""
 
     parameters: tuple[PageImages, ...]
-    """The images of each unit's parameter page, by index of the unit."""
+    """By index of the unit, as `states` are."""
     states: tuple[PageImages, ...]
-    """The images of each unit's optimizer page, by index of the unit. Both images of an optimizer page
-    without bytes are empty.
-    """
     nbytes: int
-    """Bytes of the volume that all images take; a multiple of 4096. The images fill them without gaps."""
+    """Bytes of all images, which lie without gaps; a multiple of 4096."""
 
 
 def slab_layout(units: Sequence[UnitLayout], share: Share, state_bytes: Sequence[int]) -> SlabLayout:
-    """Lay out the images of all pages: for each unit in order, the first and the second image of its
-    parameter page, and then those of its optimizer page.
+    """Lay out the images: for each unit those of its parameter page, then those of its optimizer page.
 
-    share: the rank whose pages these are. state_bytes: bytes of each unit's optimizer page on that rank,
-    multiples of 4096.
+    share: the rank whose pages these are. state_bytes: bytes of each unit's optimizer page on that rank.
     """
     parameters, states, end = [], [], 0
     for unit, nbytes in zip(units, state_bytes, strict=True):

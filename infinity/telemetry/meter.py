@@ -41,10 +41,8 @@ class _Tally:
     compute_seconds: float = 0.0
 
     def finish(self, seconds: float) -> None:
-        """End a step that took `seconds` of wall time: count it, and the seconds of compute in it.
-
-        Compute is what stalls, updates and waits for other ranks leave, at least 0: a stall between two steps
-        counts for the next one, so the sum of stalls may exceed the step's time.
+        """End a step that took `seconds` of wall time. Compute is what stalls, updates and waits for other
+        ranks leave, at least 0: a stall between two steps counts for the next one.
         """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
@@ -124,11 +122,7 @@ class Meter:
             recorder.ended()
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Count a transfer of `nbytes` bytes over `edge`, as soon as it has been requested.
-
-        edge: the direction between two neighbouring tiers, such as NVMe to host. transfer: the handle of the
-        transfer; None if the transfer has already ended.
-        """
+        """Count a transfer as soon as it has been requested. transfer: its handle; None if it has ended."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.bytes += nbytes
@@ -139,21 +133,17 @@ class Meter:
     def crossed(self, way: str, what: str, unit: int | None, nbytes: int, began: int) -> None:
         """Report a payload that has crossed to or from another rank by now. The wire counts its bytes.
 
-        way: such as "from rank 2". what: the bytes are, such as "gradients". unit: index of the unit to which
-        they belong, if that is known. began: when its bytes were given to the network, or when its message
-        came, in nanoseconds of time.perf_counter_ns().
+        way: such as "from rank 2". what: such as "gradients". unit: its index, if that is known. began: when
+        the network got its bytes, or its message came, in nanoseconds of time.perf_counter_ns().
         """
         if (recorder := self._recorder) is not None:
             args: dict[str, str | int] = {"what": what, "bytes": nbytes}
             recorder.crossed(way, args if unit is None else args | {"unit": unit}, began)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and count the call that requested it as a stall of the training
-        thread, which does not compute meanwhile.
-
-        seconds: how long that call took; it must have returned just now. The reason of the stall is
-        Wait.COPY, or Wait.FAULT within `faulting`. Within `stalling` no stall is counted here, because
-        `stalling` counts this time too.
+        """Count a transfer as `moved` does, and the call that requested it, which took `seconds` up to now,
+        as a stall of the training thread: Wait.COPY, or Wait.FAULT within `faulting`. `stalling` counts it
+        itself.
         """
         state = self._thread
         if not state.waits:
@@ -161,11 +151,7 @@ class Meter:
         self.moved(edge, nbytes, transfer)
 
     def stalled(self, edge: Edge, seconds: float, wait: Wait = Wait.OTHER) -> None:
-        """Count a wait of the training thread for a transfer over `edge`.
-
-        edge: the direction between two neighbouring tiers, such as NVMe to host. seconds: the length of the
-        wait, which ended now. wait: the reason of the wait.
-        """
+        """Count a wait of the training thread for transfers over `edge`, of `seconds` up to now."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.stall_seconds += seconds
@@ -176,11 +162,8 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
-        """A context manager whose duration counts as a wait of the training thread for transfers on `edge`.
-
-        wait: the reason of the wait; within `faulting`, the reason is Wait.FAULT instead. The duration
-        counts even if the body raises. Within another `stalling` or `awaiting` of the same thread nothing is
-        counted, since the outer context counts the time.
+        """Context whose duration counts as a wait of the training thread for transfers on `edge`, also if the
+        body raises; within `faulting` as Wait.FAULT. Another `stalling` or `awaiting` around it counts alone.
         """
         state = self._thread
         if state.waits:
@@ -199,11 +182,10 @@ class Meter:
 
     @contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
-        """A context manager whose duration counts as a wait of the training thread for other ranks.
+        """Context whose duration counts as a wait of the training thread for other ranks, also if the body
+        raises. It is cut out of a `stalling` around it; another `awaiting` around it counts alone.
 
-        what: what the thread wants of them, such as the call that all ranks have to make. The duration counts
-        even if the body raises. It is cut out of a `stalling` around it, and within another `awaiting` of the
-        same thread nothing is counted.
+        what: what the thread wants of them, such as the call that all ranks have to make.
         """
         state = self._thread
         if state.awaits:
@@ -226,10 +208,7 @@ class Meter:
 
     @contextmanager
     def faulting(self) -> Iterator[None]:
-        """A context manager within which every stall of the calling thread counts as a page fault.
-
-        A page fault is a wait for a unit that was demanded and is not resident.
-        """
+        """Context in which every stall of the calling thread counts as a page fault."""
         before, self._thread.faults = self._thread.faults, True
         try:
             yield
@@ -243,11 +222,8 @@ class Meter:
             self._now.misses += not hit
 
     def updating(self, seconds: float) -> None:
-        """Count time in which the training thread worked on updates or waited for updates.
-
-        seconds: the length of this time, which ended now. The caller leaves out stalls that were counted in
-        that time. Within `stalling` or `awaiting` of the same thread nothing is counted, since these count
-        that time.
+        """Count `seconds` up to now in which the training thread worked on updates or waited for them,
+        without stalls. Within `stalling` or `awaiting` nothing is counted, since these count that time.
         """
         if self._thread.waits:
             return
@@ -267,7 +243,7 @@ class Meter:
             recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
-        """Note that `nbytes` bytes of the pool named `pool` are or were in use. The largest number counts."""
+        """Note the bytes of a pool in use. The largest number counts."""
         with self._lock:
             self._now.peaks[pool] = max(nbytes, self._now.peaks.get(pool, 0))
 
@@ -277,18 +253,12 @@ class Meter:
             self._loss_scale = loss_scale
 
     def skipped(self) -> None:
-        """Count the current step as skipped: the step ends without an update.
-
-        The caller has to end the step by `stepped`, like any other step.
-        """
+        """Count the current step as skipped. It ends by `stepped`, like any other step."""
         with self._lock:
             self._now.skipped_steps += 1
 
     def stepped(self, seconds: float) -> None:
-        """End the current step. seconds: the wall time of the step.
-
-        Everything that was counted since the end of the previous step belongs to the current step.
-        """
+        """End the current step, to which everything since the step before belongs."""
         with self._lock:
             step, self._now = self._now, _Tally()
             step.finish(seconds)
@@ -305,7 +275,7 @@ class Meter:
             recorder.stepped(number, last)
 
     def snapshot(self) -> Stats:
-        """Return the measurements of the run up to now, including those of the unfinished step."""
+        """The measurements of the run up to now, including those of the unfinished step."""
         with self._lock:
             total = _Tally()
             total.add(self._finished)
@@ -320,8 +290,6 @@ class Meter:
 
 
 def _until_now(seconds: float) -> tuple[int, int]:
-    """The interval that ends now and lasts `seconds`, as (start, end) in nanoseconds of
-    time.perf_counter_ns().
-    """
+    """(start, end) of the interval that ends now, by time.perf_counter_ns()."""
     now = time.perf_counter_ns()
     return now - round(seconds * 1e9), now

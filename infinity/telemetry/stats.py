@@ -22,7 +22,7 @@ SECONDS_PER_DAY = 86_400
 
 
 class Edge(Enum):
-    """An edge: a way for bytes between two neighbouring memory tiers, in one direction."""
+    """A way for bytes between two neighbouring tiers, in one direction."""
 
     NVME_TO_HOST = "nvme->host"
     HOST_TO_DEVICE = "host->device"
@@ -37,22 +37,13 @@ class Wait(Enum):
     """Reasons why the training thread waits for a transfer."""
 
     FAULT = "page fault"
-    """Page fault: a unit was demanded and is not resident.
-
-    The unit was prefetched too late or not at all.
-    """
+    """A unit was demanded and is not resident: it was prefetched too late or not at all."""
     ROOM = "staging"
-    """The thread waits for memory that a write or a copy under way still uses."""
+    """A write or a copy under way still uses memory that is needed."""
     COPY = "copy"
-    """The thread waits for a copy between host and device, or is busy with it.
-
-    The thread makes the copy, queues the copy on a CUDA stream, or waits for gradients to reach the host.
-    """
+    """A copy between host and device is made, queued on a CUDA stream, or waited for."""
     OTHER = "gradients or states"
-    """Any other reason for a wait.
-
-    The reasons are: an update needs gradients or states; new gradients are to be added to stored gradients;
-    a write has to end.
+    """An update needs gradients or states, gradients are to be added to stored ones, or a write has to end.
     """
 
 
@@ -60,12 +51,9 @@ class Phase(Enum):
     """The phases of a training step, as seen by the training thread."""
 
     FORWARD = "forward"
-    """The forward pass of the root module."""
     BACKWARD = "backward"
-    """The backward pass.
-
-    The phase begins with the first gradient, or earlier with the first use of a parameter page whose view
-    autograd has saved. It ends with autograd's callback at the end of the pass.
+    """From the first gradient, or the first use of a page whose view autograd has saved, to autograd's
+    callback at the end of the pass.
     """
     STEP = "step"
     """The call of `optimizer.step()`."""
@@ -75,18 +63,15 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeStats:
-    """Measurements of the transfers over one edge (a way between two tiers, in one direction)."""
+    """Measurements of the transfers over one edge."""
 
     bytes: int = 0
-    """Number of bytes in all transfers that were requested over the edge."""
+    """Of all transfers that were requested."""
     transfers: int = 0
     stall_seconds: float = 0.0
-    """Seconds in which the training thread waited for transfers over the edge, for any reason."""
+    """In which the training thread waited for transfers, for any reason."""
     fault_seconds: float = 0.0
-    """Seconds of `stall_seconds` in which the thread waited for units that were demanded and not resident.
-
-    The rest of `stall_seconds` was spent for the other reasons in `Wait`.
-    """
+    """Those of `stall_seconds` that were spent on page faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,38 +82,33 @@ class Stats:
     """
 
     edges: dict[Edge, EdgeStats]
-    """The measurements of every edge, including edges without transfers."""
+    """Of every edge, including edges without transfers."""
 
     accesses: int
-    """Number of times that an operation or module demanded the parameters of a unit. A demand that repeats
-    the previous demand (the same units for the same purpose) is not counted.
-    """
+    """Demands of a unit's parameters. One that repeats the previous one is not counted."""
 
     misses: int
-    """Number of `accesses` at which the unit's parameters were neither resident nor on their way, and no
-    update of the unit was under way.
-    """
+    """Those at which the unit was neither resident nor on its way, and no update of it was under way."""
 
     steps: int
-    """Number of finished steps, including skipped steps."""
+    """Finished steps, including skipped ones."""
 
     skipped_steps: int
-    """Number of steps without an update, because gradients overflowed under loss scaling."""
+    """Steps without an update, because gradients overflowed under loss scaling."""
 
     seconds: float
-    """Wall time of the finished steps in seconds."""
+    """Wall time of the finished steps."""
 
     update_seconds: float
     """Seconds in which the training thread worked on updates or waited for updates, without stalls."""
 
     compute_seconds: float
-    """Wall time of the finished steps in seconds, without stalls, updates and waits for other ranks.
-
-    The forward pass, the backward pass and the training loop's own code take this time.
+    """Wall time of the finished steps without stalls, updates and waits for other ranks: forward, backward,
+    and the training loop's own code.
     """
 
     step_seconds: float | None
-    """Wall time of the last finished step in seconds; None if no step has finished."""
+    """Wall time of the last finished step; None if none has finished."""
 
     loss_scale: float | None
     """The latest loss scale; None unless the model computes in fp16."""
@@ -139,13 +119,12 @@ class Stats:
     """
 
     peaks: dict[str, int]
-    """For each pool's name, the largest number of bytes that were in use at one time."""
+    """For each pool's name, the most bytes that were in use at one time."""
 
     written_per_step: float | None = None
     """Bytes written to disk in a step, commits included, on average over all finished steps but the first,
-    which has what filling the model writes; in the first step alone, if no other has finished. None if none
-    has finished. An average needs many steps, since only some of them have writes of a commit. In the
-    measurements of one step: the bytes of that step.
+    which has what filling the model writes, unless it is the only one; None if none has finished. An average
+    needs many steps, since only some have writes of a commit. In the measurements of one step: its own.
     """
 
     written_per_day: float | None = None
@@ -156,27 +135,23 @@ class Stats:
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of accesses that were not misses, from 0 to 1; None without accesses."""
+        """The fraction of accesses that were no misses; None without accesses."""
         return 1 - self.misses / self.accesses if self.accesses else None
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds in which the training thread waited for transfers: the sum over all edges."""
+        """Seconds in which the training thread waited for transfers."""
         return sum(edge.stall_seconds for edge in self.edges.values())
 
     @property
     def fault_seconds(self) -> float:
-        """Seconds in which the training thread waited for units that were demanded and not resident.
-
-        The sum over all edges, and a part of `stall_seconds`.
-        """
+        """Those of `stall_seconds` that were spent on page faults."""
         return sum(edge.fault_seconds for edge in self.edges.values())
 
     @property
     def limited_by(self) -> str | None:
-        """What took the largest part of the last finished step's time; None if no step has finished.
-
-        "compute", "update", RANKS, or the value of an `Edge` (such as "nvme->host") for stalls on this edge.
+        """What took the largest part of the last finished step: "compute", "update", RANKS, or the value of
+        an `Edge` (such as "nvme->host") for stalls on it; None if no step has finished.
         """
         step = self.last_step or self
         if not step.steps:
@@ -187,10 +162,8 @@ class Stats:
         return max(shares, key=shares.__getitem__)
 
     def flat(self) -> dict[str, int | float]:
-        """Return all measurements as one level of numbers by name, such as a logger of metrics takes.
-
-        The names are those of the fields and properties. "nvme_to_host/bytes" is a measurement of an edge,
-        "peak/transit" one of `peaks`, and "last_step/..." one of the last step. What is None is left out.
+        """All measurements but None as one level of numbers by name, such as a logger of metrics takes: those
+        of fields and properties, such as "nvme_to_host/bytes", "peak/transit", "last_step/...".
         """
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("hit_rate", "stall_seconds", "fault_seconds"):
@@ -251,10 +224,7 @@ class Stats:
 
 
 def html_of(rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
-    """A table and lines below it as HTML, which a notebook shows in the place of plain text.
-
-    rows: the titles of columns, then the cells of each row. notes: one text a line. All texts are escaped.
-    """
+    """A table, with titles in its first row, and lines below it as HTML. All texts are escaped."""
     lines = ["<table>"]
     for index, row in enumerate(rows):
         tag = "td" if index else "th"

@@ -12,9 +12,8 @@ The timeline has these rows, from the top:
 - two for each other rank, from it and to it: each payload while it crosses, with what it is, its bytes and
   its unit's index
 
-The rows compute and waits show time of the host. On CUDA, compute is the time in which kernels are queued,
-not the time in which they run. What crosses between ranks is shown once it has crossed, so a payload that is
-under way when the timeline ends is missing.
+On CUDA, compute is the time in which kernels are queued, not the time in which they run. What crosses between
+ranks is shown once it has crossed.
 
 The file is a JSON array of Chrome's trace format, one event in each line. Readers accept an array without its
 end, so a run that was killed leaves a readable timeline up to the last write. The first three rows have
@@ -54,10 +53,9 @@ _END = b"\n]\n"
 class Timeline(Closing):
     """A file to which the events of a runtime are written during a run; see `Runtime.timeline`.
 
-    A Timeline is a context manager, which closes the file. All finished events are written to the file at
-    the end of each step, so that memory holds the events of one step at most. If a write fails, the timeline
-    ends, training goes on, a RuntimeWarning is issued once, and `failure` holds the error. The constructor
-    deletes what the file held, and raises StorageError or StorageFull if it cannot be opened or written.
+    All finished events are written at the end of each step. If a write fails, the timeline ends, training
+    goes on, a RuntimeWarning is issued once, and `failure` holds the error. The constructor deletes what the
+    file held, and raises StorageError or StorageFull if it cannot be opened or written.
     """
 
     def __init__(
@@ -106,10 +104,7 @@ class Timeline(Closing):
             raise
 
     def annotate(self, **args: Value) -> None:
-        """Add named figures, such as the loss, to the span of the last finished step.
-
-        Figures can be added until the next step ends.
-        """
+        """Add named figures, such as the loss, to the last finished step, until the next one ends."""
         with self._lock:
             if self._last_step is not None:
                 self._last_step[-1].update(args)
@@ -265,8 +260,8 @@ class Timeline(Closing):
     # --- the file -----------------------------------------------------------------------------------------
 
     def _put(self, text: str) -> None:
-        """Append to the file. If that fails, the file keeps all earlier events and the end of the array, as
-        far as the disk allows.
+        """Append to the file. If that fails, it keeps all earlier events and the end of the array, as far as
+        the disk allows.
         """
         if self._descriptor is None:
             return

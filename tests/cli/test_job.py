@@ -12,7 +12,8 @@ import torch
 from tiny_job import PLAN_KEYS, TinyJob, run_error
 
 from infinity import cli
-from infinity.cli.job import add_options, make_job
+from infinity.cli.job import make_job
+from infinity.cli.options import add_options
 
 OPTIONS = {
     "--model": "10m",
@@ -74,7 +75,7 @@ def test_the_options_and_their_defaults() -> None:
 
 def test_every_option_has_a_line_of_help() -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, train=True)
     assert [each.dest for each in parser._actions if not each.help] == []
     help_text = parser.format_help()
     assert all(str(default) in help_text for default in OPTIONS.values() if default)
@@ -306,7 +307,7 @@ def test_a_plan_for_people_leaves_nothing_and_fills_nothing(
 
 def test_what_a_job_is_made_of(job: TinyJob) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, train=True)
     arguments = job.arguments("", "--steps", 7, "--accumulate", 2, "--clip", 0.5, "--compute", "fp32")[1:]
     made = make_job(parser.parse_args(arguments))
     assert (made.recipe.steps, made.recipe.accumulate, made.recipe.clip) == (7, 2, 0.5)
@@ -323,7 +324,7 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
 
 def test_compute_is_what_the_cpu_has_instructions_for(job: TinyJob, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, train=True)
 
     def compute(supported: bool, *more: str) -> str:
         monkeypatch.setattr(cli.job, "multiplies", lambda *_: supported)
