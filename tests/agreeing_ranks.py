@@ -17,7 +17,7 @@ from infinity.distributed.communicator import Communicator
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
 from infinity.errors import BudgetError, InfinityError
 
@@ -44,9 +44,9 @@ class Member:
         while left:
             source, message = self.wire.inbox.get()
             with self.lock.turn():
-                if message.kind is Kind.BYE:
+                if message.kind is MessageKind.BYE:
                     self.liveness.departed(source)
-            left -= message.kind in (Kind.BYE, Kind.FAILED)
+            left -= message.kind in (MessageKind.BYE, MessageKind.FAILED)
 
     def cast(self, call: str, number: int, facts: Any = None, **options: Any) -> Any:
         """What an agreement returns, as a list, or its error as [name, cause]. number: counts agreements."""
@@ -87,7 +87,7 @@ def absence() -> list[Any]:
     assert us.ranks.rank or us.bell.timeout < 1
     first = us.told(lambda: us.ranks.store.add("here", 1)) > 0
     if us.ranks.rank == 1:
-        us.wire.post(0, Kind.BALLOT, 0, "save()", None)
+        us.wire.post(0, MessageKind.BALLOT, 0, "save()", None)
         us.ranks.store.wait(["rank 0 has waited"])
         us.close()
         return [first]

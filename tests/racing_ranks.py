@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.distributed.conductor import Conductor
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.peer_line import PeerLine
 from infinity.training_step import TrainingStep
 
@@ -77,7 +77,7 @@ def idle_rank(partition: str = "optimizer") -> list[str]:
     act = Conductor._act
 
     def late(self: Conductor, waiting: list[Any]) -> bool:
-        if RANK == 0 and any(message.kind is Kind.CLEARED for _, message in waiting):
+        if RANK == 0 and any(message.kind is MessageKind.CLEARED for _, message in waiting):
             time.sleep(0.1)
         return act(self, waiting)
 
@@ -148,7 +148,7 @@ def edits_while_sending() -> list[str]:
     post = PeerLine._post
 
     def late(self: PeerLine, parcel: Any) -> Any:
-        if RANK == 0 and parcel.message.kind is Kind.DATA and parcel.message.fields[1] == "parameters":
+        if RANK == 0 and parcel.message.kind is MessageKind.DATA and parcel.message.fields[1] == "parameters":
             time.sleep(0.05)
         return post(self, parcel)
 

@@ -16,7 +16,7 @@ from racing_ranks import RANK, SIZE, TOGETHER, Product, Training
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from infinity.distributed.conductor import Conductor
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.errors import InfinityError
 
 PARTITIONS = (None, "optimizer", "gradients", "parameters")
@@ -124,7 +124,7 @@ def read_when_cleared() -> list[Any]:
     act = Conductor._act
 
     def late(self: Conductor, waiting: list[Any]) -> bool:
-        if RANK == 0 and any(message.kind is Kind.CLEARED for _, message in waiting):
+        if RANK == 0 and any(message.kind is MessageKind.CLEARED for _, message in waiting):
             time.sleep(0.1)
         return act(self, waiting)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from infinity.distributed import peer_line
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import HEADER_BYTES, Kind, Message, pack, unpack
+from infinity.distributed.message import HEADER_BYTES, Message, MessageKind, pack, unpack
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, RankDivergence
 
@@ -34,17 +34,17 @@ def serve_requests(rank: int, line: Wire, ends: int) -> None:
     """Body of a conductor: serve until as many peers have ended or need no more."""
     while ends:
         source, message = line.inbox.get()
-        if message.kind is Kind.REQUEST:
+        if message.kind is MessageKind.REQUEST:
             number, seed, sizes = message.fields[:3]
             line.deliver(source, number, list(content(rank, seed, sum(sizes)).split(sizes)), "states")
-        ends -= message.kind in (Kind.BYE, Kind.CLEARED)
+        ends -= message.kind in (MessageKind.BYE, MessageKind.CLEARED)
 
 
 def pull(line: Wire, peer: int, seed: int, sizes: list[int], padding: str = "") -> bool:
     """Whether a pull brings the right bytes."""
     memory = torch.zeros(sum(sizes), dtype=torch.uint8)
     delivery = line.expect(peer, memory.split(sizes), "states")
-    line.post(peer, Kind.REQUEST, delivery.number, seed, sizes, padding)
+    line.post(peer, MessageKind.REQUEST, delivery.number, seed, sizes, padding)
     delivery.wait()
     return delivery.done() and torch.equal(memory, content(peer, seed, sum(sizes)))
 
@@ -75,7 +75,7 @@ def pulls() -> dict[str, Any]:
     for each in threads:
         each.join()
     for peer in us.peers:
-        line.post(peer, Kind.CLEARED)
+        line.post(peer, MessageKind.CLEARED)
     conductor.join()
     ended = line.close()
     traffic = line.traffic()
@@ -108,7 +108,7 @@ def refusals() -> list[Any]:
     found = []
     for _ in range(4):
         delivery = line.expect(peer, [torch.zeros(8, dtype=torch.uint8)])
-        line.post(peer, Kind.REQUEST, delivery.number)
+        line.post(peer, MessageKind.REQUEST, delivery.number)
         try:
             delivery.wait()
         except InfinityError as error:
@@ -128,14 +128,14 @@ def killed() -> list[Any]:
         us.receive(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
         number = unpack(header, None).fields[0]
         sizes = [1 << 20, 1 << 20]
-        header, _ = pack(Message(Kind.DATA, [number, "states", sizes]))
+        header, _ = pack(Message(MessageKind.DATA, [number, "states", sizes]))
         us.send(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
         us.send(torch.ones(sizes[0], dtype=torch.uint8), 0, peer_line.PAYLOAD).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     line = Wire(us)
     first, second = torch.zeros(2, 1 << 20, dtype=torch.uint8)
     delivery, other = line.expect(1, [first, second]), line.expect(1, [first])
-    line.post(1, Kind.REQUEST, delivery.number)
+    line.post(1, MessageKind.REQUEST, delivery.number)
     found = [failure_of(delivery.wait), failure_of(other.wait)]
     found.append(failure_of(line.deliver(1, 1, [first]).wait))
     found.append(failure_of(line.expect(1, [first]).wait))
@@ -214,7 +214,7 @@ def part_of_the_ranks() -> list[Any]:
         conductor = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
         conductor.start()
         found.append([us.rank, us.size, pull(line, us.peers[0], 3, [100, 7])])
-        line.post(us.peers[0], Kind.CLEARED)
+        line.post(us.peers[0], MessageKind.CLEARED)
         conductor.join()
         found.append(line.close())
         us.close()

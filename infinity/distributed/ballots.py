@@ -10,7 +10,7 @@ from typing import Any
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence, rank_failure
 
@@ -107,12 +107,12 @@ class Ballots:
         try:
             self.number = number
             while left:
-                self._wire.post(left[0], Kind.BALLOT, number, call, facts)
+                self._wire.post(left[0], MessageKind.BALLOT, number, call, facts)
                 left.popleft()
         except BaseException:
             if self.number == number:
                 for peer in left:  # the first may get it twice, which changes nothing
-                    self._wire.post(peer, Kind.BALLOT, number, call, facts)
+                    self._wire.post(peer, MessageKind.BALLOT, number, call, facts)
             raise
 
     def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 
 from infinity.distributed.ballots import Ballots
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.told_errors import error_of, told
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, rank_failure
@@ -112,7 +112,7 @@ class CommitVotes:
             if wanted() and not driven:
                 driven = True
                 for peer in self._ranks.peers:
-                    self._wire.post(peer, Kind.DRIVE, number)
+                    self._wire.post(peer, MessageKind.DRIVE, number)
         for each in [each for each in self._heard if each <= agreement]:
             del self._heard[each]
         for rank, failure in sorted(heard.items()):
@@ -128,7 +128,7 @@ class CommitVotes:
         agreement, self._open = self._open, 0
         with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
             for peer in self._ranks.peers:
-                self._wire.post(peer, Kind.VOTE, agreement, failure)
+                self._wire.post(peer, MessageKind.VOTE, agreement, failure)
 
     def _decided(self, heard: Mapping[int, Mapping[str, Any] | None]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}

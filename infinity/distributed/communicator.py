@@ -18,7 +18,7 @@ from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.wire import Wire
@@ -83,7 +83,7 @@ class Communicator(Closing):
         if self.bell.failure is None:
             try:
                 for peer in self.ranks.peers:
-                    self.wire.post(peer, Kind.LEAVING)
+                    self.wire.post(peer, MessageKind.LEAVING)
                 self.ballots.agree("close()", {}, patient=lambda: not self._awaited_elsewhere(), anyway=True)
             except InfinityError:
                 self._alone = True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.lock import TrainerLock
-from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
@@ -63,7 +63,7 @@ class Conductor:
     def stop(self) -> None:
         """End the threads. Other ranks have heard that this one leaves, and ask for nothing more."""
         self._stopping = True
-        self._wire.inbox.put((-1, Message(Kind.BYE, [])))
+        self._wire.inbox.put((-1, Message(MessageKind.BYE, [])))
         with self._lock.released():
             if self._thread.is_alive():
                 self._thread.join()
@@ -97,25 +97,25 @@ class Conductor:
         """Act on messages. Returns False if the last message of this runtime is among them."""
         others = []
         for source, message in waiting:
-            if message.kind is Kind.REQUEST and message.fields[1] == What.RELAYED:
+            if message.kind is MessageKind.REQUEST and message.fields[1] == What.RELAYED:
                 self._relay(source, *message.fields)
-            elif message.kind is Kind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
+            elif message.kind is MessageKind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
                 self._service.requested(source, *message.fields)
-            elif message.kind is Kind.BYE and source < 0:
+            elif message.kind is MessageKind.BYE and source < 0:
                 return False
-            elif message.kind is Kind.BYE:
+            elif message.kind is MessageKind.BYE:
                 self._liveness.departed(source)
-            elif message.kind is not Kind.FAILED:
+            elif message.kind is not MessageKind.FAILED:
                 others.append((source, message))
         if others:
             with self._lock.turn():
                 if self._stopping:  # after a failure: what other ranks asked for is not there any more
                     return False
                 for source, message in others:
-                    if message.kind is Kind.CLEARED:
+                    if message.kind is MessageKind.CLEARED:
                         assert self._step is not None
                         self._step.cleared(source, *message.fields)
-                    elif message.kind is Kind.DRIVE:
+                    elif message.kind is MessageKind.DRIVE:
                         self._drive(*message.fields)
                     else:
                         assert self._contributions is not None
@@ -128,15 +128,15 @@ class Conductor:
             self._cache.requested(source, number, owner, *wanted)
 
     def _about_gradients(self, contributions: Contributions, source: int, message: Message) -> None:
-        if message.kind is Kind.REQUEST:
+        if message.kind is MessageKind.REQUEST:
             number, what, *fields = message.fields
             if what == What.SUM:
                 contributions.sum_requested(source, number, *fields)
             else:
                 contributions.requested(source, number, *fields)
-        elif message.kind is Kind.ARRIVED:
+        elif message.kind is MessageKind.ARRIVED:
             contributions.arrived(*message.fields)
-        elif message.kind is Kind.SENT:
+        elif message.kind is MessageKind.SENT:
             contributions.sent(*message.fields)
         else:
             contributions.heard(source, message)

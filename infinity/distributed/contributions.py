@@ -25,7 +25,7 @@ import torch
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
 from infinity.distributed.lock import TrainerLock
-from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
 from infinity.distributed.wire import Wire
@@ -184,7 +184,9 @@ class Contributions:
                 self.offered[owner] += 1
                 self._outgoing[self._token] = unit, part, room
                 dtype = str(part.dtype).removeprefix("torch.")
-                self._wire.post(owner, Kind.CONTRIBUTION, self._epoch, micro_batch, self._token, dtype, *key)
+                self._wire.post(
+                    owner, MessageKind.CONTRIBUTION, self._epoch, micro_batch, self._token, dtype, *key
+                )
         self._go_on()
 
     def expect(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
@@ -194,7 +196,7 @@ class Contributions:
         """
         listed = [list(each) for each in sorted(parameters)]
         for peer in self._wire.peers:
-            self._wire.post(peer, Kind.EXPECTED, self._epoch, micro_batch, listed)
+            self._wire.post(peer, MessageKind.EXPECTED, self._epoch, micro_batch, listed)
         self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
         self._go_on()
 
@@ -202,7 +204,7 @@ class Contributions:
         """Note that this rank has ended `count` backwards: what it has not contributed to them is absent."""
         self.ended += count
         for peer in self._wire.peers:
-            self._wire.post(peer, Kind.BACKWARD_DONE, self._epoch, self.ended)
+            self._wire.post(peer, MessageKind.BACKWARD_DONE, self._epoch, self.ended)
         self._take(self._turns.done(self._share.rank, self.ended))
         self._go_on()
 
@@ -213,7 +215,7 @@ class Contributions:
         """
         self._paused += 1
         for peer in self._wire.peers:
-            self._wire.post(peer, Kind.PAUSED, cleared, self._paused)
+            self._wire.post(peer, MessageKind.PAUSED, cleared, self._paused)
         self._take(self._turns.done(self._share.rank, ALL))
         self._go_on()
 
@@ -288,7 +290,7 @@ class Contributions:
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
         fields = [self._epoch, self.ended, *key]
-        self._wire.post(owner, Kind.REQUEST, delivery.number, What.SUM, *fields)
+        self._wire.post(owner, MessageKind.REQUEST, delivery.number, What.SUM, *fields)
         with self._wire.meter.awaiting("gradients"), self._lock.released():
             delivery.wait()
         return found if there.item() else None
@@ -300,12 +302,12 @@ class Contributions:
         epoch, *fields = message.fields
         if epoch > self._epoch:
             self._early.append((source, message))
-        elif epoch == self._epoch and message.kind is Kind.PAUSED:
+        elif epoch == self._epoch and message.kind is MessageKind.PAUSED:
             if fields[0] > self._closed:  # else the step has ended meanwhile
                 self._take(self._turns.done(source, ALL))
-        elif epoch == self._epoch and message.kind is Kind.BACKWARD_DONE:
+        elif epoch == self._epoch and message.kind is MessageKind.BACKWARD_DONE:
             self._take(self._turns.done(source, fields[0]))
-        elif epoch == self._epoch and message.kind is Kind.EXPECTED:
+        elif epoch == self._epoch and message.kind is MessageKind.EXPECTED:
             micro_batch, listed = fields
             found = {(unit, index) for unit, index in listed}
             self._take(self._turns.expects(source, micro_batch, found))
@@ -412,7 +414,7 @@ class Contributions:
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(offer.source, [memory], "gradients", unit=key[0], tell=True)
         self._asked[delivery.number] = _Asked(key, self._epoch, offer, memory)
-        self._wire.post(offer.source, Kind.REQUEST, delivery.number, What.GRADIENT, offer.token)
+        self._wire.post(offer.source, MessageKind.REQUEST, delivery.number, What.GRADIENT, offer.token)
         return True
 
     def _add(self, key: Key, offer: _Offer, gradient: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from infinity.distributed.communicator import Communicator
-from infinity.distributed.message import Kind, Message, What
+from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.transfers import Delivery
 from infinity.errors import RankDivergence
 
@@ -78,7 +78,7 @@ class Exchange:
         wire = self._communicator.wire
         delivery = wire.expect(server, [into.view(torch.uint8)], label=self._label, tell=bool(self._clients))
         wanted = [number, first, into.numel() if count is None else count]
-        wire.post(server, Kind.REQUEST, delivery.number, What.INITIAL, *wanted)
+        wire.post(server, MessageKind.REQUEST, delivery.number, What.INITIAL, *wanted)
         return delivery
 
     def await_next(self, delivery: Delivery) -> None:
@@ -103,7 +103,7 @@ class Exchange:
         """
         bell, wire = self._communicator.bell, self._communicator.wire
         for server in self._servers:
-            wire.post(server, Kind.REQUEST, 0, What.INITIAL, -1, 0, 0)
+            wire.post(server, MessageKind.REQUEST, 0, What.INITIAL, -1, 0, 0)
         until = time.monotonic() + bell.timeout
         while self._left:
             try:
@@ -131,12 +131,12 @@ class Exchange:
                 source, message = wire.inbox.get(timeout=_SLICE)
             except queue.Empty:
                 continue
-            if message.kind is Kind.ARRIVED:
+            if message.kind is MessageKind.ARRIVED:
                 return
             self._act(source, message)
 
     def _act(self, source: int, message: Message) -> None:
-        if message.kind is not Kind.REQUEST or message.fields[1] != What.INITIAL:
+        if message.kind is not MessageKind.REQUEST or message.fields[1] != What.INITIAL:
             self._others.append((source, message))
             return
         delivery, _, number, first, count = message.fields

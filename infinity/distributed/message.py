@@ -19,7 +19,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _decode = json.JSONDecoder().decode
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message says. The number is what is sent."""
 
     REQUEST = 1
@@ -109,7 +109,7 @@ _LABELS = {
 class Message(NamedTuple):
     """A kind and its fields: integers, floats, strings, None, and lists and dicts of them."""
 
-    kind: Kind
+    kind: MessageKind
     fields: list[Any]
 
 
@@ -134,4 +134,4 @@ def unpack(header: bytearray, behind: bytearray | None) -> Message:
     text = header[_HEAD.size : _HEAD.size + min(length, _ROOM)]
     if behind is not None:
         text += behind
-    return Message(Kind(kind), _decode(text.decode()))
+    return Message(MessageKind(kind), _decode(text.decode()))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.distributed.message import Kind, What
+from infinity.distributed.message import MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.wire import Wire
 from infinity.tiers import Pool
@@ -108,7 +108,7 @@ class NodeCache:
                 else:
                     entry.waiting.append((source, number))
         if entry is None:
-            self._wire.post(source, Kind.REDIRECT, number)
+            self._wire.post(source, MessageKind.REDIRECT, number)
         elif new:
             self._bring(owner, wanted, entry)
 
@@ -138,7 +138,7 @@ class NodeCache:
     def _bring(self, owner: int, wanted: Wanted, entry: _Entry) -> None:
         told = functools.partial(self._arrived, wanted, entry)
         delivery = self._wire.expect(owner, [entry.memory], unit=wanted.unit, told=told)
-        self._wire.post(owner, Kind.REQUEST, delivery.number, What.PARAMETERS, *asked(wanted))
+        self._wire.post(owner, MessageKind.REQUEST, delivery.number, What.PARAMETERS, *asked(wanted))
 
     def _arrived(self, wanted: Wanted, entry: _Entry, delivery: Delivery) -> None:
         """Give bytes that have come to all who wait for them. Called by the thread that received them."""

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity.distributed.mesh import FOREVER, Ranks
-from infinity.distributed.message import HEADER_BYTES, Kind, Message, bytes_behind, pack, unpack
+from infinity.distributed.message import HEADER_BYTES, Message, MessageKind, bytes_behind, pack, unpack
 from infinity.distributed.transfers import Dispatch
 from infinity.errors import InfinityError, rank_failure
 
@@ -138,7 +138,7 @@ class PeerLine:
     def _send_payloads(self) -> None:
         self._send_all(self._payloads, _PAYLOADS_AT_ONCE)
         self.threads[0].join()  # BYE comes behind all messages, too
-        self._end(self._post(Parcel(Message(Kind.BYE, []))))
+        self._end(self._post(Parcel(Message(MessageKind.BYE, []))))
 
     def _send_all(self, outbox: queue.SimpleQueue[Parcel | None], most: int) -> None:
         """Send what comes, until None comes: at most so many parcels at a time."""
@@ -216,11 +216,11 @@ class PeerLine:
             behind = bytearray(more)
             self._ranks.receive(_bytes(behind), self._peer, BEHIND).wait(FOREVER)
         message = unpack(header, behind)
-        if message.kind is Kind.BYE:
+        if message.kind is MessageKind.BYE:
             self._arriving.put(_Arriving(message))
             return False
         rooms.append(self._expect())
-        if message.kind is Kind.DATA:
+        if message.kind is MessageKind.DATA:
             self._arriving.put(self._begin(message))
         else:
             self._ends.heard(self._peer, message)
@@ -253,7 +253,7 @@ class PeerLine:
         # The thread that put it here may still have it, but none may have the memory of a payload that ended.
         arriving.works.clear()
         arriving.memory.clear()
-        if message.kind is Kind.BYE:
+        if message.kind is MessageKind.BYE:
             self._ends.heard(self._peer, message)
             return False
         number, label, sizes = message.fields

@@ -33,7 +33,7 @@ import torch
 from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.lock import TrainerLock
-from infinity.distributed.message import Kind
+from infinity.distributed.message import MessageKind
 from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
@@ -314,7 +314,7 @@ class RankedStep(SingleStep):
         rank = self._share.rank
         self._cleared[rank] += 1
         for peer in self._wire.peers:
-            self._wire.post(peer, Kind.CLEARED, self._cleared[rank])
+            self._wire.post(peer, MessageKind.CLEARED, self._cleared[rank])
         self._forget()
 
     def cleared(self, source: int, count: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.distributed.lock import TrainerLock
-from infinity.distributed.message import Kind, What
+from infinity.distributed.message import MessageKind, What
 from infinity.distributed.node_cache import NodeCache, Wanted, asked
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.wire import Wire
@@ -171,11 +171,11 @@ class RemoteParts(RemotePages):
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)
         fields = [unit, chunk_index, piece.parameter, piece.start, piece.offset, piece.count]
-        self._wire.post(rank, Kind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
+        self._wire.post(rank, MessageKind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
         RemoteTransfer(delivery, self._lock, self._wire.meter).wait()
         return bool(there.item())
 
     def _expect(self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: int) -> Delivery:
         delivery = self._wire.expect(rank, [into], what.label, unit=unit)
-        self._wire.post(rank, Kind.REQUEST, delivery.number, what, *fields)
+        self._wire.post(rank, MessageKind.REQUEST, delivery.number, what, *fields)
         return delivery

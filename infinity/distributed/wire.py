@@ -20,7 +20,7 @@ import torch
 
 from infinity.distributed.bell import Bell
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Kind, Message
+from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.peer_line import Parcel, PeerLine
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
@@ -119,7 +119,7 @@ class Wire:
             counters = Counter(mine.sent), Counter(mine.received_from)
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
-    def post(self, peer: int, kind: Kind, *fields: Any) -> None:
+    def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
         """Queue a message. Never blocks. What is posted to a peer that has left is dropped."""
         self._queue(peer, Parcel(Message(kind, list(fields))))
 
@@ -141,7 +141,7 @@ class Wire:
         by this one if the peer has left.
         """
         if tell:
-            told = functools.partial(self._tell, Kind.ARRIVED)
+            told = functools.partial(self._tell, MessageKind.ARRIVED)
         number = next(self._numbers)
         delivery = Delivery(self.bell, peer, number, label, into=tuple(into), unit=unit, told=told)
         with self._lock:
@@ -167,22 +167,22 @@ class Wire:
         pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the
         dispatch is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
         """
-        told = functools.partial(self._tell, Kind.SENT) if tell else None
+        told = functools.partial(self._tell, MessageKind.SENT) if tell else None
         dispatch = Dispatch(self.bell, peer, number, label, unit=unit, told=told)
-        message = Message(Kind.DATA, [number, label, [each.nbytes for each in pieces]])
+        message = Message(MessageKind.DATA, [number, label, [each.nbytes for each in pieces]])
         self._queue(peer, Parcel(message, tuple(pieces), dispatch))
         return dispatch
 
     def refuse(self, peer: int, number: int, error: InfinityError) -> None:
         """Have the peer's delivery fail with the text of `error`."""
-        self.post(peer, Kind.REFUSAL, number, type(error).__name__, error.cause, error.cure)
+        self.post(peer, MessageKind.REFUSAL, number, type(error).__name__, error.cause, error.cure)
 
     def declare(self, what: str) -> None:
         """Tell all peers that this rank cannot go on. what: goes on after "Rank 3"."""
         for peer in self.peers:
-            self.post(peer, Kind.FAILED, what)
+            self.post(peer, MessageKind.FAILED, what)
 
-    def _tell(self, kind: Kind, transfer: Delivery | Dispatch) -> None:
+    def _tell(self, kind: MessageKind, transfer: Delivery | Dispatch) -> None:
         self.inbox.put((transfer.peer, Message(kind, [transfer])))
 
     def close(self, patience: float = 10.0) -> bool:
@@ -246,21 +246,21 @@ class Wire:
     def heard(self, peer: int, message: Message) -> None:
         with self._lock:
             self._traffic.messages_received += 1
-        if message.kind is Kind.REFUSAL:
+        if message.kind is MessageKind.REFUSAL:
             self._refused(peer, *message.fields)
-        elif message.kind is Kind.REDIRECT:
+        elif message.kind is MessageKind.REDIRECT:
             self._redirected(peer, *message.fields)
-        elif message.kind is Kind.BYE:
+        elif message.kind is MessageKind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
             self.bell.ring()
-        elif message.kind is Kind.FAILED:
+        elif message.kind is MessageKind.FAILED:
             self.lost(peer, *message.fields)
-        elif message.kind is Kind.LEAVING:
+        elif message.kind is MessageKind.LEAVING:
             self._leaving.add(peer)
             self.bell.ring()
-        elif message.kind in (Kind.BALLOT, Kind.VOTE):
-            (self.ballots if message.kind is Kind.BALLOT else self.votes).put((peer, message))
+        elif message.kind in (MessageKind.BALLOT, MessageKind.VOTE):
+            (self.ballots if message.kind is MessageKind.BALLOT else self.votes).put((peer, message))
             self.bell.ring()
         else:
             self.inbox.put((peer, message))
@@ -270,7 +270,7 @@ class Wire:
         error = rank_failure(peer, what)
         self.bell.fail(error)  # before it is known that the peer sends no more, or it would seem to have left
         self._end_of(peer, error)
-        self.inbox.put((peer, Message(Kind.FAILED, [error.cause])))
+        self.inbox.put((peer, Message(MessageKind.FAILED, [error.cause])))
 
     def _refused(self, peer: int, number: int, name: str, cause: str, cure: str) -> None:
         delivery = self._no_longer_expected(peer, number)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.distributed.message import HEADER_BYTES, Kind, Message, bytes_behind, pack, unpack
+from infinity.distributed.message import HEADER_BYTES, Message, MessageKind, bytes_behind, pack, unpack
 
 VALUES = st.recursive(
     st.integers() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
 )
 
 
-@given(st.sampled_from(Kind), st.lists(VALUES), st.integers(0, 600))
-def test_messages_are_unpacked_as_they_were_packed(kind: Kind, fields: list, padding: int) -> None:
+@given(st.sampled_from(MessageKind), st.lists(VALUES), st.integers(0, 600))
+def test_messages_are_unpacked_as_they_were_packed(kind: MessageKind, fields: list, padding: int) -> None:
     message = Message(kind, [*fields, "é" * padding])
     header, behind = pack(message)
     assert len(header) == HEADER_BYTES
@@ -23,5 +23,5 @@ def test_messages_are_unpacked_as_they_were_packed(kind: Kind, fields: list, pad
 
 def test_the_header_is_used_to_its_last_byte() -> None:
     room = HEADER_BYTES - 5 - len('[""]')
-    assert pack(Message(Kind.BALLOT, ["x" * room]))[1] is None
-    assert pack(Message(Kind.BALLOT, ["x" * (room + 1)]))[1] == b"]"
+    assert pack(Message(MessageKind.BALLOT, ["x" * room]))[1] is None
+    assert pack(Message(MessageKind.BALLOT, ["x" * (room + 1)]))[1] == b"]"

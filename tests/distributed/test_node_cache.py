@@ -17,7 +17,7 @@ from ranked_cases import Case
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.distributed.bell import Bell
 from infinity.distributed.lock import TrainerLock
-from infinity.distributed.message import Kind, What
+from infinity.distributed.message import MessageKind, What
 from infinity.distributed.node_cache import NodeCache, Wanted
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Delivery, Dispatch
@@ -116,8 +116,8 @@ def test_a_redirected_rank_asks_the_owner() -> None:
     transfer.wait()
     assert bool((into == 4).all())
     assert wire.posted == [
-        (0, Kind.REQUEST, 7, What.RELAYED, 2, 0, 0, 5, 4096, PAGE, 3),
-        (2, Kind.REQUEST, 7, What.PARAMETERS, 0, 5, 4096, PAGE, 3),
+        (0, MessageKind.REQUEST, 7, What.RELAYED, 2, 0, 0, 5, 4096, PAGE, 3),
+        (2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 4096, PAGE, 3),
     ]
 
 
@@ -144,7 +144,7 @@ class _Wire:
         self.expected.put((delivery, into[0]))
         return delivery
 
-    def post(self, peer: int, kind: Kind, *fields: Any) -> None:
+    def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
         self.posted.append((peer, kind, *fields))
 
     def deliver(self, peer: int, number: int, pieces: list[torch.Tensor], *, unit: int) -> Dispatch:
@@ -187,7 +187,7 @@ def test_all_who_ask_get_what_came_once(wire: _Wire, cache: NodeCache) -> None:
     cache.requested(1, 11, 2, *wanted(5))
     landing = cache.fetch(2, wanted(5), mine)
     cache.requested(3, 12, 2, *wanted(5))
-    assert wire.posted == [(2, Kind.REQUEST, 7, What.PARAMETERS, 0, 5, 0, PAGE, 0)]
+    assert wire.posted == [(2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 0, PAGE, 0)]
     assert landing is not None and not landing.done() and not wire.delivered
     wire.bring(9)
     landing.wait()
@@ -227,7 +227,7 @@ def test_ranks_are_sent_to_the_owner_where_no_room_is_free(wire: _Wire, cache: N
     cache.requested(1, 11, 2, *wanted(2))
     assert cache.fetch(2, wanted(3), memory()) is None
     cache.requested(1, 12, 2, *wanted(3))
-    assert wire.posted[-1] == (1, Kind.REDIRECT, 12)
+    assert wire.posted[-1] == (1, MessageKind.REDIRECT, 12)
     wire.bring(1)
     wire.bring(2)
     cache.fetch(2, wanted(4), memory())  # in place of page 1: page 2 is being sent
