@@ -19,17 +19,15 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors, encode
 from infinity.checkpoint.manifest import (
     FORMAT,
-    ChunkEntry,
-    FrozenEntry,
-    LossScale,
+    LossScaleEntry,
     Manifest,
     OptimizerRule,
     ParameterEntry,
     ParamGroup,
-    Place,
     PrecisionEntry,
     Range,
     RunRecord,
+    StoredArray,
     UnitEntry,
 )
 from infinity.checksum import crc32c
@@ -56,18 +54,7 @@ def small(generation: int = 7) -> Commit:
         chunk_elements=8192,
         rule=OptimizerRule("SGD", ("momentum_buffer",), "int8"),
         precision=PrecisionEntry("bf16", "int8", ("*.scale",), "fp32"),
-        units=(
-            UnitEntry(
-                "block",
-                ("block.weight", "block.scale"),
-                24576,
-                40960,
-                (0, 24576),
-                (49152, 90112),
-                (ChunkEntry(1, 0, True), ChunkEntry(0, 1, True)),
-                (FrozenEntry(20480, 4096, 20480),),
-            ),
-        ),
+        units=(UnitEntry("block", ("block.weight", "block.scale")),),
         parameters=(weight(), scale()),
         run=run_record(tensors),
     )
@@ -91,7 +78,7 @@ def run_record(tensors: Tensors) -> RunRecord:
         ),
         buffers={"block.running": encode(torch.tensor([1.0, -2.0]), tensors)},
         extra_state={"block": encode({"calls": 5}, tensors)},
-        loss_scale=LossScale(65536.0, 12),
+        loss_scale=LossScaleEntry(65536.0, 12),
         rng={"torch": encode(torch.zeros(4, dtype=torch.uint8), tensors), "cuda": []},
         state=encode(state, tensors),
         identity=encode({"text": b"\x01\x02"}, tensors),
@@ -101,18 +88,18 @@ def run_record(tensors: Tensors) -> RunRecord:
 def weight() -> ParameterEntry:
     """A parameter of 2 x 4600 elements whose master is split, in ranges of 8192 and 1008 elements."""
 
-    def places(start: int, states: int, count: int, checksum: int) -> dict[str, Place]:
+    def arrays(start: int, states: int, count: int, checksum: int) -> dict[str, StoredArray]:
         blocks = -(-count // 4096)
         return {
-            "values": Place(start, 2 * count, 8192, checksum),
-            "remainder": Place(states, 2 * count, 8192, checksum + blocks),
-            "momentum_buffer": Place(states + 16384, count, 4096, checksum + 2 * blocks),
-            "momentum_buffer.scale": Place(states + 24576, -(-count // 64), 64, checksum + 3 * blocks),
+            "values": StoredArray(start, checksum),
+            "remainder": StoredArray(states, checksum + blocks),
+            "momentum_buffer": StoredArray(states + 16384, checksum + 2 * blocks),
+            "momentum_buffer.scale": StoredArray(states + 24576, checksum + 3 * blocks),
         }
 
     ranges = (
-        Range(0, 8192, places(24576, 49152, 8192, 0)),
-        Range(8192, 1008, places(0, 90112, 1008, 8)),
+        Range(0, 8192, arrays(24576, 49152, 8192, 0)),
+        Range(8192, 1008, arrays(0, 90112, 1008, 8)),
     )
     return ParameterEntry(
         names=("block.weight", "head.weight"),
@@ -120,12 +107,9 @@ def weight() -> ParameterEntry:
         stride=(1, 2),
         dtype="bfloat16",
         trainable=True,
-        numel=9200,
-        master="split",
         step=41,
         moments=True,
         edited=False,
-        unit=0,
         ranges=ranges,
     )
 
@@ -137,13 +121,10 @@ def scale() -> ParameterEntry:
         stride=(1,),
         dtype="float32",
         trainable=False,
-        numel=3,
-        master="none",
         step=0,
         moments=False,
         edited=True,
-        unit=0,
-        ranges=(Range(0, 3, {"values": Place(20480, 12, 16384, 12)}),),
+        ranges=(Range(0, 3, {"values": StoredArray(20480, 12)}),),
     )
 
 

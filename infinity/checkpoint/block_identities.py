@@ -30,8 +30,8 @@ def block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
         of_array: dict[str, int] = {}
         for each in parameter.ranges:
             length = blocks(each.count)
-            referred += length * len(each.places)
-            if referred > count or any(place.checksum + length > count for place in each.places.values()):
+            referred += length * len(each.arrays)
+            if referred > count or any(stored.checksum + length > count for stored in each.arrays.values()):
                 raise corrupt(
                     f"commit-{manifest.generation}",
                     "goes past the end of the table of checksums, or refers to one twice",
@@ -39,10 +39,10 @@ def block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
             positions = np.arange(each.first, each.first + each.count, BLOCK, dtype="<i8")
             rows = np.array([(0, positions.nbytes, 8)], dtype=np.int64)
             of_position = crc32c_blocks(torch.from_numpy(positions.view(np.uint8)), rows)
-            for array, place in each.places.items():
+            for array, stored in each.arrays.items():
                 if array not in of_array:
                     of_array[array] = _followed(_label(manifest, array, parameter.names[0]))
-                found[place.checksum : place.checksum + length] ^= of_position ^ np.uint32(of_array[array])
+                found[stored.checksum : stored.checksum + length] ^= of_position ^ np.uint32(of_array[array])
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from infinity.aio import Faults
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.manifest import BLOCK, OptimizerRule, ParameterEntry, Range
+from infinity.checkpoint.manifest import BLOCK, OptimizerRule, ParameterEntry, Range, array_bytes
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
 from infinity.errors import CorruptState, StorageError
@@ -115,7 +115,7 @@ class CommitSource:
         Reads at most `window` elements at a time, a multiple of 4096, and yields a result after each read.
         """
         for each in entry.ranges:
-            for array in each.places:
+            for array in each.arrays:
                 for first in range(each.first, each.first + each.count, window):
                     end = min(first + window, each.first + each.count)
                     yield self._checked(entry, array, each, (first, end))
@@ -164,24 +164,22 @@ class CommitSource:
         if the commit does not have the array, and StorageError.
         """
         first, end = elements
-        place = within.places.get(array)
-        if place is None:
+        stored = within.arrays.get(array)
+        if stored is None:
             raise CorruptState(
                 f"The commit has no {array} of {entry.names[0]} for its elements {first} to {end}.",
                 "Load another commit.",
             )
-        size, per = self._layout(entry, array)
-        block = (first - within.first) // BLOCK
-        low = (first - within.first) // per * size
-        high = min(place.nbytes, -(-(end - within.first) // per) * size)
-        start = (place.offset + low) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-        stop = round_up(place.offset + high, PAGE_ALIGNMENT)
+        form = self._array(entry, array)
+        low, high = (stored.offset + array_bytes(form, at - within.first) for at in elements)
+        start, stop = low // PAGE_ALIGNMENT * PAGE_ALIGNMENT, round_up(high, PAGE_ALIGNMENT)
         memory = aligned_ram(stop - start)
         self._read_volume(memory, start)
-        found = memory[place.offset + low - start : place.offset + high - start]
-        checksums = crc32c_blocks(found, np.array([(0, high - low, place.block_bytes)], dtype=np.int64))
-        wanted = self._saved.checksums[place.checksum + block : place.checksum + block + len(checksums)]
-        wrong = np.flatnonzero(checksums != wanted).tolist()
+        found = memory[low - start : high - start]
+        rows = np.array([(0, high - low, array_bytes(form, BLOCK))], dtype=np.int64)
+        checksums = crc32c_blocks(found, rows)
+        at = stored.checksum + (first - within.first) // BLOCK
+        wrong = np.flatnonzero(checksums != self._saved.checksums[at : at + len(checksums)]).tolist()
         return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
 
     def _layout(self, entry: ParameterEntry, array: str) -> tuple[int, int]:

@@ -245,10 +245,6 @@ def write_copy(
         created=now(),
         volume=VolumeRecord(slab.nbytes, (slab,)),
         rule=arrays.rule,
-        units=tuple(
-            form.UnitEntry(each.name, tuple(one.names[0] for one in each.parameters))
-            for each in source.store.plan.layout.units
-        ),
         parameters=tuple(arrays.entries),
     )
     check_room(target, slab.nbytes)
@@ -277,17 +273,13 @@ class _Arrays:
         for page in pages:
             for index, layout in enumerate(page.layout.parameters):
                 states = None if source.states is None else source.states.pages[page.index]
-                entry = parameter_entry(layout, page.index, index, states)
-                places = {}
+                entry = parameter_entry(layout, index, states)
+                arrays = {}
                 for array in entry.arrays(self.rule).values() if layout.numel else ():
-                    _, length = array.entries(0, layout.numel)
-                    size = array.dtype.itemsize
-                    places[array.name] = form.Place(
-                        self.nbytes, length * size, form.BLOCK // array.per * size, count
-                    )
-                    self.nbytes += length * size
+                    arrays[array.name] = form.StoredArray(self.nbytes, count)
+                    self.nbytes += form.array_bytes(array, layout.numel)
                     count += form.blocks(layout.numel)
-                ranges = (form.Range(0, layout.numel, places),) if layout.numel else ()
+                ranges = (form.Range(0, layout.numel, arrays),) if layout.numel else ()
                 self.entries.append(replace(entry, ranges=ranges))
         self.checksums: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
         """The CRC-32C of each block, once `content` has ended."""
@@ -298,14 +290,14 @@ class _Arrays:
         for page in self._pages:
             for index in range(len(page.layout.parameters)):
                 entry = next(entries)
-                for each in entry.ranges:
-                    for name, place in each.places.items():
-                        for part in self._parts(page, index, name):
-                            rows = np.array([(0, part.nbytes, place.block_bytes)], dtype=np.int64)
-                            found = crc32c_blocks(part, rows)
-                            self.checksums[done : done + len(found)] = found
-                            done += len(found)
-                            yield part.numpy().data
+                for array in entry.arrays(self.rule).values() if entry.numel else ():
+                    block = form.array_bytes(array, form.BLOCK)
+                    for part in self._parts(page, index, array.name):
+                        rows = np.array([(0, part.nbytes, block)], dtype=np.int64)
+                        found = crc32c_blocks(part, rows)
+                        self.checksums[done : done + len(found)] = found
+                        done += len(found)
+                        yield part.numpy().data
         yield memoryview(bytes(nbytes - self.nbytes))
 
     def _parts(self, page: ParameterPage, index: int, array: str) -> Iterable[torch.Tensor]:

@@ -121,7 +121,7 @@ class InitialPages:
         if streamed:
             self._restore(checkpoint.open_source(budget, locks))
         else:
-            adopt_commit(saved, self.shards, self.homes, self.states, self.store)
+            adopt_commit(saved, self.homes, self.states, self.store)
 
     def _restore(self, source: ArraySource) -> None:
         """Copy what this rank keeps of a commit into the pages. Chunks that other ranks update are fetched

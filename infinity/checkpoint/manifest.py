@@ -10,10 +10,9 @@ that begins with the name of a field, for what types do not say. What passes nee
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,7 +29,7 @@ from infinity.tiers.volume_record import VolumeRecord
 if TYPE_CHECKING:  # a manifest is read without pages
     from infinity.pages.optimizer_page import States
 
-FORMAT = 4
+FORMAT = 5
 """The version of the format that is written, and the only one that is read."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
@@ -39,10 +38,7 @@ VALUES = "values"
 arrays are those of `StateArray`.
 """
 
-_PAGE = 4096
-
-MASTER_DTYPES = {"whole": "float16", "split": "bfloat16", "itself": "float32", "none": ""}
-"""The dtype of a trainable parameter's values, by `ParameterEntry.master`."""
+_TRAINABLE = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -104,103 +100,32 @@ class PrecisionEntry:
 
 
 @dataclass(frozen=True)
-class ChunkEntry(Row):
-    """Which of a chunk's two places the commit holds."""
-
-    parameter_slot: int
-    """0 or 1: the place of `UnitEntry.parameter_places` that holds the chunk's slice of parameters."""
-    state_slot: int
-    """0 or 1: the place of `UnitEntry.state_places` that holds the chunk's states."""
-    begun: bool
-    """Whether the chunk has been updated, so that its place of states holds states."""
-
-
-@dataclass(frozen=True)
-class FrozenEntry(Row):
-    """A region of frozen parameters, which has one place."""
-
-    start: int
-    """Distance in bytes from the start of the unit's parameter page to the region."""
-    nbytes: int
-    place: int
-    """Offset of the region in the volume, in bytes."""
-
-
-@dataclass(frozen=True)
 class UnitEntry:
-    """The pages of a unit."""
+    """The parameters that were fetched together."""
 
     name: str
     parameters: tuple[str, ...]
     """Canonical names of the unit's parameters, in the order of the page."""
-    nbytes: int = 0
-    """Size of the parameter page in bytes; 0 in a copy, which has arrays and no pages."""
-    state_bytes: int = 0
-    """Size of the optimizer page in bytes; 0 if the unit has none."""
-    parameter_places: tuple[int | None, int | None] = (None, None)
-    """Offsets in the volume of the two places of the parameter page, in bytes; None for an absent place."""
-    state_places: tuple[int | None, int | None] = (None, None)
-    """Offsets in the volume of the two places of the optimizer page, in bytes; None for an absent place."""
-    chunks: tuple[ChunkEntry, ...] = ()
-    frozen: tuple[FrozenEntry, ...] = ()
-
-    def check(self) -> None:
-        """See the module."""
-        _check_unique("parameters", self.parameters)
-        _check_multiple("nbytes", self.nbytes)
-        _check_multiple("state_bytes", self.state_bytes)
-        for each in (*self.parameter_places, *self.state_places):
-            _check_multiple("parameter_places or state_places", each or 0)
-        for index, chunk in enumerate(self.chunks):
-            if chunk.parameter_slot > 1 or self.parameter_places[chunk.parameter_slot] is None:
-                raise ValueError(f"chunks[{index}][0] names a place that the unit lacks")
-            held = chunk.begun and self.state_bytes
-            if chunk.state_slot > 1 or (held and self.state_places[chunk.state_slot] is None):
-                raise ValueError(f"chunks[{index}][1] names a place that the unit lacks")
-        for index, region in enumerate(self.frozen):
-            for number in (region.start, region.nbytes, region.place):
-                _check_multiple(f"frozen[{index}]", number)
-            if region.start + region.nbytes > self.nbytes:
-                raise ValueError(f"frozen[{index}] goes past the end of the unit's page")
-
-    def check_volume(self, nbytes: int) -> None:
-        """Raise ValueError, as `check` does, if a place goes past the end of a volume of `nbytes` bytes."""
-        sizes = (self.nbytes, 0), (self.state_bytes, self.state_bytes)  # the second has trained chunks alone
-        for name, places, least in zip(
-            ("parameter_places", "state_places"),
-            (self.parameter_places, self.state_places),
-            sizes,
-            strict=True,
-        ):
-            for index, place in enumerate(places):
-                if place is not None and place + least[index] > nbytes:
-                    raise ValueError(f"{name}[{index}] goes past the end of the volume")
-        for index, region in enumerate(self.frozen):
-            if region.place + region.nbytes > nbytes:
-                raise ValueError(f"frozen[{index}] goes past the end of the volume")
 
 
 @dataclass(frozen=True)
-class Place(Row):
+class StoredArray(Row):
     """Where an array has its entries for a range of a parameter's elements."""
 
     offset: int
     """Offset in the volume in bytes."""
-    nbytes: int
-    block_bytes: int
-    """Bytes that belong to BLOCK elements of the parameter. The last block of a range may be shorter."""
     checksum: int
     """Index of the first block's checksum in the data file's table. The other blocks' follow it."""
 
 
 @dataclass(frozen=True)
 class Range(Row):
-    """A range of a parameter's elements in memory order, and the places of its arrays."""
+    """A range of a parameter's elements in memory order, and where its arrays lie."""
 
     first: int
     """Index of the first element in the parameter: a multiple of BLOCK."""
     count: int
-    places: Mapping[str, Place]
+    arrays: Mapping[str, StoredArray]
     """By array: "values", "master" or "remainder", the moments' names, with ".scale" for exponents, and
     "average".
     """
@@ -217,19 +142,12 @@ class ParameterEntry:
     dtype: str
     """Name of the dtype of the parameter's values in its page, as in `TORCH_DTYPES`."""
     trainable: bool
-    numel: int
-    master: str
-    """How the fp32 master is stored: "whole" (array "master"), "split" (values and array "remainder"),
-    "itself" (the values are fp32), or "none" (there is no master).
-    """
     step: int
     """Number of updates that the parameter has had."""
     moments: bool
     """Whether the ranges have the moments."""
     edited: bool
     """Whether the values were edited since the last update, so that a master that was split is void."""
-    unit: int
-    """Index of the parameter's unit in `Manifest.units`."""
     ranges: tuple[Range, ...]
     """Ranges that follow one another from element 0 to `numel`."""
 
@@ -238,23 +156,17 @@ class ParameterEntry:
         if not self.names:
             raise ValueError("names is empty")
         _check_choice("dtype", self.dtype, TORCH_DTYPES)
-        _check_choice("master", self.master, MASTER_DTYPES)
-        if math.prod(max(1, size) for size in self.shape) * self.itemsize > LARGEST:
+        if self.trainable and self.dtype not in _TRAINABLE:
+            raise ValueError(f"dtype is {self.dtype}, which no optimizer updates")
+        if math.prod(max(1, size) for size in self.shape) * self.torch_dtype.itemsize > LARGEST:
             raise ValueError("shape is too large")
-        if self.numel != math.prod(self.shape):
-            raise ValueError(f"numel is {self.numel}, not {math.prod(self.shape)}")
         if len(self.stride) != len(self.shape) or not is_dense(self.shape, self.stride):
             raise ValueError("stride is not that of a dense tensor of this shape")
-        if (MASTER_DTYPES[self.master] or self.dtype) != self.dtype or (
-            self.trainable == (self.master == "none")
-        ):
-            kind = "trainable" if self.trainable else "frozen"
-            raise ValueError(f"master does not fit a {kind} parameter of {self.dtype}")
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the values."""
-        return self.torch_dtype.itemsize
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -275,7 +187,7 @@ class ParameterEntry:
         return {each.name: each for each in found}
 
     def check_ranges(self, rule: OptimizerRule | None, volume_bytes: int, *, whole: bool) -> None:
-        """Raise ValueError, as `check` does, for ranges that are not those of the parameter, or whose places
+        """Raise ValueError, as `check` does, for ranges that are not those of the parameter, or whose arrays
         go past the end of a volume of `volume_bytes` bytes.
 
         whole: whether the ranges cover the parameter, as they do with one rank. If they do not, those of a
@@ -290,14 +202,10 @@ class ParameterEntry:
             end = each.first + each.count
             if not each.count or end > self.numel:
                 raise ValueError(f"{where}[1] is 0, or goes past the last element")
-            if each.places.keys() != arrays.keys():
+            if each.arrays.keys() != arrays.keys():
                 raise ValueError(f"{where}[2] has not exactly the arrays {', '.join(sorted(arrays))}")
-            for name, place in each.places.items():
-                size, per = arrays[name].dtype.itemsize, arrays[name].per
-                form = -(-each.count // per) * size, BLOCK // per * size
-                if (place.nbytes, place.block_bytes) != form:
-                    raise ValueError(f"{where}[2]['{name}'] has not {form[0]} bytes, {form[1]} a block")
-                if place.offset + place.nbytes > volume_bytes:
+            for name, stored in each.arrays.items():
+                if stored.offset + array_bytes(arrays[name], each.count) > volume_bytes:
                     raise ValueError(f"{where}[2]['{name}'] goes past the end of the volume")
         if whole and end != self.numel:
             raise ValueError(f"ranges ends at element {end} of {self.numel}")
@@ -314,7 +222,7 @@ class ParamGroup:
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScaleEntry:
     """The loss scale of fp16 compute."""
 
     value: float
@@ -335,7 +243,7 @@ class RunRecord:
     """Encoded tensors by name, those of non-persistent buffers too."""
     extra_state: Mapping[str, Json] = field(default_factory=dict)
     """Encoded results of `get_extra_state` by the path of the module."""
-    loss_scale: LossScale | None = None
+    loss_scale: LossScaleEntry | None = None
     rng: Mapping[str, Json] = field(default_factory=dict)
     """Encoded states of generators by name ("torch", "cuda", "numpy", "python")."""
     state: Json = None
@@ -397,18 +305,15 @@ class Manifest:
         if not self.chunk_elements or self.chunk_elements % BLOCK:
             raise ValueError(f"chunk_elements is {self.chunk_elements}, not a multiple of {BLOCK}")
         nbytes = self.volume.nbytes
-        for index, unit in enumerate(self.units):
-            with _in(f"units[{index}]"):
-                unit.check_volume(nbytes)
-        members = {(index, name) for index, unit in enumerate(self.units) for name in unit.parameters}
         for index, parameter in enumerate(self.parameters):
-            with _in(f"parameters[{index}]"):
-                if (parameter.unit, parameter.names[0]) not in members:
-                    raise ValueError("unit is a unit without this parameter")
+            try:
                 parameter.check_ranges(self.rule, nbytes, whole=self.world_size == 1)
+            except ValueError as error:
+                raise ValueError(f"parameters[{index}].{error}") from None
         _check_unique("parameters", [name for each in self.parameters for name in each.names])
-        if len(self.parameters) != len(members):
-            raise ValueError("parameters is not what the units name")
+        members = [name for unit in self.units for name in unit.parameters]
+        if sorted(members) != sorted(each.names[0] for each in self.parameters):
+            raise ValueError("units does not name each of the parameters once")
         if not {each.names[0] for each in self.parameters}.issuperset(self.run.grouped):
             raise ValueError("run.param_groups names a parameter that the checkpoint lacks")
 
@@ -423,23 +328,14 @@ def named_commits(names: Collection[CommitName]) -> str:
     return " and ".join(f"commit-{number} of {created}" for number, created in sorted(names)) or "none"
 
 
+def array_bytes(array: StateArray, count: int) -> int:
+    """Bytes of the entries of an array for `count` elements of a parameter."""
+    return array.entries(0, count)[1] * array.dtype.itemsize
+
+
 def blocks(count: int) -> int:
     """Number of checksums of a range of `count` elements in each array."""
     return -(-count // BLOCK)
-
-
-@contextlib.contextmanager
-def _in(place: str) -> Iterator[None]:
-    """Context that puts the text of a place before that of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{place}.{error}") from None
-
-
-def _check_multiple(name: str, number: int) -> None:
-    if number % _PAGE:
-        raise ValueError(f"{name} is {number}, not a multiple of {_PAGE}")
 
 
 def _check_choice(name: str, found: str, choices: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -25,46 +25,18 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import Manifest
 from infinity.checkpoint.run_state import RunState, capture
 from infinity.checkpoint.tensor_files import TORCH_NAMES
-from infinity.formats.optimizer_rules import AVERAGE
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import ParameterLayout
-from infinity.layout.shards import PageShard
 from infinity.pages.ledger import Commit
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.parts import PageParts, Part
-from infinity.planning.placement import Kind
+from infinity.pages.parts import Part
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
 from infinity.tiers import VolumeRecord
 
 CODECS = {"moments": 1, "rounding": 1}
 """Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
-
-_MASTERS = {torch.float16: "whole", torch.bfloat16: "split", torch.float32: "itself"}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """Where an array has its entries for a range of a parameter's elements."""
-
-    name: str
-    part: Part
-    offset: int
-    """Offset in the part, in bytes."""
-    nbytes: int
-    block_bytes: int
-    checksum: int
-    """Index of the first block in `Part.checksums`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredRange:
-    """A range of a parameter's elements: the index of its first element, its length, and its arrays."""
-
-    first: int
-    count: int
-    arrays: tuple[StoredArray, ...]
 
 
 class Recorder:
@@ -87,15 +59,6 @@ class Recorder:
         self._states = states
         self._scale = scale
         self._volume = volume
-        self._ranges = [
-            [
-                ranges_of(page.shard, page.home.parts, states.pages[page.index], index)
-                for index in range(len(page.parameters))
-            ]
-            for page in pages
-        ]
-        assert plan.slab_layout is not None
-        self._places = plan.slab_layout
         self.param_groups: Sequence[Mapping[str, Any]] = ()
         """The param groups of the user's optimizer; set when the runtime is made."""
 
@@ -127,28 +90,40 @@ class Recorder:
         )
 
     def finish(self, draft: SavedCommit, commit: Commit) -> SavedCommit:
-        """Add the slots and checksums of all parts, which `commit` holds, to what `draft` has returned."""
-        base: dict[Part, int] = {}
-        tables: list[npt.NDArray[np.int64]] = []
+        """Add where the arrays lie in the slots that `commit` holds, and their checksums, to what `draft` has
+        returned.
+        """
+        tables: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
+        found: dict[str, dict[int, list[Any]]] = {}
         end = 0
         for part in self._parts():
-            checksums = commit.held[part].checksums
-            base[part] = end
+            slot, checksums, _ = commit.held[part]
+            at = end
+            for (start, nbytes, block), label in zip(part.segments.tolist(), part.labels, strict=True):
+                within = found.setdefault(label.parameter, {}).setdefault(label.first, [0, {}])
+                within[1][label.array] = form.StoredArray(part.slots[slot] + start, at)
+                if label.array == form.VALUES:
+                    within[0] = nbytes * form.BLOCK // block
+                at += -(-nbytes // block)
             tables.append(checksums)
             end += len(checksums)
+        manifest = draft.manifest
         parameters = []
-        assert draft.manifest.rule is not None
-        averaged = draft.manifest.rule.averaged
-        entries = iter(draft.manifest.parameters)
-        for ranges in self._ranges:
-            for of_parameter in ranges:
-                entry = next(entries)
-                found = tuple(_range(each, entry.moments, averaged, commit, base) for each in of_parameter)
-                parameters.append(replace(entry, ranges=found))
-        units = tuple(self._unit(page, commit) for page in self._pages)
-        table = np.concatenate(tables) if tables else np.zeros(0, dtype=np.int64)
+        for entry in manifest.parameters:
+            kept = entry.arrays(manifest.rule)
+            ranges = sorted(found.get(entry.names[0], {}).items())
+            parameters.append(
+                replace(
+                    entry,
+                    ranges=tuple(
+                        form.Range(first, count, {name: arrays[name] for name in kept})
+                        for first, (count, arrays) in ranges
+                    ),
+                )
+            )
+        table = np.concatenate(tables)
         table[table < 0] = 0  # blocks that have no values yet
-        manifest = replace(draft.manifest, units=units, parameters=tuple(parameters))
+        manifest = replace(manifest, parameters=tuple(parameters))
         return replace(draft, manifest=manifest, checksums=table.astype(np.uint32))
 
     # --- inside -----------------------------------------------------------------------------------------
@@ -162,34 +137,7 @@ class Recorder:
         for page in self._pages:
             states = self._states.pages[page.index]
             for index, layout in enumerate(page.layout.parameters):
-                yield parameter_entry(layout, page.index, index, states)
-
-    def _unit(self, page: ParameterPage, commit: Commit) -> form.UnitEntry:
-        layout, states = page.layout, self._states.pages[page.index]
-        places, state_places = self._places.parameters[page.index], self._places.states[page.index]
-        parameter_parts = {part.chunk_index: part for part in page.home.parts}
-        state_parts = {part.chunk_index: part for part in states.home.parts}
-        chunks = []
-        for chunk_index in states.kept:
-            slot = commit.held[parameter_parts[chunk_index]].slot
-            state = state_parts.get(chunk_index)
-            state_slot, _, begun = (0, None, False) if state is None else commit.held[state]
-            chunks.append(form.ChunkEntry(slot, state_slot, begun))
-        state_bytes = self._plan.page_bytes(page.index, Kind.OPTIMIZER)
-        return form.UnitEntry(
-            name=layout.name,
-            parameters=tuple(each.names[0] for each in layout.parameters),
-            nbytes=page.shard.nbytes,
-            state_bytes=state_bytes,
-            parameter_places=(places.first, places.second if states.kept else None),
-            state_places=(state_places.first, state_places.second) if state_bytes else (None, None),
-            chunks=tuple(chunks),
-            frozen=tuple(
-                form.FrozenEntry(part.start, part.nbytes, part.slots[0])
-                for part in page.home.parts
-                if part.committed and not part.trained
-            ),
-        )
+                yield parameter_entry(layout, index, states)
 
 
 def manifest_of(
@@ -201,7 +149,6 @@ def manifest_of(
     volume: VolumeRecord,
     rule: form.OptimizerRule | None,
     parameters: tuple[form.ParameterEntry, ...],
-    units: tuple[form.UnitEntry, ...] = (),
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
@@ -224,15 +171,16 @@ def manifest_of(
         precision=form.PrecisionEntry(
             precision.compute, precision.states, precision.keep, precision.accumulate
         ),
-        units=units,
+        units=tuple(
+            form.UnitEntry(unit.name, tuple(each.names[0] for each in unit.parameters))
+            for unit in plan.layout.units
+        ),
         parameters=parameters,
         run=run.record,
     )
 
 
-def parameter_entry(
-    layout: ParameterLayout, unit: int, index: int, states: StatePage | None
-) -> form.ParameterEntry:
+def parameter_entry(layout: ParameterLayout, index: int, states: StatePage | None) -> form.ParameterEntry:
     """What a manifest says of a parameter, without its ranges. index: of the parameter in the unit. states:
     the unit's optimizer page; None for inference, where no parameter is trained.
     """
@@ -243,12 +191,9 @@ def parameter_entry(
         stride=tuple(layout.stride),
         dtype=TORCH_NAMES[layout.dtype],
         trainable=trainable,
-        numel=layout.numel,
-        master=_MASTERS[layout.dtype] if trainable else "none",
         step=0 if states is None else states.steps[index],
         moments=states is not None and index in states.has_moments,
         edited=states is not None and index in states.edited,
-        unit=unit,
         ranges=(),
     )
 
@@ -256,67 +201,3 @@ def parameter_entry(
 def now() -> str:
     """The present time, in UTC and ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
-
-
-def _range(
-    each: StoredRange, moments: bool, averaged: int | None, commit: Commit, base: Mapping[Part, int]
-) -> form.Range:
-    """Say where a range lies. moments: whether the parameter has moments, which are left out otherwise.
-    averaged: as in `OptimizerRule`; without averaged steps there are no averages.
-    """
-    places = {}
-    for array in each.arrays:
-        slot, _, begun = commit.held[array.part]
-        held = bool(averaged) if array.name == AVERAGE else moments and begun
-        if array.name not in ("values", "remainder", "master") and not held:
-            continue
-        offset = array.part.slots[slot] + array.offset
-        places[array.name] = form.Place(
-            offset, array.nbytes, array.block_bytes, base[array.part] + array.checksum
-        )
-    return form.Range(each.first, each.count, places)
-
-
-def ranges_of(shard: PageShard, parts: PageParts, states: StatePage, index: int) -> list[StoredRange]:
-    """Where the arrays of one parameter of a unit lie that this rank commits, in memory order.
-
-    shard: of the unit's parameter page. parts: the parts of its parameter page. states: its optimizer page.
-    index: of the parameter in the unit. A parameter without elements has no range.
-    """
-    layout = shard.layout
-    parameter = layout.parameters[index]
-    if not parameter.numel:
-        return []
-    size = parameter.dtype.itemsize
-    found = []
-    if not parameter.trainable:
-        start = layout.start(index)
-        for held in shard.pieces(start, parameter.numel * size):
-            for part in parts.over(held.home_start, held.home_start + held.nbytes):
-                low, high = max(held.home_start, part.start), min(held.home_start + held.nbytes, part.end)
-                first = (held.page_start + low - held.home_start - start) // size
-                array = _array("values", part, low - part.start, high - low)
-                found.append(StoredRange(first, (high - low) // size, (array,)))
-        return found
-    of_chunk = {part.chunk_index: part for part in parts}
-    state_of_chunk = {part.chunk_index: part for part in states.home.parts}
-    for chunk_index, piece in states.pieces(index):
-        part = of_chunk[chunk_index]
-        arrays = [_array("values", part, piece.offset * size, piece.count * size)]
-        state = state_of_chunk.get(chunk_index)
-        state_form = states.formats[chunk_index]
-        for each in state_form.arrays if state is not None else ():
-            assert state is not None
-            arrays.append(_array(each.name, state, *state_form.place(each.name, piece.offset, piece.count)))
-        found.append(StoredRange(piece.start, piece.count, tuple(arrays)))
-    return found
-
-
-def _array(name: str, part: Part, offset: int, nbytes: int) -> StoredArray:
-    """Find the row of a part's segments that begins at `offset`."""
-    checksum = 0
-    for start, length, block in part.segments.tolist():
-        if start == offset and length == nbytes:
-            return StoredArray(name, part, offset, nbytes, block, checksum)
-        checksum += -(-length // block)
-    raise AssertionError(f"{name} at byte {offset} has no row")

@@ -10,29 +10,28 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.manifest import ChunkEntry, ParameterEntry
+from infinity.checkpoint.manifest import BLOCK, VALUES
 from infinity.checkpoint.part_ranges import PartRanges
-from infinity.checkpoint.record import CODECS, ranges_of
+from infinity.checkpoint.record import CODECS
 from infinity.checkpoint.restore import ranges_at_home
 from infinity.checkpoint.run_state import RunState
-from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard, kept_chunks, kept_pieces
 from infinity.layout.strides import same_order
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
-from infinity.pages.parts import UNKNOWN, Part, block_count
+from infinity.pages.parts import UNKNOWN, Part, block_count, parameter_parts, state_parts
 from infinity.pages.store import Store
-from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.link import Transfer
@@ -81,38 +80,79 @@ def division_of(saved: SavedCommit) -> Division:
 
 def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
     """Whether the plan's pages are cut as those of the commit, so that its slabs can be adopted."""
-    manifest = saved.manifest
-    if (manifest.rank, manifest.world_size) != (plan.share.rank, plan.share.ranks):
+    manifest, rule, share = saved.manifest, plan.rule, plan.share
+    assert rule is not None and plan.slab_layout is not None
+    if manifest.rule is None or manifest.volume.nbytes < plan.slab_layout.nbytes:
         return False
-    assert plan.rule is not None
-    rule = plan.rule.name, plan.rule.moments, plan.rule.states
-    if manifest.rule is None or rule != (manifest.rule.name, manifest.rule.moments, manifest.rule.states):
+    there = manifest.rule.name, manifest.rule.moments, manifest.rule.states, manifest.rule.averaged is None
+    if (rule.name, rule.moments, rule.states, rule.average is None) != there:
         return False
-    if (plan.rule.average is None) != (manifest.rule.averaged is None):
+    layouts = {each.names[0]: each for unit in plan.layout.units for each in unit.parameters}
+    forms = [
+        (name, tuple(each.shape), tuple(each.stride), each.dtype, each.trainable)
+        for name, each in layouts.items()
+    ]
+    saved_forms = [
+        (each.names[0], each.shape, each.stride, each.torch_dtype, each.trainable)
+        for each in manifest.parameters
+    ]
+    here = share.rank, share.ranks, plan.layout.chunk_elements, forms
+    if here != (manifest.rank, manifest.world_size, manifest.chunk_elements, saved_forms):
         return False
-    if manifest.chunk_elements != plan.layout.chunk_elements or len(manifest.units) != len(plan.layout.units):
+    stored = _StoredParts(saved)
+    held = [stored.held(part) for part in _planned_parts(plan) if part.committed]
+    if None in held:
         return False
-    entries = {each.names[0]: each for each in manifest.parameters}
-    return all(_is_unit_alike(saved, entries, plan, unit) for unit in range(len(plan.layout.units)))
+    found = sum(len(each.blocks) for each in held if each is not None)
+    return found == sum(len(each.arrays) for one in manifest.parameters for each in one.ranges)
 
 
-def _is_unit_alike(saved: SavedCommit, entries: Mapping[str, ParameterEntry], plan: Plan, unit: int) -> bool:
-    """Do what `is_cut_alike` does for one unit. entries: the commit's parameters by canonical name."""
-    entry, layout, places = saved.manifest.units[unit], plan.layout.units[unit], plan.slab_layout
-    assert places is not None
-    kept = list(kept_chunks(layout, plan.share, whole=plan.share.whole_states))
-    sizes = plan.page_bytes(unit, Kind.PARAMETER), plan.page_bytes(unit, Kind.OPTIMIZER), len(kept)
-    if sizes != (entry.nbytes, entry.state_bytes, len(entry.chunks)):
-        return False
-    if places.parameters[unit].first != entry.parameter_places[0]:
-        return False
-    if entry.state_bytes and places.states[unit].first != entry.state_places[0]:
-        return False
-    if entry.parameters != tuple(each.names[0] for each in layout.parameters):
-        return False
-    here = [(tuple(each.shape), tuple(each.stride), each.dtype, each.trainable) for each in layout.parameters]
-    there = [entries[name] for name in entry.parameters]
-    return here == [(each.shape, each.stride, TORCH_DTYPES[each.dtype], each.trainable) for each in there]
+def _planned_parts(plan: Plan) -> Iterator[Part]:
+    """The parts that a rank commits by a plan, before they have homes."""
+    images, share, nowhere = plan.slab_layout, plan.share, Home.of_nothing()
+    assert images is not None
+    for unit, layout in enumerate(plan.layout.units):
+        kept = tuple(kept_chunks(layout, share, whole=share.whole_states))
+        formats = [plan.state_format(unit, chunk) for chunk in range(len(layout.chunks))]
+        begun = [False] * len(formats)
+        yield from parameter_parts(PageShard(layout, share), images.parameters[unit], nowhere)
+        yield from state_parts(layout, formats, images.states[unit], nowhere, begun=begun, kept=kept)
+
+
+class _HeldPart(NamedTuple):
+    """A part as a commit holds it."""
+
+    slot: int
+    arrays: set[str]
+    """The arrays that have values there."""
+    blocks: list[tuple[int, int, int]]
+    """(index in `Part.checksums`, number, index in the commit's table) of blocks that have checksums."""
+
+
+class _StoredParts:
+    """Finds parts in a commit."""
+
+    def __init__(self, saved: SavedCommit) -> None:
+        self._ranges = {
+            (entry.names[0], each.first): each for entry in saved.manifest.parameters for each in entry.ranges
+        }
+
+    def held(self, part: Part) -> _HeldPart | None:
+        """What the commit has of a part; None if its arrays do not lie in one of the part's slots."""
+        starts, arrays, blocks, at = set(), set(), [], 0
+        for (start, nbytes, block), label in zip(part.segments.tolist(), part.labels, strict=True):
+            count, within = -(-nbytes // block), self._ranges.get((label.parameter, label.first))
+            if within is None or (label.array == VALUES and within.count * block != nbytes * BLOCK):
+                return None
+            if label.array in within.arrays:
+                stored = within.arrays[label.array]
+                starts.add(stored.offset - start)
+                arrays.add(label.array)
+                blocks.append((at, count, stored.checksum))
+            at += count
+        if len(starts) > 1 or not starts <= {*part.slots}:
+            return None
+        return _HeldPart(part.slots.index(starts.pop()) if starts else 0, arrays, blocks)
 
 
 def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
@@ -145,19 +185,17 @@ def lie_in(saved: SavedCommit, directories: Sequence[str | os.PathLike[str]], ra
     return all(slab_paths(paths, rank, slab.uuid) for slab in saved.manifest.volume.slabs)
 
 
-def adopt(
-    saved: SavedCommit, shards: Sequence[PageShard], homes: Sequence[Home], states: States, store: Store
-) -> None:
+def adopt(saved: SavedCommit, homes: Sequence[Home], states: States, store: Store) -> None:
     """Take over the pages of a commit whose slabs the store has adopted; `is_cut_alike` holds.
 
     Pages at home on NVMe are neither read nor moved: they are checked when they are first read. Pages at home
-    in memory are read and checked now. Parts that other ranks commit have no values afterwards. shards,
-    homes: unit -> shard and home of its parameter page. Raises CorruptState and StorageError.
+    in memory are read and checked now. Parts that other ranks commit have no values afterwards. homes: unit
+    -> home of its parameter page. Raises CorruptState and StorageError.
     """
     assert store.durable is not None
-    _note_parts(saved, shards, homes, states)
+    _note_parts(saved, homes, states)
     reads: deque[tuple[Part, Transfer]] = deque()
-    for unit in range(len(shards)):
+    for unit in range(len(homes)):
         for home in (homes[unit], states.pages[unit].home):
             for part in home.parts if home.nvme_lease is None else ():
                 if not part.nbytes or not part.committed:
@@ -174,47 +212,32 @@ def adopt(
         read.wait()
 
 
-def _note_parts(
-    saved: SavedCommit, shards: Sequence[PageShard], homes: Sequence[Home], states: States
-) -> None:
+def _note_parts(saved: SavedCommit, homes: Sequence[Home], states: States) -> None:
     """Note what the commit's manifest says: steps, slots, and checksums."""
-    entries = {each.names[0]: each for each in saved.manifest.parameters}
+    entries, stored = {each.names[0]: each for each in saved.manifest.parameters}, _StoredParts(saved)
     table = saved.checksums.astype(np.int64)
     assert saved.manifest.rule is not None
     states.averaged = saved.manifest.rule.averaged or 0
-    for unit, (shard, entry) in enumerate(zip(shards, saved.manifest.units, strict=True)):
+    for unit, home in enumerate(homes):
         page = states.pages[unit]
-        chunks = dict(zip(page.kept, entry.chunks, strict=True))
-        for chunk_index, chunk in chunks.items():
-            page.begun[chunk_index] = chunk.begun
-        for parts, of_states in ((homes[unit].parts, False), (page.home.parts, True)):
-            for part in parts:
-                if part.committed:
-                    of_part = None if part.chunk_index is None else chunks[part.chunk_index]
-                    _note_part(part, of_part, of_states=of_states)
-        for index, each in enumerate(shard.layout.parameters):
+        for index, each in enumerate(page.layout.parameters):
             parameter = entries[each.names[0]]
             page.steps[index] = parameter.step
             if parameter.moments:
                 page.has_moments.add(index)
             if parameter.edited:
                 page.edited.add(index)
-            here = ranges_of(shard, homes[unit].parts, page, index)
-            for ours, theirs in zip(here, parameter.ranges, strict=True):
-                for array in ours.arrays:
-                    place = theirs.places.get(array.name)
-                    if place is not None:
-                        count = -(-array.nbytes // array.block_bytes)
-                        found = table[place.checksum : place.checksum + count]
-                        array.part.checksums[array.checksum : array.checksum + count] = found
-
-
-def _note_part(part: Part, chunk: ChunkEntry | None, *, of_states: bool) -> None:
-    """Note the place of a part that a commit holds. chunk: None for a frozen part."""
-    slot = 0 if chunk is None else chunk.state_slot if of_states else chunk.parameter_slot
-    part.newest = part.durable = slot
-    part.checksums = np.full(block_count(part.segments), UNKNOWN)
-    part.verified = not block_count(part.filled)
+        for part in (*home.parts, *page.home.parts):
+            held = stored.held(part) if part.committed else None
+            if held is None:
+                continue
+            if part.chunk_index is not None and held.arrays - {VALUES, "master", "remainder"}:
+                page.begun[part.chunk_index] = True
+            part.newest = part.durable = held.slot
+            part.checksums = np.full(block_count(part.segments), UNKNOWN)
+            for at, count, checksum in held.blocks:
+                part.checksums[at : at + count] = table[checksum : checksum + count]
+            part.verified = not block_count(part.filled)
 
 
 def run_state(saved: SavedCommit) -> RunState:

@@ -164,7 +164,7 @@ def capture(
             name: encode(module.get_extra_state(), tensors, f"extra state of {name!r}")
             for name, module in modules_with_extra_state(model)
         },
-        loss_scale=form.LossScale(scale.of_one_rank, scale.good_steps) if scale.dynamic else None,
+        loss_scale=form.LossScaleEntry(scale.of_one_rank, scale.good_steps) if scale.dynamic else None,
         rng={name: encode(each, tensors, f"rng[{name!r}]") for name, each in rng.items()},
         state=encode(state, tensors, "state"),
         identity=encode(identity, tensors, "identity"),

@@ -14,6 +14,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs, reader_of
+from infinity.checkpoint.manifest import array_bytes
 from infinity.checkpoint.rank_directories import rank_of
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
@@ -152,11 +153,12 @@ class Verification(Closing):
     @property
     def nbytes(self) -> int:
         """Bytes that `check` reads."""
+        manifest = self.saved.manifest
         return sum(
-            place.nbytes
-            for entry in self.saved.manifest.parameters
+            array_bytes(array, each.count)
+            for entry in manifest.parameters
+            for array in entry.arrays(manifest.rule).values()
             for each in entry.ranges
-            for place in each.places.values()
         )
 
     def check(self) -> Iterator[Checked]:

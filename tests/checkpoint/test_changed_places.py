@@ -26,6 +26,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, Damage, reader_of
+from infinity.checkpoint.manifest import array_bytes
 from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checksum import crc32c
 from infinity.errors import CorruptState
@@ -70,16 +71,18 @@ def held(saved: SavedCommit, nbytes: int) -> np.ndarray:
     """
     found = np.zeros(nbytes, dtype=np.int32)
     for number, (_, _, place) in enumerate(arrays(saved), 1):
-        found[place.offset : place.offset + place.nbytes] = number
+        found[place.start : place.stop] = number
     return found
 
 
-def arrays(saved: SavedCommit) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (entry of the parameter, range, place) of every array of the commit."""
+def arrays(saved: SavedCommit) -> Iterator[tuple[Any, Any, range]]:
+    """Yield (entry of the parameter, range, bytes of the volume) of every array of the commit."""
     for entry in saved.manifest.parameters:
+        forms = entry.arrays(saved.manifest.rule)
         for each in entry.ranges:
-            for place in each.places.values():
-                yield entry, each, place
+            for name, stored in each.arrays.items():
+                end = stored.offset + array_bytes(forms[name], each.count)
+                yield entry, each, range(stored.offset, end)
 
 
 def flip(path: Path, offset: int, bit: int) -> None:
@@ -163,7 +166,7 @@ def check_range(name: str, first: int, end: int, array: tuple[Any, Any, Any], of
     array: an item of `arrays`, in which the byte lies.
     """
     entry, within, place = array
-    element = within.first + (offset - place.offset) * within.count // place.nbytes
+    element = within.first + (offset - place.start) * within.count // len(place)
     assert name == entry.names[0]
     assert first <= element < end
 
@@ -279,9 +282,9 @@ def test_places_of_an_older_commit_are_found(tmp_path: Path) -> None:
         for array, place in before[2].items():
             count = -(-before[1] // 4096)
             assert place[0] != now[2][array][0], "the parts have two places each"
-            index = now[2][array][3]
-            table[index : index + count] = old_table[place[3] : place[3] + count]
-            now[2][array] = [*place[:3], index]
+            index = now[2][array][1]
+            table[index : index + count] = old_table[place[1] : place[1] + count]
+            now[2][array] = [place[0], index]
     forge(run, tree, table, tensors)
     saved, path = slab_of(run)
     with opened(saved, path) as source:

@@ -20,29 +20,26 @@ from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checksum import crc32c
 from infinity.system.disk_files import DiskFiles
 
-FIRST_LINE = b"infinity-commit 4 2163 eccb5482\n"
+FIRST_LINE = b"infinity-commit 5 1849 57f3a49e\n"
 BODY = (
-    rb'{"data":{"nbytes":342,"crc32c":2247506458},"generation":7,"created":"2026-01-02T03:04:05Z","versions":{'
-    rb'"infinity":"0.1","torch":"2.13","python":"3.11"},"isa":"scalar","threads":2,"volume":{"stripe_bytes":81'
-    rb'92,"slabs":[{"uuid":"0123456789abcdef0123456789abcdef","nbytes":131072,"weight":2},{"uuid":"fffffffffff'
-    rb'fffffffffffffffffffff","nbytes":65536,"weight":1}]},"codecs":{"moments":1,"rounding":1},"chunk_elements'
-    rb'":8192,"rule":{"name":"SGD","moments":["momentum_buffer"],"states":"int8","averaged":null},"precision":'
-    rb'{"compute":"bf16","states":"int8","keep":["*.scale"],"accumulate":"fp32"},"units":[{"name":"block","par'
-    rb'ameters":["block.weight","block.scale"],"nbytes":24576,"state_bytes":40960,"parameter_places":[0,24576]'
-    rb',"state_places":[49152,90112],"chunks":[[1,0,true],[0,1,true]],"frozen":[[20480,4096,20480]]}],"paramet'
-    rb'ers":[{"names":["block.weight","head.weight"],"shape":[2,4600],"stride":[1,2],"dtype":"bfloat16","train'
-    rb'able":true,"numel":9200,"master":"split","step":41,"moments":true,"edited":false,"unit":0,"ranges":[[0,'
-    rb'8192,{"values":[24576,16384,8192,0],"remainder":[49152,16384,8192,2],"momentum_buffer":[65536,8192,4096'
-    rb',4],"momentum_buffer.scale":[73728,128,64,6]}],[8192,1008,{"values":[0,2016,8192,8],"remainder":[90112,'
-    rb'2016,8192,9],"momentum_buffer":[106496,1008,4096,10],"momentum_buffer.scale":[114688,16,64,11]}]]},{"na'
-    rb'mes":["block.scale"],"shape":[3],"stride":[1],"dtype":"float32","trainable":false,"numel":3,"master":"n'
-    rb'one","step":0,"moments":false,"edited":true,"unit":0,"ranges":[[0,3,{"values":[20480,12,16384,12]}]]}],'
-    rb'"run":{"param_groups":[{"options":{"lr":0.1,"betas":{"$tuple":[0.9,0.999]},"name":"\u00e9"},"params":["'
-    rb'block.weight"]},{"options":{"lr":1e-05},"params":[]}],"buffers":{"block.running":{"$tensor":["float32",'
-    rb'[2],[1],"0"]}},"extra_state":{"block":{"calls":5}},"loss_scale":{"value":65536.0,"good_steps":12},"rng"'
-    rb':{"torch":{"$tensor":["uint8",[4],[1],"1"]},"cuda":[]},"state":{"$dict":[["epoch",3],["best",{"$float":'
-    rb'"000000000000f07f"}],["order",{"$tuple":[2,0,1]}],["weights",{"$tensor":["bfloat16",[3],[1],"2"]}],[{"$'
-    rb'bytes":"726177"},{"$set":[1.5,null]}]]},"identity":{"text":{"$bytes":"0102"}}},"rank":0,"world_size":1}'
+    rb'{"data":{"nbytes":342,"crc32c":2247506458},"generation":7,"created":"2026-01-02T03:04:05Z","versions":{"'
+    rb'infinity":"0.1","torch":"2.13","python":"3.11"},"isa":"scalar","threads":2,"volume":{"stripe_bytes":8192'
+    rb',"slabs":[{"uuid":"0123456789abcdef0123456789abcdef","nbytes":131072,"weight":2},{"uuid":"ffffffffffffff'
+    rb'ffffffffffffffffff","nbytes":65536,"weight":1}]},"codecs":{"moments":1,"rounding":1},"chunk_elements":81'
+    rb'92,"rule":{"name":"SGD","moments":["momentum_buffer"],"states":"int8","averaged":null},"precision":{"com'
+    rb'pute":"bf16","states":"int8","keep":["*.scale"],"accumulate":"fp32"},"units":[{"name":"block","parameter'
+    rb's":["block.weight","block.scale"]}],"parameters":[{"names":["block.weight","head.weight"],"shape":[2,460'
+    rb'0],"stride":[1,2],"dtype":"bfloat16","trainable":true,"step":41,"moments":true,"edited":false,"ranges":['
+    rb'[0,8192,{"values":[24576,0],"remainder":[49152,2],"momentum_buffer":[65536,4],"momentum_buffer.scale":[7'
+    rb'3728,6]}],[8192,1008,{"values":[0,8],"remainder":[90112,9],"momentum_buffer":[106496,10],"momentum_buffe'
+    rb'r.scale":[114688,11]}]]},{"names":["block.scale"],"shape":[3],"stride":[1],"dtype":"float32","trainable"'
+    rb':false,"step":0,"moments":false,"edited":true,"ranges":[[0,3,{"values":[20480,12]}]]}],"run":{"param_gro'
+    rb'ups":[{"options":{"lr":0.1,"betas":{"$tuple":[0.9,0.999]},"name":"\u00e9"},"params":["block.weight"]},{"'
+    rb'options":{"lr":1e-05},"params":[]}],"buffers":{"block.running":{"$tensor":["float32",[2],[1],"0"]}},"ext'
+    rb'ra_state":{"block":{"calls":5}},"loss_scale":{"value":65536.0,"good_steps":12},"rng":{"torch":{"$tensor"'
+    rb':["uint8",[4],[1],"1"]},"cuda":[]},"state":{"$dict":[["epoch",3],["best",{"$float":"000000000000f07f"}],'
+    rb'["order",{"$tuple":[2,0,1]}],["weights",{"$tensor":["bfloat16",[3],[1],"2"]}],[{"$bytes":"726177"},{"$se'
+    rb't":[1.5,null]}]]},"identity":{"text":{"$bytes":"0102"}}},"rank":0,"world_size":1}'
 )
 HEADER = (
     b'{"__metadata__":{"format":"pt"},"checksums":{"dtype":"U32","shape":[13],"data_offsets":[0,52]},"0":{'

@@ -28,7 +28,7 @@ from manifests import (
 
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit, read
-from infinity.checkpoint.manifest import Place, Range
+from infinity.checkpoint.manifest import Range, StoredArray
 from infinity.checkpoint.typed_json import dumps
 from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.system.disk_files import DiskFiles
@@ -137,19 +137,17 @@ def test_small_nodes_take_memory_in_proportion(tmp_path: Path, node: Any) -> Non
 def test_reading_takes_memory_in_proportion(tmp_path: Path) -> None:
     """Reading a commit of two thousand ranges takes at most the allowed bytes, and is read whole."""
 
-    def place(checksum: int) -> Place:
-        return Place(0, 8192, 8192, CHECKSUMS + checksum)
+    def stored(checksum: int) -> StoredArray:
+        return StoredArray(0, CHECKSUMS + checksum)
 
     manifest, _, tensors = small()
     weight = manifest.parameters[0]
     count = 2000
     ranges = tuple(
-        Range(4096 * each, 4096, {"values": place(2 * each), "remainder": place(2 * each + 1)})
+        Range(4096 * each, 4096, {"values": stored(2 * each), "remainder": stored(2 * each + 1)})
         for each in range(count)
     )
-    many = dataclasses.replace(
-        weight, shape=(4096 * count,), stride=(1,), numel=4096 * count, moments=False, ranges=ranges
-    )
+    many = dataclasses.replace(weight, shape=(4096 * count,), stride=(1,), moments=False, ranges=ranges)
     manifest = dataclasses.replace(manifest, parameters=(many, manifest.parameters[1]))
     put(tmp_path, *contents((manifest, np.zeros(2 * count + CHECKSUMS, np.uint32), tensors)))
     tracemalloc.start()

@@ -39,6 +39,7 @@ from zoo import entry
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.checkpoint.commit_files import manifest_bytes
+from infinity.checkpoint.manifest import array_bytes
 from infinity.checkpoint.resume import run_state
 from infinity.cli import main
 from infinity.errors import (
@@ -261,12 +262,14 @@ def test_every_flipped_bit_of_an_array_is_found(copy: Path) -> None:
     slab = slab_of(copy)
     base = slab.stat().st_size - saved.manifest.volume.nbytes
     for parameter in saved.manifest.parameters:
+        forms = parameter.arrays(saved.manifest.rule)
         for each in parameter.ranges:
-            for place in each.places.values():
-                flipped(slab, base + place.offset + place.nbytes - 1)
+            for name, stored in each.arrays.items():
+                last = base + stored.offset + array_bytes(forms[name], each.count) - 1
+                flipped(slab, last)
                 with pytest.raises(CorruptState, match=r"for its elements"):
                     bits_of(copy)
-                flipped(slab, base + place.offset + place.nbytes - 1)
+                flipped(slab, last)
     bits_of(copy)
     assert main(["checkpoint", "verify", str(copy)]) == 0
     flipped(slab, base)

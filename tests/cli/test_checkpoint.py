@@ -18,7 +18,7 @@ from tiny_job import TinyJob, ended, run_error, run_json
 from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.manifest import BLOCK, Place
+from infinity.checkpoint.manifest import BLOCK, StoredArray
 from infinity.checkpoint.verification import Verification
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.path_lock import PathLock
@@ -41,11 +41,11 @@ def slab_of(directory: Path) -> Path:
     return slab
 
 
-def place_of(directory: Path, parameter: str, array: str) -> Place:
+def place_of(directory: Path, parameter: str, array: str) -> StoredArray:
     saved = commit_files.newest(directory, FILES)
     assert saved is not None
     entry = next(each for each in saved.manifest.parameters if each.names[0] == parameter)
-    return entry.ranges[0].places[array]
+    return entry.ranges[0].arrays[array]
 
 
 def flip(slab: Path, offset: int) -> None:

@@ -99,7 +99,7 @@ def test_damage_is_listed_by_rank(run: Path, capsys: pytest.CaptureFixture[str])
     assert saved is not None
     entry = next(each for each in saved.manifest.parameters if each.ranges)
     first = entry.ranges[0].first
-    offset = entry.ranges[0].places["exp_avg"].offset
+    offset = entry.ranges[0].arrays["exp_avg"].offset
     content = bytearray(slab_of(run, 1).read_bytes())
     content[offset] ^= 1
     slab_of(run, 1).write_bytes(content)
