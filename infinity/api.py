@@ -270,7 +270,8 @@ def plan_with_others(
     def adopts(made: Plan) -> bool:
         if commits is None:
             return False
-        commits.divide(made)
+        if commits.continued is not None:
+            commits.continued.divide(made)
         return commits.adopted(made, budget) is not None
 
     return agreed_plan(

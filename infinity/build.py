@@ -18,7 +18,6 @@ from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
-from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Budget
 from infinity.errors import ConfigError
@@ -131,7 +130,7 @@ class _Wiring:
         dynamic = plan.rule is not None and plan.precision.compute_dtype == torch.float16
         scale = LossScale(dynamic=dynamic, ranks=plan.share.ranks)
         if checkpoint is not None and checkpoint.saved is not None:
-            run_state(checkpoint.saved).set_module_state(self.model, scale, plan.device)
+            checkpoint.saved.run.set_module_state(self.model, scale, plan.device)
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()

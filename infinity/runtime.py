@@ -20,7 +20,6 @@ from infinity.accumulation.vertical import Accumulator
 from infinity.casts.inputs import InputCast
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
-from infinity.checkpoint.resume import run_state
 from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
@@ -373,7 +372,7 @@ class Runtime(Closing):
                 return self._copies().load(path, self._groups())
             self._refuse()
             checkpoint = parts.checkpoint
-            if checkpoint is None or checkpoint.saved is None:
+            if checkpoint is None or checkpoint.continued is None:
                 raise ConfigError(
                     "load() was called on a run that was not resumed.",
                     "Give infinity.offload resume=DIRECTORY.",
@@ -385,8 +384,8 @@ class Runtime(Closing):
                     "Close the runtime, build the model anew, and offload it with resume=DIRECTORY.",
                 )
             self.resumed()
-            run = run_state(checkpoint.saved)
-            if checkpoint.moved is None or not checkpoint.moved.repeats:
+            run = checkpoint.continued.saved.run
+            if not checkpoint.continued.repeats:
                 run.set_generators()
             return run.user_state
 
@@ -396,7 +395,7 @@ class Runtime(Closing):
         if committer is not None:
             committer.set_groups(self.optimizer.param_groups)
         if checkpoint is not None and checkpoint.saved is not None:
-            run_state(checkpoint.saved).set_groups(self.optimizer.param_groups)
+            checkpoint.saved.run.set_groups(self.optimizer.param_groups)
 
     def export(
         self,

@@ -251,7 +251,7 @@ def wait_does_not_wait(patch: Patch, faults: Faults) -> None:
 
 
 def resumed_name_not_synced(patch: Patch, faults: Faults) -> None:
-    read, sync, skip = directory.read_newest, DiskFiles.sync_directory, []
+    read, sync, skip = directory.ContinuedCommit, DiskFiles.sync_directory, []
 
     def reading(*arguments: Any) -> Any:
         skip.append(True)
@@ -262,7 +262,7 @@ def resumed_name_not_synced(patch: Patch, faults: Faults) -> None:
             sync(self, path)
         skip.clear()
 
-    patch.setattr(directory, "read_newest", reading)
+    patch.setattr(directory, "ContinuedCommit", reading)
     patch.setattr(DiskFiles, "sync_directory", careless)
 
 

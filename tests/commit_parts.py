@@ -16,7 +16,6 @@ from ranked_commits import Job, Node, expected
 from infinity.checkpoint import agreed_commit, commit_files
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
-from infinity.layout.shards import Share
 
 Places = Mapping[str, Path]
 """Recorded directory -> where its files are."""
@@ -54,7 +53,7 @@ class Meeting:
             raise
 
 
-def newest_parts(places: Sequence[Places], nodes: Sequence[int], stage: int) -> list[FoundPart]:
+def newest_parts(places: Sequence[Places], nodes: Sequence[int]) -> list[FoundPart]:
     """The parts of the commit that a restart continues, by rank.
 
     places: node -> those of its directories. nodes: rank -> the node where it is started. Raises the errors
@@ -63,9 +62,9 @@ def newest_parts(places: Sequence[Places], nodes: Sequence[int], stage: int) -> 
     meeting, calls = Meeting(len(nodes)), []
     with ThreadPoolExecutor(len(nodes)) as threads:
         for rank, node in enumerate(nodes):
-            here, share = rank_directories(places[node]), Share(rank, len(nodes), stage)
+            here = rank_directories(places[node])
             names = {f"rank-{each}": path for each, path in here.items()}
-            arguments = (names, next(iter(here.values())), FILES, share)
+            arguments = (names, next(iter(here.values())), FILES, rank)
             calls.append(
                 threads.submit(meeting.attend, rank, agreed_commit.find_parts, *arguments, node=node)
             )
@@ -153,7 +152,7 @@ class PartsLoader:
     def _newest(self, places: Sequence[Places], durable: int) -> list[FoundPart]:
         """The parts that a restart continues; none if it says that there are none, and no commit counted."""
         try:
-            return newest_parts(places, self._nodes, self._job.stage)
+            return newest_parts(places, self._nodes)
         except (ConfigError, CorruptState, IncompatibleCheckpoint):
             if durable:
                 raise
@@ -194,4 +193,4 @@ class PartsLoader:
         places = [
             {str(each): each for each in Node(root, node).directories} for node in range(len(self._nodes))
         ]
-        return self._wrong(newest_parts(places, self._nodes, self._job.stage), places, step)
+        return self._wrong(newest_parts(places, self._nodes), places, step)

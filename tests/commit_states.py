@@ -16,7 +16,7 @@ from infinity.aio import StripeMap
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.manifest import VALUES
 from infinity.errors import CorruptState, InfinityError
 from infinity.formats.master_weights import split
@@ -174,7 +174,7 @@ def wrong_arrays(saved: SavedCommit, directories: Sequence[Path], shot: Shot) ->
     """
     files = SlabFiles(saved, directories)
     try:
-        return _wrong_arrays(saved, CommitSource(saved, files.read), shot)
+        return _wrong_arrays(saved, CommitSource([ReadablePart(saved, files.read)]), shot)
     finally:
         files.close()
 

@@ -104,7 +104,7 @@ def refused_part_taken_back_without_a_sync(patch: Patch) -> None:
 
 
 def resumed_name_not_synced(patch: Patch) -> None:
-    found, sync = directory.commit_of_all, DiskFiles.sync_directory
+    found, sync = directory.ContinuedCommit, DiskFiles.sync_directory
     skip: list[bool] = []
 
     def finding(*arguments: Any) -> Any:
@@ -116,7 +116,7 @@ def resumed_name_not_synced(patch: Patch) -> None:
             sync(self, path)
         skip.clear()
 
-    patch.set(directory, "commit_of_all", finding)
+    patch.set(directory, "ContinuedCommit", finding)
     patch.set(DiskFiles, "sync_directory", careless)
 
 

@@ -136,8 +136,8 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path, how: str | N
     node, commits = _node(directory, number), _commits(case, number, directory)
     with nullcontext() if how is None else cut(case, how), running(case, place, node, resume=commits) as run:
         runtime = run.runtime
-        moved = runtime._components.checkpoint.moved
-        assert moved.away and moved.recut == (how is not None)
+        continued = runtime._components.checkpoint.continued
+        assert continued.own is None and continued.recut == (how is not None)
         run.load_schedules(runtime.load())
         run.take_steps(range(2, case.steps), found, then=lambda: runtime.save().wait())
         tell_values(run.model, found)
@@ -146,7 +146,7 @@ def train_on_other_nodes(case: Case, place: Place, directory: Path, how: str | N
     assert sorted(each.name for each in commits.rglob("commit-*[0-9]")) == [f"commit-{case.steps - 1}"]
     assert {each.name.split("-")[1] for each in node.rglob("*.slab")} == {f"rank{place.rank}"}
     with running(case, place, node, resume=commits) as run:
-        assert not run.runtime._components.checkpoint.moved.away
+        assert run.runtime._components.checkpoint.continued.own is not None
         last: dict[str, Any] = {}
         tell_values(run.model, last)
         assert last["digests"] == found["digests"]
@@ -177,7 +177,7 @@ def train_back_and_forth(case: Case, place: Place, directory: Path) -> dict[str,
             each.write_bytes(content)
     node = _node(directory, place.rank)
     with running(case, place, node, resume=commits) as run:
-        assert run.runtime._components.checkpoint.moved.away
+        assert run.runtime._components.checkpoint.continued.own is None
         run.load_schedules(run.runtime.load())
         assert all(path.exists() for path in kept)
         run.take_steps(range(2, case.steps), found)

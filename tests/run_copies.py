@@ -20,7 +20,7 @@ from infinity.aio import Faults
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.copies import open_copy
-from infinity.checkpoint.restore import ArraySource, Restored, restore, show
+from infinity.checkpoint.restore import Restored, restore, show
 from infinity.system.disk_files import DiskFiles, injected
 
 STATE = {"groups": [{"lr": 0.1, "names": ["a", "b"]}], "text": "ü"}
@@ -116,7 +116,7 @@ def copy_to(path: Path, runtime: Any, state: object = None) -> None:
     runtime.save(path, state=STATE if state is None else state)
 
 
-def load_into(runtime: Any, source: Path | ArraySource) -> Restored:
+def load_into(runtime: Any, source: Path | CommitSource) -> Restored:
     """Restore a copy, or any other source, into a runtime."""
     parts = runtime._components
     quiet(runtime)

@@ -24,7 +24,7 @@ import torch
 
 from infinity.checkpoint.block_identities import block_identities
 from infinity.checkpoint.codec import Tensors
-from infinity.checkpoint.manifest import FORMAT, DataFile, Manifest
+from infinity.checkpoint.manifest import CODECS, FORMAT, DataFile, Manifest
 from infinity.checkpoint.run_state import RunState
 from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checkpoint.typed_json import CURE, Json, corrupt, dumps, parse, typed
@@ -65,6 +65,11 @@ class SavedCommit:
     """The tensors to which encoded values in the manifest refer."""
     skipped: tuple[str, ...] = ()
     """For each newer commit that is not whole, a sentence that says what is wrong with it; newest first."""
+
+    @property
+    def run(self) -> RunState:
+        """The state of the run that is in no page."""
+        return RunState(self.manifest.run, self.tensors)
 
 
 def manifest_path(directory: str | os.PathLike[str], generation: int) -> Path:
@@ -235,8 +240,8 @@ def read(
     """The commit of this generation. skipped: `SavedCommit.skipped`.
 
     Raises CorruptState for files that are missing, not regular, or have other bytes than were written. Raises
-    IncompatibleCheckpoint for another format, and StorageError for a file that cannot be read. Memory is
-    bounded by a multiple of the files' sizes.
+    IncompatibleCheckpoint for another format, or another version of what bytes of pages mean, and
+    StorageError for a file that cannot be read. Memory is bounded by a multiple of the files' sizes.
     """
     path, data = manifest_path(directory, generation), data_path(directory, generation)
     tree, entry = _tree(_content(path, files, MANIFEST_LIMIT), path)
@@ -304,6 +309,13 @@ def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tu
     RunState(manifest.run, tensors).check((path.name, ".run"))
     if path.name != manifest_path("", manifest.generation).name:
         raise corrupt(path.name, f"is the manifest of generation {manifest.generation}")
+    for name, version in manifest.codecs.items():
+        if CODECS.get(name) != version:
+            raise IncompatibleCheckpoint(
+                f"Commit {manifest.generation} has version {version} of {name}, and this infinity has "
+                f"{CODECS.get(name)}.",
+                "Load it with the infinity that wrote it.",
+            )
     return SavedCommit(manifest, checksums ^ block_identities(manifest, len(checksums)), tensors, skipped)
 
 

@@ -1,11 +1,13 @@
-"""Commit source: the arrays of a commit's parameters, read from its slabs whatever their chunks."""
+"""Commit source: the arrays of a commit, read from the slabs of its parts whatever their chunks."""
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +17,22 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import BLOCK, OptimizerRule, ParameterEntry, Range, array_bytes
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
-from infinity.errors import CorruptState, StorageError
-from infinity.formats.optimizer_rules import StateArray
+from infinity.errors import CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.path_lock import PathLock
 
 Read = Callable[[torch.Tensor, int], object]
-"""Function (memory, offset) that fills memory, uint8, with a commit's volume from byte `offset` on, both in
+"""Function (memory, offset) that fills memory, uint8, with a part's volume from byte `offset` on, both in
 multiples of 4096 bytes. Raises StorageError, and CorruptState for a short file.
 """
+
+
+class ReadablePart(NamedTuple):
+    """A part of a commit, on this node or another one. A commit of one rank has one part."""
+
+    saved: SavedCommit
+    read: Read
 
 
 def open_slabs(
@@ -34,7 +42,7 @@ def open_slabs(
     shared: Mapping[Path, PathLock],
     faults: Faults | None = None,
 ) -> NvmeTier:
-    """Open the slabs of a commit, or of a rank's part of one, to read arrays from them.
+    """Open the slabs of a part of a commit, to read arrays from them.
 
     directories: where the slabs are looked for. shared: the locks of directories that the caller holds.
     faults: of the I/O engines, for tests. Raises IncompatibleCheckpoint if a slab is missing.
@@ -73,58 +81,99 @@ class Damage:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of reading a part of an array."""
+    """The result of reading a range of an array."""
 
     nbytes: int
     damage: tuple[Damage, ...]
 
 
 class CommitSource:
-    """Reads arrays of a commit. Every block that is read is compared with its checksum."""
+    """Reads arrays of a commit from its parts. Every block that is read is compared with its checksum.
 
-    def __init__(self, saved: SavedCommit, read: Read) -> None:
-        """saved: the commit. read: reads its volume."""
-        self.rule: OptimizerRule | None = saved.manifest.rule
-        """The optimizer of the saved run."""
-        self._saved = saved
-        self._read_volume = read
-        self._entries = {each.names[0]: each for each in saved.manifest.parameters}
+    Elements of a parameter are counted in memory order: the order of their addresses in the tensor of the
+    model that was saved. So an array does not depend on the pages, chunks and ranks of that run.
+    """
+
+    def __init__(self, parts: Sequence[ReadablePart]) -> None:
+        """parts: those that are read; of two that have an element the first one is. What they say of
+        parameters, but for their ranges, is equal.
+        """
+        manifest = parts[0].saved.manifest
+        self.rule: OptimizerRule | None = manifest.rule
+        """The optimizer of the saved run; None if the run had none."""
+        self._generation = manifest.generation
+        self._parts = parts
+        self._entries = {each.names[0]: each for each in manifest.parameters}
+        self._ranges = [
+            {each.names[0]: each.ranges for each in part.saved.manifest.parameters} for part in parts
+        ]
 
     def parameters(self) -> Mapping[str, ParameterEntry]:
         """All parameters by their canonical names."""
         return self._entries
 
+    def has(self, name: str, first: int, count: int) -> bool:
+        """Whether the parts have elements [first, first + count) of a parameter."""
+        while count > 0:
+            found = self._find(name, first)
+            if found is None:
+                return False
+            _, within = found
+            count -= within.first + within.count - first
+            first = within.first + within.count
+        return True
+
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array, as `ArraySource.read` says, of elements that the commit, or the rank's
-        part of it, has. Raises CorruptState for changed bytes.
+        """Read the entries of an array that belong to the parameter's elements [first, first + count).
+
+        name: the parameter's canonical name. array: VALUES, or the name of one of its state arrays. first: a
+        multiple of 4096. count: 4096 divides it, or the range ends with the parameter. Values of a frozen
+        parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the array is
+        stored. Raises StorageError if the bytes cannot be read, CorruptState if they are not those that were
+        committed, IncompatibleCheckpoint for elements that no part has, and RankFailure.
         """
         entry = self._entries[name]
-        at, end, parts = first, first + count, []
-        for each in entry.ranges:
-            if each.first <= at < min(end, each.first + each.count):
-                high = min(end, each.first + each.count)
-                parts.append(self._read(entry, array, each, (at, high)))
-                at = high
-        assert at == end, f"this part lacks element {at} of {name}"
-        dtype = self._array(entry, array).dtype
-        return torch.cat(parts).view(dtype) if parts else torch.empty(0, dtype=dtype, device="cpu")
+        at, end, pieces = first, first + count, []
+        while at < end:
+            found = self._find(name, at)
+            if found is None:
+                raise IncompatibleCheckpoint(
+                    f"Element {at} of {name} is in no part of commit {self._generation} that was read.",
+                    "Load a copy of the run, which save(PATH) makes.",
+                )
+            part, within = found
+            high = min(end, within.first + within.count)
+            pieces.append(self._read(part, entry, array, within, (at, high)))
+            at = high
+        dtype = entry.arrays(self.rule)[array].dtype
+        return torch.cat(pieces).view(dtype) if pieces else torch.empty(0, dtype=dtype, device="cpu")
 
-    def check(self, entry: ParameterEntry, window: int) -> Iterator[Checked]:
-        """Read all arrays of a parameter and compare them with their checksums; goes on after differences.
+    def check(self, window: int) -> Iterator[Checked]:
+        """Read all arrays of all parts and compare them with their checksums; goes on after differences.
 
         Reads at most `window` elements at a time, a multiple of 4096, and yields a result after each read.
         """
-        for each in entry.ranges:
-            for array in each.arrays:
-                for first in range(each.first, each.first + each.count, window):
-                    end = min(first + window, each.first + each.count)
-                    yield self._checked(entry, array, each, (first, end))
+        for part, ranges in zip(self._parts, self._ranges, strict=True):
+            for name, entry in self._entries.items():
+                for each in ranges[name]:
+                    for array in each.arrays:
+                        for first in range(each.first, each.first + each.count, window):
+                            end = min(first + window, each.first + each.count)
+                            yield self._checked(part, entry, array, each, (first, end))
+
+    def _find(self, name: str, element: int) -> tuple[ReadablePart, Range] | None:
+        """The first part that has an element of a parameter, and the range in which it lies."""
+        for part, ranges in zip(self._parts, self._ranges, strict=True):
+            at = bisect.bisect_right(ranges[name], element, key=lambda each: each.first) - 1
+            if at >= 0 and element < ranges[name][at].first + ranges[name][at].count:
+                return part, ranges[name][at]
+        return None
 
     def _checked(
-        self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> Checked:
         try:
-            found, wrong = self._compared(entry, array, within, elements)
+            found, wrong = self._compared(part, entry, array, within, elements)
         except StorageError as error:
             return Checked(0, (Damage(entry.names[0], array, *elements, error.cause),))
         damage = (
@@ -134,7 +183,7 @@ class CommitSource:
         return Checked(found.nbytes, tuple(damage))
 
     def _read(
-        self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> torch.Tensor:
         """Do what `_compared` does for elements that need not begin or end with a block of the range, and
         raise CorruptState if bytes differ.
@@ -142,7 +191,7 @@ class CommitSource:
         first, end = elements
         low = first - (first - within.first) % BLOCK
         high = min(within.first + within.count, low + round_up(end - low, BLOCK))
-        found, wrong = self._compared(entry, array, within, (low, high))
+        found, wrong = self._compared(part, entry, array, within, (low, high))
         if wrong:
             first, end = wrong[0]
             raise CorruptState(
@@ -150,12 +199,12 @@ class CommitSource:
                 "that were committed.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
             )
-        size, per = self._layout(entry, array)
-        start = (first - low) // per * size
-        return found[start : start + -(-(end - first) // per) * size]
+        form = entry.arrays(self.rule)[array]
+        start = array_bytes(form, first - low)
+        return found[start : start + array_bytes(form, end - first)]
 
     def _compared(
-        self, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range and
         are whole blocks of it.
@@ -170,25 +219,17 @@ class CommitSource:
                 f"The commit has no {array} of {entry.names[0]} for its elements {first} to {end}.",
                 "Load another commit.",
             )
-        form = self._array(entry, array)
+        form = entry.arrays(self.rule)[array]
         low, high = (stored.offset + array_bytes(form, at - within.first) for at in elements)
         start, stop = low // PAGE_ALIGNMENT * PAGE_ALIGNMENT, round_up(high, PAGE_ALIGNMENT)
         memory = aligned_ram(stop - start)
-        self._read_volume(memory, start)
+        part.read(memory, start)
         found = memory[low - start : high - start]
         rows = np.array([(0, high - low, array_bytes(form, BLOCK))], dtype=np.int64)
         checksums = crc32c_blocks(found, rows)
         at = stored.checksum + (first - within.first) // BLOCK
-        wrong = np.flatnonzero(checksums != self._saved.checksums[at : at + len(checksums)]).tolist()
+        wrong = np.flatnonzero(checksums != part.saved.checksums[at : at + len(checksums)]).tolist()
         return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
-
-    def _layout(self, entry: ParameterEntry, array: str) -> tuple[int, int]:
-        """Bytes of an entry of an array, and how many elements of the parameter share it."""
-        found = self._array(entry, array)
-        return found.dtype.itemsize, found.per
-
-    def _array(self, entry: ParameterEntry, array: str) -> StateArray:
-        return entry.arrays(self.rule)[array]
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -31,12 +31,11 @@ from infinity.checkpoint import manifest as form
 from infinity.checkpoint.atomic_directory import Writer, check_destination, check_room, published, storing
 from infinity.checkpoint.averages import exchange_averages
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource
+from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.export import Source, model_entries
 from infinity.checkpoint.record import manifest_of, now, parameter_entry
 from infinity.checkpoint.restore import check_held, match, restore, show
-from infinity.checkpoint.resume import check_loadable, run_state
 from infinity.checkpoint.run_state import RunState, capture, generators, group_names
 from infinity.checkpoint.verification import find_slabs
 from infinity.checksum import crc32c_blocks
@@ -113,7 +112,7 @@ class Copies:
         layout, homes = store.plan.layout, [page.home for page in self._pages]
         with self._phase("load(path)", first=True) as same:
             saved, copy = open_copy(path, store.files)
-            run = run_state(saved)
+            run = saved.run
             match(copy, layout, source.states)
             with_groups = copy.rule is not None and source.states is not None
             if with_groups:
@@ -327,7 +326,6 @@ def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedComm
         raise ConfigError(
             f"{directory} holds no copy of a run.", "Give a directory that runtime.save(path) made."
         )
-    check_loadable(saved)
     slabs = list(find_slabs(saved, [directory], files))
     if saved.manifest.world_size > 1 or len(slabs) > 1:
         raise IncompatibleCheckpoint(
@@ -344,7 +342,7 @@ def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedComm
             raise _damaged(where, f"it ends before byte {offset + memory.nbytes}")
         memory.numpy().data[:] = found
 
-    return saved, CommitSource(saved, read)
+    return saved, CommitSource([ReadablePart(saved, read)])
 
 
 def _damaged(path: Path, what: str) -> CorruptState:

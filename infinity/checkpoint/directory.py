@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.agreed_commit import commit_directories, directory_of, write_run
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, open_slabs, reader_of
-from infinity.checkpoint.first_commit import write_run
-from infinity.checkpoint.moved_parts import MovedParts, commit_of_all
-from infinity.checkpoint.rank_directories import commit_directories, directory_of, rank_directories
-from infinity.checkpoint.resume import is_cut_alike, lie_in, read_newest
+from infinity.checkpoint.continued_commit import ContinuedCommit
+from infinity.checkpoint.resume import is_cut_alike, lie_in
 from infinity.config import Budget
 from infinity.errors import ConfigError, InfinityError
 from infinity.layout.shards import ALONE
@@ -56,13 +54,8 @@ class Checkpoint(Closing):
         self._share = share = ALONE if communicator is None else communicator.share
         target = directory_of(given, share)
         self.files = files
-        self.saved: SavedCommit | None = None
+        self.continued: ContinuedCommit | None = None
         """The commit that the run continues; None for a new run."""
-        self.moved: MovedParts | None = None
-        """What ranks read for each other of this commit; None for a new run, and if one rank goes on from a
-        commit of one.
-        """
-        self._old: NvmeTier | None = None
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
@@ -84,11 +77,9 @@ class Checkpoint(Closing):
                 source = make_directory(there, made) if share.ranks > 1 else check_directory(there)
                 if source not in self.locks:
                     self._lock(source, cleanup)
-                if communicator is None and not _has_ranks(source):
-                    self.saved = read_newest(source, files)
-                else:
-                    self.saved, self.moved = commit_of_all(communicator, check_directory(resume), files)
-                    cleanup.callback(self.moved.close)
+                given_source = check_directory(resume)
+                self.continued = ContinuedCommit(communicator, given_source, files, self.locks[source])
+                cleanup.callback(self.continued.close)
             if resume is not None:
                 # A process that was killed may not have synced the name of this commit. The run is going to
                 # write to places of the commit before, to which a power cut must not lead back.
@@ -107,38 +98,26 @@ class Checkpoint(Closing):
             self._cleanup = cleanup.pop_all()
 
     @property
-    def streamed_from(self) -> NvmeTier | None:
-        """The slabs of the commit that the run continues, until a commit of this run replaces it; None if the
-        run has adopted them or continues none.
-        """
-        return self._old
+    def saved(self) -> SavedCommit | None:
+        """What this rank continues of the commit; None for a new run."""
+        return None if self.continued is None else self.continued.saved
 
-    def divide(self, plan: Plan) -> None:
-        """Find out whether ranks have to read each other's parts of the commit. All ranks call this, with
-        their plans, before `adopted`.
+    @property
+    def streamed_from(self) -> NvmeTier | None:
+        """The slabs of this rank's own part of the commit that the run continues, until a commit of this run
+        replaces it; None if the run has adopted them or continues none.
         """
-        if self.saved is not None and self.moved is not None:
-            self.moved.divide(self.saved, plan)
+        own = None if self.continued is None else self.continued.own
+        return None if own is None else own.tier
 
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
         """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
-        if self.saved is None or not self.continues or not is_cut_alike(self.saved, plan):
-            return None
-        if self.moved is not None and (self.moved.away or self.moved.recut):
+        commit, saved = self.continued, self.saved
+        if commit is None or saved is None or not (self.continues and commit.adoptable):
             return None
         paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
-        return self.saved.manifest.volume if lie_in(self.saved, paths, self._share.rank) else None
-
-    def open_source(self, budget: Budget, locks: Mapping[Path, PathLock]) -> CommitSource:
-        """Open the slabs of the commit that the run continues, to stream from them.
-
-        They are looked for in the directories of `budget` and in those of the commits. locks: of directories
-        that the run has locked. Raises IncompatibleCheckpoint if a slab is missing.
-        """
-        assert self.saved is not None
-        directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), *self.locks])
-        self._old = open_slabs(self.saved, directories, self.files, {**self.locks, **locks})
-        return CommitSource(self.saved, reader_of(self._old))
+        alike = is_cut_alike(saved, plan) and lie_in(saved, paths, self._share.rank)
+        return saved.manifest.volume if alike else None
 
     def begin(self, tier: NvmeTier) -> None:
         """Remove what a crash left to no commit, and note the run's name, where it needs one.
@@ -159,13 +138,12 @@ class Checkpoint(Closing):
         They are those of all commits in the directory. A rank whose part has come from another node may find
         older commits here, of the time when it ran here.
         """
-        old, self._old = self._old, None
-        if old is not None:
+        commit = self.continued
+        if commit is not None:
+            if commit.own is not None:
+                commit.own.close_slabs(forget=self.continues)
             if self.continues:
-                old.forget()
-            old.close()
-        if self.moved is not None and self.continues:
-            self.moved.superseded()
+                commit.superseded()
         self._remove(commit_files.named_slabs(self.directory, self.files) - self._own)
         commit_files.remove_leftovers(self.directory, self.files)
         write_run(self.directory, None, self.files)
@@ -175,9 +153,6 @@ class Checkpoint(Closing):
 
         Called after the tiers were closed.
         """
-        old, self._old = self._old, None
-        if old is not None:
-            old.close()
         with suppress(InfinityError):
             if self._run is not None and not commit_files.generations(self.directory):
                 write_run(self.directory, None, self.files)
@@ -193,15 +168,10 @@ class Checkpoint(Closing):
                 remove_slab(lock, slab, self.files)
 
 
-def _has_ranks(directory: Path) -> bool:
-    """Whether several ranks have committed in a directory."""
-    return any(commit_files.generations(each) for each in rank_directories(directory).values())
-
-
 def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
     """A name that all ranks of a new run have, and no other run; None for any other run.
 
-    See [Note: a run without a commit] in infinity/checkpoint/first_commit.py.
+    See [Note: a run without a commit] in infinity/checkpoint/agreed_commit.py.
     """
     if communicator is None or resume is not None:
         return None

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from infinity.activations.heap import HeapGuard
+from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.filling import Filling
-from infinity.checkpoint.restore import ArraySource, restore
+from infinity.checkpoint.restore import restore
 from infinity.checkpoint.resume import adopt as adopt_commit
-from infinity.checkpoint.resume import run_state
 from infinity.config import Budget
 from infinity.layout.names import named_parameters
 from infinity.layout.shards import PageShard
@@ -103,27 +103,22 @@ class InitialPages:
         IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError. Warns of
         parameters whose states are not the commit's.
         """
-        saved, layout = checkpoint.saved, self.plan.layout
-        assert saved is not None and self.states is not None and self.store.nvme is not None
-        run_state(saved).check_groups(
+        commit, layout = checkpoint.continued, self.plan.layout
+        assert commit is not None and self.states is not None and self.store.nvme is not None
+        saved = commit.saved
+        saved.run.check_groups(
             [
                 [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
                 for group in optimizer.param_groups
             ]
         )
-        run_state(saved).check_buffers(self.model)
-        moved, locks = checkpoint.moved, self.store.nvme.locks
-        if moved is not None:
-            own = functools.partial(checkpoint.open_source, budget, locks)
-            self.early += moved.values(saved, budget, locks, own, self._restore)
-            if moved.away or moved.recut:
-                return
-        if streamed:
-            self._restore(checkpoint.open_source(budget, locks))
-        else:
+        saved.run.check_buffers(self.model)
+        locks = {**checkpoint.locks, **self.store.nvme.locks}
+        self.early += commit.restore(budget, locks, self._restore, adopted=not streamed)
+        if not streamed:
             adopt_commit(saved, self.homes, self.states, self.store)
 
-    def _restore(self, source: ArraySource) -> None:
+    def _restore(self, source: CommitSource) -> None:
         """Copy what this rank keeps of a commit into the pages. Chunks that other ranks update are fetched
         from these later.
         """

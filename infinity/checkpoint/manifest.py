@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # a manifest is read without pages
 
 FORMAT = 5
 """The version of the format that is written, and the only one that is read."""
+CODECS = {"moments": 1, "rounding": 1}
+"""Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
 BLOCK = 4096
 """Number of elements of a parameter to which a checksum belongs, in every array."""
 VALUES = "values"

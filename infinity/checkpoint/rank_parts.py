@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.checkpoint.agreed_commit import rank_directories
 from infinity.checkpoint.manifest import CommitName, named_commits
-from infinity.checkpoint.rank_directories import rank_directories
 from infinity.checkpoint.verification import ListedCommit, list_commits
 from infinity.errors import CorruptState
 from infinity.system.disk_files import DiskFiles

@@ -35,9 +35,6 @@ from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
 from infinity.tiers import VolumeRecord
 
-CODECS = {"moments": 1, "rounding": 1}
-"""Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
-
 
 class Recorder:
     """Makes the manifests of one runtime. `draft` is called under the runtime's lock."""
@@ -163,7 +160,7 @@ def manifest_of(
         isa=cpu_adam.runnable_isas()[0],
         threads=torch.get_num_threads(),
         volume=volume,
-        codecs=CODECS,
+        codecs=form.CODECS,
         chunk_elements=plan.layout.chunk_elements,
         rule=rule,
         rank=rank,

@@ -19,10 +19,10 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.manifest import VALUES, OptimizerRule, ParameterEntry
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.formats import moments
@@ -41,32 +41,6 @@ WINDOW = 1 << 18
 """Greatest number of elements in one of the parts in which an array is restored; a multiple of 4096."""
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
-
-
-class ArraySource(Protocol):
-    """A checkpoint from which parameters and their states are restored.
-
-    Elements of a parameter are counted in memory order: the order of their addresses in the tensor of the
-    model that was saved. So an array does not depend on the pages and chunks in which it lay.
-    """
-
-    rule: OptimizerRule | None
-    """The optimizer of the saved run; None if the run had none."""
-
-    def parameters(self) -> Mapping[str, ParameterEntry]:
-        """All parameters by their canonical names."""
-        ...
-
-    def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read the entries of an array that belong to the parameter's elements [first, first + count).
-
-        name: the parameter's canonical name. array: VALUES, or the name of one of its state arrays. first: a
-        multiple of 4096. count: at least 1; 4096 divides it, or the range ends with the parameter. Values of
-        a frozen parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the
-        array is stored. Raises StorageError if the bytes cannot be read, and CorruptState if they are not
-        those that were saved.
-        """
-        ...
 
 
 Reader = Callable[[int, int], torch.Tensor]
@@ -101,7 +75,7 @@ Matched = dict[tuple[int, int], ParameterEntry]
 """(unit, index of a parameter in the unit) -> the saved parameter that fills it."""
 
 
-def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Matched:
+def match(source: CommitSource, layout: ModelLayout, states: States | None) -> Matched:
     """Find the saved parameter for each parameter of a model, and check that it can be restored.
 
     A parameter and a saved one belong together if they have a name in common. layout, states: those of the
@@ -141,7 +115,7 @@ def match(source: ArraySource, layout: ModelLayout, states: States | None) -> Ma
 
 
 def check_held(
-    source: ArraySource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
+    source: CommitSource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
 ) -> set[tuple[int, int]]:
     """Find the parameters that cannot be restored because a commit holds their only place on disk: frozen
     ones. The parameters are those of `restore`, and the result is its `besides`.
@@ -172,7 +146,7 @@ def check_held(
 
 
 def restore(
-    source: ArraySource,
+    source: CommitSource,
     layout: ModelLayout,
     homes: Sequence[Home],
     states: States | None,
@@ -277,7 +251,7 @@ class _Copier:
     """Reads the arrays of one saved parameter in the memory order of the parameter here."""
 
     def __init__(
-        self, source: ArraySource, saved: ParameterEntry, layout: ParameterLayout, states: States | None
+        self, source: CommitSource, saved: ParameterEntry, layout: ParameterLayout, states: States | None
     ) -> None:
         self._source = source
         self._saved = saved

@@ -3,7 +3,7 @@
 If the pages of the new run are cut as those of the commit, its slabs are adopted: pages at home on NVMe are
 used where they lie, and the others are read from there. Otherwise all arrays are streamed into new slabs, and
 the old ones stay whole until the first commit of the new run. On several ranks, each streams what it keeps
-now, from its own part of the commit and from the parts of others (infinity/checkpoint/moved_parts.py).
+now, from its own part of the commit and from the parts of others (continued_commit.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.manifest import BLOCK, VALUES
-from infinity.checkpoint.part_ranges import PartRanges
-from infinity.checkpoint.record import CODECS
 from infinity.checkpoint.restore import ranges_at_home
-from infinity.checkpoint.run_state import RunState
-from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard, kept_chunks, kept_pieces
 from infinity.layout.strides import same_order
@@ -33,43 +29,11 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parts import UNKNOWN, Part, block_count, parameter_parts, state_parts
 from infinity.pages.store import Store
 from infinity.planning.plan import Plan
-from infinity.system.disk_files import DiskFiles
 from infinity.tiers.link import Transfer
 from infinity.tiers.slab import slab_paths
 
 _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
-
-
-def read_newest(directory: Path, files: DiskFiles) -> SavedCommit:
-    """The newest whole commit of a directory.
-
-    Raises ConfigError if there is none, and the errors of `commit_files.newest` and `check_loadable`.
-    """
-    saved = commit_files.newest(directory, files)
-    if saved is None:
-        raise no_commit(directory)
-    check_loadable(saved)
-    return saved
-
-
-def no_commit(directory: Path) -> ConfigError:
-    """The error for a directory without commits."""
-    return ConfigError(
-        f"There is no commit in {directory}.",
-        "Leave resume= out to begin anew, or give another directory.",
-    )
-
-
-def check_loadable(saved: SavedCommit) -> None:
-    """Check that this infinity can load a commit. Raises IncompatibleCheckpoint."""
-    for name, version in saved.manifest.codecs.items():
-        if CODECS.get(name) != version:
-            raise IncompatibleCheckpoint(
-                f"Commit {saved.manifest.generation} has version {version} of {name}, and this infinity has "
-                f"{CODECS.get(name)}.",
-                "Load it with the infinity that wrote it.",
-            )
 
 
 def division_of(saved: SavedCommit) -> Division:
@@ -160,7 +124,7 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
     in another order. Parameters that do not fit the commit are left to `restore`.
     """
     by_name = {name: each for each in saved.manifest.parameters for name in each.names}
-    ranges = PartRanges.of(saved.manifest)
+    source = CommitSource([ReadablePart(saved, lambda memory, offset: None)])
     for unit in plan.layout.units:
         shard = PageShard(unit, plan.share)
         pieces = kept_pieces(unit, plan.share, whole=plan.share.whole_states)
@@ -174,7 +138,7 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
                 wanted = [(held.first, held.count) for held in ranges_at_home(shard, index)]
             if wanted and not same_order(entry.shape, entry.stride, each.stride):
                 wanted = [(0, each.numel)]
-            if not all(ranges.has(entry.names[0], first, count) for first, count in wanted):
+            if not all(source.has(entry.names[0], first, count) for first, count in wanted):
                 return False
     return True
 
@@ -238,8 +202,3 @@ def _note_parts(saved: SavedCommit, homes: Sequence[Home], states: States) -> No
             for at, count, checksum in held.blocks:
                 part.checksums[at : at + count] = table[checksum : checksum + count]
             part.verified = not block_count(part.filled)
-
-
-def run_state(saved: SavedCommit) -> RunState:
-    """What a commit says of the run that is in no page."""
-    return RunState(saved.manifest.run, saved.tensors)

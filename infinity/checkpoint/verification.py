@@ -12,10 +12,10 @@ from pathlib import Path
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.agreed_commit import rank_of
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import Checked, CommitSource, open_slabs, reader_of
+from infinity.checkpoint.commit_source import Checked, CommitSource, ReadablePart, open_slabs, reader_of
 from infinity.checkpoint.manifest import array_bytes
-from infinity.checkpoint.rank_directories import rank_of
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
@@ -147,7 +147,7 @@ class Verification(Closing):
                     "Give the directory where it lies with --slabs.",
                 )
             tier = open_slabs(self.saved, paths, files, locks, faults)
-            self._source = CommitSource(self.saved, reader_of(cleanup.enter_context(tier)))
+            self._source = CommitSource([ReadablePart(self.saved, reader_of(cleanup.enter_context(tier)))])
             self._cleanup = cleanup.pop_all()
 
     @property
@@ -166,8 +166,7 @@ class Verification(Closing):
 
         Raises no error for damage or for a place that cannot be read, but goes on.
         """
-        for entry in self.saved.manifest.parameters:
-            yield from self._source.check(entry, _WINDOW)
+        return self._source.check(_WINDOW)
 
     def close(self) -> None:
         """Release slabs and locks. A second call does nothing."""

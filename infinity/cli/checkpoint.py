@@ -15,7 +15,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from infinity.checkpoint.commit_files import SavedCommit, generations
 from infinity.checkpoint.rank_parts import absent, list_ranks, newest_readable, newest_whole
-from infinity.checkpoint.resume import run_state
 from infinity.checkpoint.verification import ListedCommit, Verification, list_commits
 from infinity.cli.command import Output, add_json
 from infinity.config import format_size
@@ -127,7 +126,7 @@ def _listed(commit: ListedCommit) -> dict[str, Any]:
 def _step(saved: SavedCommit) -> int | None:
     """The number of steps in the user's state, if it is a dict that has one."""
     try:
-        state = run_state(saved).user_state
+        state = saved.run.user_state
     except CorruptState:
         return None
     step = state.get("step") if isinstance(state, dict) else None

@@ -17,12 +17,11 @@ import torch
 from infinity import __version__, cpu_adam
 from infinity.api import checkpoint_of, plan_for, plan_with_others
 from infinity.checkpoint import commit_files
+from infinity.checkpoint.agreed_commit import commit_directories, commits_to_continue, directory_of
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.first_commit import commits_to_continue
-from infinity.checkpoint.rank_directories import commit_directories, directory_of
-from infinity.checkpoint.resume import division_of, read_newest, run_state
+from infinity.checkpoint.resume import division_of
 from infinity.cli.options import EVERY, check_options, directories
 from infinity.config import Budget, format_size
 from infinity.errors import ConfigError, IncompatibleCheckpoint
@@ -250,7 +249,7 @@ def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommi
     mine = Path(os.path.realpath(directory_of(options.checkpoint, share)))
     others = commit_directories(options.checkpoint).values()
     used = next((each for each in (mine, *others) if each.is_dir() and commit_files.generations(each)), None)
-    return None if used is None else read_newest(used, injected_files())
+    return None if used is None else commit_files.newest(used, injected_files())
 
 
 def _identity(
@@ -282,7 +281,7 @@ def _progress(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> di
     """
     name = f"commit-{saved.manifest.generation}"
     theirs = decode(saved.manifest.run.identity, saved.tensors, "identity")
-    state = run_state(saved).user_state
+    state = saved.run.user_state
     if not isinstance(theirs, dict) or not isinstance(state, dict) or "step" not in state:
         raise IncompatibleCheckpoint(
             f"{name} was not made by infinity train.", "Continue it with infinity.offload(resume=DIR)."

@@ -40,7 +40,6 @@ from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.checkpoint.commit_files import manifest_bytes
 from infinity.checkpoint.manifest import array_bytes
-from infinity.checkpoint.resume import run_state
 from infinity.cli import main
 from infinity.errors import (
     ConfigError,
@@ -89,7 +88,7 @@ def test_what_the_manifest_says(copy: Path) -> None:
     assert manifest.rule == source.rule
     assert (manifest.rule.name, manifest.rule.states) == ("AdamW", "int8")
     assert (manifest.generation, manifest.rank, manifest.world_size) == (1, 0, 1)
-    assert run_state(saved).user_state == STATE
+    assert saved.run.user_state == STATE
     bias, unused = source.parameters()["head.bias"], source.parameters()["unused"]
     assert bias.shape == tuple(entry("frozen").make().head.bias.shape)
     assert (bias.trainable, bias.step, bias.moments, bias.edited) == (True, 1, True, False)

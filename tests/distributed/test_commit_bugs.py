@@ -14,9 +14,7 @@ from ranked_commits import Job
 from recorded_ranks import Recorded, Run, record
 
 from infinity.checkpoint import agreed_commit, commit_files
-from infinity.checkpoint.agreed_commit import Parts
-from infinity.checkpoint.resume import no_commit
-from infinity.layout.shards import Share
+from infinity.checkpoint.agreed_commit import Parts, no_commit
 from infinity.system.disk_files import DiskFiles
 
 ROUNDS, STATES = 20, 100
@@ -59,13 +57,13 @@ def test_a_restart_at_the_newest_part_of_each_rank_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def careless(
-        directories: Mapping[str, Path], given: Path, files: DiskFiles, share: Share, **_: Any
+        directories: Mapping[str, Path], given: Path, files: DiskFiles, rank: int, **_: Any
     ) -> Parts:
-        directory = directories[f"rank-{share.rank}"]
+        directory = directories[f"rank-{rank}"]
         saved = commit_files.newest(directory, files)
         if saved is None:
             raise no_commit(given)
-        return Parts(saved.manifest.name, tuple(range(share.ranks)), {share.rank: (directory, saved)})
+        return Parts(saved.manifest.name, (0, 1), {rank: (directory, saved)})
 
     (made,) = record([(WHOLE, tmp_path / "run", None)])
     monkeypatch.setattr(agreed_commit, "find_parts", careless)
