@@ -16,7 +16,7 @@ Content = TypeVar("Content")
 
 
 def cache_file(name: str) -> Path:
-    """The path of the cached file `name`, in $XDG_CACHE_HOME/infinity or by default in ~/.cache/infinity."""
+    """The path of a file in $XDG_CACHE_HOME/infinity, or by default in ~/.cache/infinity."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "infinity" / name
 
@@ -25,11 +25,8 @@ class JsonFile(Generic[Content]):
     """A JSON file in the user's cache, read into `content`."""
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
-        """Read the cached file `name`.
-
-        understand: turns the parsed JSON into the content. For JSON in another form than `save` writes it
-        raises ValueError (with the reason as text), TypeError, KeyError or AttributeError. empty: the content
-        if the file is absent, or cannot be read or understood.
+        """understand: turns the parsed JSON into the content; raises ValueError (with the reason), TypeError,
+        KeyError or AttributeError for another form. empty: the content if there is no such file.
         """
         self.path = cache_file(name)
         self.content = empty
@@ -49,9 +46,7 @@ class JsonFile(Generic[Content]):
             self.ignored = "it has another form"
 
     def save(self, content: Any) -> bool:
-        """Replace the file with `content` as JSON, in one step; the attribute `content` does not change.
-        Returns whether the operating system allowed it; no error is raised.
-        """
+        """Replace the file in one step. Returns whether the operating system allowed it."""
         return write_bytes(self.path, json.dumps(content, indent=1).encode())
 
 
@@ -72,9 +67,7 @@ def _content(path: Path) -> bytes:
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Replace a file in one step, so that no reader sees a partial file. Returns whether the operating system
-    allowed it; no error is raised.
-    """
+    """Replace a file in one step. Returns whether the operating system allowed it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

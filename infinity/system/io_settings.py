@@ -42,9 +42,7 @@ DEFAULT = IoSettings("auto", 4 << 20, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class DiskProfile:
-    """What `infinity tune` found for one disk. `read`, `write` and `mixed` are bytes per second with
-    `settings`; for `mixed`, half of the bytes are read and half are written.
-    """
+    """What `infinity tune` found for one disk, with rates in bytes per second."""
 
     settings: IoSettings
     path: str
@@ -64,14 +62,11 @@ class StripeProfile:
     shares: tuple[float, ...]
     """The fraction of all bytes on each disk: `speeds` of `infinity.tiers.striping.choose_striping`."""
     mixed: float
-    """Bytes per second of all disks together, when half of the bytes are read and half are written."""
     at: str
 
 
 def disk_key(directory: str | os.PathLike[str]) -> str:
-    """Return a text for the disk of an existing directory: the host, the block device, the file system and
-    the kernel.
-    """
+    """A text for the disk of an existing directory: host, block device, file system and kernel."""
     device = os.stat(directory).st_dev
     where = f"{os.major(device)}:{os.minor(device)}"
     return f"{platform.node()} {where} {machine.file_system(directory)} Linux {machine.kernel()}"
@@ -82,15 +77,11 @@ def now() -> str:
 
 
 _Findings = tuple[dict[str, Any], dict[str, Any]]
-"""The two dicts in `Profile`'s file: entries of single disks by `disk_key`, and of sets of disks by
-`_key_of_all`.
-"""
+"""Entries of single disks by `disk_key`, and of sets of disks by `_key_of_all`."""
 
 
 class Profile:
-    """The findings of `infinity tune` in the user's cache. A file that is absent or cannot be used counts as
-    empty.
-    """
+    """The findings of `infinity tune` in the user's cache. A file that cannot be used counts as empty."""
 
     def __init__(self) -> None:
         self._file = JsonFile[_Findings]("tune.json", _findings, ({}, {}))
@@ -102,14 +93,12 @@ class Profile:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """What `infinity tune` found for the disk under an existing directory; None if it was not tuned."""
+        """What was found for the disk under an existing directory; None if it was not tuned."""
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """What `infinity tune` found for these disks together, with shares in the order of `directories`;
-        None if they were not tuned together.
-        """
+        """What was found for these disks together, with shares in their order; None if there is nothing."""
         key, order = _key_of_all(directories)
         if key not in self._stripes:
             return None
@@ -120,28 +109,22 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Set what was found for the disk under `directory`, in memory only; see `save`."""
+        """Set what was found for a disk, in memory only; see `save`."""
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Set what was found for several disks together, in memory only; see `save`. The shares of `found`
-        are in the order of `directories`.
-        """
+        """Set what was found for several disks together, in memory only. Shares are in their order."""
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
     def save(self) -> bool:
-        """Replace the file, in one step, by one with all entries that this object has read or set. Returns
-        whether the operating system allowed it; no error is raised.
-        """
+        """Replace the file in one step. Returns whether the operating system allowed it."""
         return self._file.save({"format": FORMAT, "disks": self._disks, "stripes": self._stripes})
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """Return the I/O settings for an existing directory: those that `infinity tune` found, or else `DEFAULT`.
-
-    If the environment variable INFINITY_AIO names another backend than the tuned settings, `DEFAULT` is
-    returned. A file of tuned settings that cannot be used is ignored with a warning.
+    """The I/O settings for an existing directory: those that `infinity tune` found, unless INFINITY_AIO names
+    another backend; else `DEFAULT`. A file that cannot be used is ignored with a warning.
     """
     profile = Profile()
     if profile.note is not None:
@@ -157,9 +140,7 @@ def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
 
 
 def tuned_shares(directories: Sequence[str | os.PathLike[str]]) -> tuple[float, ...] | None:
-    """The fraction of all bytes that each of `directories` should hold, as `infinity tune` found; None if
-    they were not tuned together.
-    """
+    """The fraction of all bytes that each directory should hold; None if they were not tuned together."""
     found = Profile().stripes(directories)
     return None if found is None else found.shares
 
@@ -172,11 +153,8 @@ def open_engine(
     block_bytes: int | None = None,
     faults: Faults | None = None,
 ) -> Engine:
-    """Make an I/O engine for an existing directory.
-
-    Arguments that are not given come from `settings_for(directory)`. If the tuned backend does not work any
-    more, the default settings are used. faults: faults to inject, for tests. Raises the errors of
-    `infinity.aio.Engine`.
+    """Make an I/O engine for an existing directory. Arguments that are not given come from `settings_for`, or
+    `DEFAULT` if the tuned backend does not work any more. Raises the errors of `infinity.aio.Engine`.
     """
     settings = settings_for(directory)
     if backend not in ("auto", settings.backend):
@@ -200,11 +178,8 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """Return (key, order): the text that identifies a set of disks in `Profile`'s file, and the order in
-    which it names the disks and in which their shares are stored.
-
-    The key is the same for every order of `directories`. order[i] is the index in `directories` of the disk
-    that the key names as number i, counted from 0.
+    """(key, order): the text that identifies a set of disks, which is the same for every order of them, and
+    the indices in `directories` of the disks in the order of the key, in which shares are stored.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -212,8 +187,8 @@ def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, lis
 
 
 def _findings(found: Any) -> _Findings:
-    """Check the parsed JSON of the profile's file, and return its entries of disks and of stripes. Raises
-    ValueError, TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
+    """The entries in the parsed JSON of the file. Raises ValueError, TypeError, KeyError or AttributeError
+    for JSON that `Profile.save` did not write, as the following functions do.
     """
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")
@@ -227,9 +202,6 @@ def _findings(found: Any) -> _Findings:
 
 
 def _disk_profile(entry: Any) -> DiskProfile:
-    """Check a disk's JSON entry, and return it as a DiskProfile. Raises ValueError, TypeError or KeyError for
-    an entry that was not made from a DiskProfile.
-    """
     settings = IoSettings(**entry["settings"])
     if settings.backend not in BACKENDS:
         raise ValueError(f"it names an unknown backend {settings.backend!r}")

@@ -1,6 +1,4 @@
-"""Search by trials: finds the best settings although measured rates vary from trial to trial. Pure, except
-for the clock.
-"""
+"""Search by trials: the best settings, although rates vary from trial to trial. Pure, but for the clock."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ Pass = Mapping[Point, Rates]
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
-    """All combinations of backends, block sizes (bytes) and queue depths that have at most `bytes_in_flight`
-    bytes in flight, and no more threads than the backend has.
-    """
+    """All combinations with at most `bytes_in_flight`, and no more threads than the backend has."""
     return [
         settings
         for backend in backends
@@ -92,8 +88,8 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """Relative rate in `mode` of each point that is in all passes: the median over passes of its rate divided
-    by the pass's median rate, so that no point gains from a pass in which the disk happens to be fast.
+    """Relative rate of each point that is in all passes: the median over passes of its rate by the pass's
+    median, so that no point gains from a pass in which the disk happens to be fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -118,14 +114,11 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 
 
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
-    """Choose the cheapest settings whose score is within 3% of the best score.
+    """The cheapest settings whose score is within 3% of the best: the backend that takes the least CPU time,
+    then the fewest bytes in flight, for which the next urgent request has to wait.
 
-    The backend that comes first in BACKENDS takes the least CPU time. With equal backends, settings with
-    fewer bytes in flight are cheaper, because the next urgent request has to wait for these bytes.
-
-    usual: the settings that are used without tuning. They are returned if they were tried and the best are
-    not clearly faster: the best of many noisy figures is too high by chance, so one run in ten would choose
-    slower settings.
+    usual: the settings without tuning. They are returned if they were tried and the best are not clearly
+    faster: the best of many noisy figures is too high by chance, so one run in ten would choose slower ones.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)

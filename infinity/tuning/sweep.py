@@ -1,6 +1,4 @@
-"""Disk sweep: tries backends, block sizes and queue depths for reads, writes and both mixed, and measures
-several disks together.
-"""
+"""Disk sweep: tries backends, block sizes and queue depths, and measures several disks together."""
 
 from __future__ import annotations
 
@@ -17,12 +15,11 @@ from infinity.tiers.trial_file import MODES, REQUEST_BYTES, Memory, TestFile, is
 from infinity.tuning.search import best_of, choose, grid, median_rate, search
 
 Progress = Callable[[str], None]
-"""A function that is called before each trial, with a text that names its settings."""
+"""Called before each trial, with a text that names its settings."""
 
 _LATENCY = 0.064
-"""The bytes in flight of the settings that are tried are at most what the disk writes in this many seconds,
-or `_LEAST_IN_FLIGHT`. A disk without other users needs far fewer (Little's law), but a deeper queue gets more
-of a shared disk.
+"""Seconds: settings have at most as many bytes in flight as the disk writes in them, or `_LEAST_IN_FLIGHT`. A
+disk of one's own needs far fewer (Little's law), but a deeper queue gets more of a shared disk.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -34,9 +31,7 @@ DEPTHS = (8, 16, 32, 64)
 SLICE_SECONDS = 0.05
 """Seconds that one trial spends on each of the three modes."""
 _FILL = 0.9
-"""The largest fraction of the test files' bytes that a striped volume takes: it takes whole periods of
-stripes from each file; see `Striping`.
-"""
+"""The fraction of the test files that a striped volume takes, which has whole periods; see `Striping`."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +74,11 @@ class Stripes:
 def sweep_disk(
     file: TestFile, backends: Sequence[str], *, seconds: float, bytes_in_flight: int, progress: Progress
 ) -> DiskSweep:
-    """Find the best I/O settings for the disk that a test file is on.
+    """Find the best I/O settings for the disk of a test file, of the backends with BLOCKS and DEPTHS.
 
-    Tries the combinations of the backends with BLOCKS and DEPTHS. Left out are those with more bytes in
-    flight (block size times queue depth) than `bytes_in_flight`, than half of the test file or than
-    `_LATENCY` allows, and those for which no time is left.
-
-    backends: names of the I/O backends that work there. seconds: for all trials together. Raises StorageError
-    or StorageFull if I/O fails.
+    Left out are those with more bytes in flight than `bytes_in_flight`, than half of the test file or than
+    `_LATENCY` allows, and those for which no time is left. backends: those that work there. seconds: for all
+    trials together. Raises StorageError or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)
@@ -122,9 +114,7 @@ def measure_stripes(
 ) -> Stripes:
     """Measure a volume that is striped over test files like the NVMe tier, in proportion to mixed rates.
 
-    files: a test file on each disk. disks: the results of their sweeps, whose chosen settings are used.
-    memory: the RAM that is read into and written from. seconds: of each mode. Raises StorageError and
-    StorageFull.
+    disks: the results of their sweeps. seconds: of each mode. Raises StorageError and StorageFull.
     """
     total = sum(disk.chosen.mixed for disk in disks)
     shares = tuple(disk.chosen.mixed / total for disk in disks)

@@ -1,6 +1,4 @@
-"""Tuning run: finds the best I/O settings for each disk and for several together, measures memory and the
-link between host and device, and saves the findings.
-"""
+"""Tuning run: finds the best I/O settings of disks, measures memory and the link, saves the findings."""
 
 from __future__ import annotations
 
@@ -46,13 +44,13 @@ class Tuning:
 
     disks: tuple[DiskSweep, ...]
     stripes: Stripes | None
-    """The findings for several paths together; None for a single path."""
+    """Of several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
-    """Pairs of paths on the same file system. Striping over the two paths of a pair gains nothing."""
+    """Pairs of paths on the same file system, over which striping gains nothing."""
     stream: float
-    """Memory bandwidth for the CPU update: bytes read plus bytes written per second, by all its threads."""
+    """Bytes that all threads of the CPU's update read and write in RAM."""
     link: LinkSpeed | None
-    """The speed of copies between host RAM and the CUDA device; None without a CUDA device."""
+    """None without a CUDA device."""
     seconds: float
     profile: str
     """The path of the file in which the findings are saved."""
@@ -64,15 +62,11 @@ class Tuning:
 def tune(
     paths: Sequence[str], *, size: Size | None = None, report: Report = lambda done, what: None
 ) -> Tuning:
-    """Find the best I/O settings for the disks under the directories `paths`, and save them for later plans
-    and all later I/O there.
+    """Find the best I/O settings for the disks of directories, and save them for later plans and I/O there.
 
     size: bytes of each test file; by default 2 GiB, or half of the free bytes if that is less. A test file is
-    written once and removed at the end, also after an error.
-
-    Raises ConfigError for directories or sizes that cannot be used, and if the environment variable
-    INFINITY_AIO names an unknown backend. Raises StorageError or StorageFull for directories that cannot hold
-    the test file.
+    removed at the end, also after an error. Raises ConfigError for directories, sizes and an INFINITY_AIO
+    that cannot be used, and StorageError or StorageFull for directories that cannot hold the test file.
     """
     start = time.monotonic()
     sizes = _file_sizes(paths, size)
