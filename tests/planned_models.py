@@ -74,6 +74,14 @@ def planned(
     )
 
 
+def gradients_on_nvme(made: Plan) -> int:
+    return sum(
+        made.page_bytes(unit, Kind.GRADIENT)
+        for unit, home in enumerate(made.homes)
+        if home[Kind.GRADIENT] is Tier.NVME
+    )
+
+
 def check(made: Plan, budget: Budget) -> None:
     """Assert what the runtime relies on: the plan `made` fits `budget`, and its sizes fit each other.
 

@@ -9,9 +9,9 @@ import torch
 from device_units import kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_models import MiB, check, partly_frozen, planned, stack
+from planned_models import MiB, check, gradients_on_nvme, partly_frozen, planned, stack
 
-from infinity.config import Budget, Precision, format_size
+from infinity.config import Budget, format_size
 from infinity.errors import BudgetError
 from infinity.layout.division import Division
 from infinity.planning.machine_rates import MachineRates
@@ -36,95 +36,7 @@ def on(nvme: int | None) -> dict[str, int] | None:
     return None if nvme is None else {"/nowhere": nvme}
 
 
-def gradients_on_nvme(made: Plan) -> int:
-    return sum(
-        made.page_bytes(unit, Kind.GRADIENT)
-        for unit, home in enumerate(made.homes)
-        if home[Kind.GRADIENT] is Tier.NVME
-    )
-
-
 # ---- Budgets ----
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    model=models,
-    frozen=st.booleans(),
-    optimizer=st.sampled_from([None, torch.optim.AdamW, torch.optim.SGD]),
-    precision=st.builds(
-        Precision,
-        compute=st.sampled_from(["bf16", "fp32"]),
-        accumulate=st.sampled_from(["fp32", "compute"]),
-    ),
-    accumulation=st.sampled_from([None, 1, 2]),
-    device=st.none() | sizes,
-    host=sizes,
-    nvme=st.none() | sizes,
-)
-def test_needed_is_exact(*, model, frozen, optimizer, precision, accumulation, device, host, nvme) -> None:
-    """With the `needed` of each error a model fits in the end; with a page less of that tier it does not."""
-    model = partly_frozen(model) if frozen else model
-    budget = {"device": device, "host": host, "nvme": on(nvme)}
-    others = {"optimizer": optimizer, "precision": precision, "accumulation": accumulation, "commits": True}
-    short: list[str] = []
-    for _ in range(4):
-        try:
-            made = planned(model, **others, **budget)
-        except BudgetError as error:
-            tier = next(each for each in ("device", "host", "nvme") if f"the {each} tier" in error.cause)
-            assert error.needed is not None
-            needed = error.needed
-        else:
-            break
-        short.append(tier)
-        less = max(1, needed - 4096)
-        with pytest.raises(BudgetError):
-            planned(model, **others, **{**budget, tier: on(less) if tier == "nvme" else less})
-        budget = {**budget, tier: on(needed) if tier == "nvme" else needed}
-    assert len(short) == len(set(short))
-    check(made, Budget(**budget))
-    assert made.nvme_bytes == made.durable_bytes + gradients_on_nvme(made)
-
-
-@settings(max_examples=40, deadline=None)
-@given(model=models, device=st.none() | sizes, nvme=st.booleans(), accumulation=st.sampled_from([None, 1]))
-def test_the_smallest_budgets_are_true_minima(model, device, nvme, accumulation) -> None:
-    others = {"activations": 5000, "accumulation": accumulation, "commits": True}
-    plenty = {"device": device and 64 * MiB, "host": 64 * MiB, "nvme": on(64 * MiB if nvme else None)}
-    smallest = planned(model, **others, **plenty).smallest
-    assert (Tier.NVME in smallest) == nvme
-
-    def fits(budgets: dict[Tier, int]) -> Plan:
-        nvme_too = on(budgets.get(Tier.NVME))
-        near = {tier.value: nbytes for tier, nbytes in budgets.items() if tier is not Tier.NVME}
-        return planned(model, **others, **near, nvme=nvme_too)
-
-    made = fits(smallest)
-    assert made.smallest == smallest
-    check(made, Budget(host=smallest[Tier.HOST], nvme=on(smallest.get(Tier.NVME))))
-    for tier, nbytes in smallest.items():
-        with pytest.raises(BudgetError):
-            fits({**smallest, tier: max(1, nbytes - 4096)})
-
-
-@settings(max_examples=60, deadline=None)
-@given(model=models, device=st.none() | sizes, host=sizes, nvme=st.none() | sizes, more=st.integers(0, MiB))
-def test_what_fits_still_fits_in_more(model, device, host, nvme, more) -> None:
-    def fits(extra: int) -> bool:
-        try:
-            planned(
-                model,
-                commits=True,
-                device=device and device + extra,
-                host=host + extra,
-                nvme=on(nvme and nvme + extra),
-            )
-        except BudgetError:
-            return False
-        return True
-
-    assert fits(more) or not fits(0)
 
 
 def test_a_page_less_than_the_images_is_too_little_however_much_ram_there_is() -> None:

@@ -313,17 +313,7 @@ with infinity.offload(
 @needs_cuda
 @pytest.mark.parametrize("activations", ["known", "unknown"])
 def test_steps_run_in_the_smallest_budget_with_cuda(activations: str) -> None:
-    import os
-
-    variables = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
-    done = subprocess.run(
-        [sys.executable, "-c", _STEPS, activations],
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_with_usual_workspaces(_STEPS, activations)
 
 
 @needs_cuda

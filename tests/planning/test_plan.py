@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_models import MiB, check, planned, stack
+from planned_models import MiB, check, gradients_on_nvme, partly_frozen, planned, stack
 
 from infinity.api import plan
 from infinity.config import Budget, Precision
@@ -26,9 +26,14 @@ models = st.builds(
 sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
 
 
-@settings(max_examples=200, deadline=None)
+def on(nvme: int | None) -> dict[str, int] | None:
+    return nvme and {"/nowhere": nvme}
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     model=models,
+    frozen=st.booleans(),
     optimizer=st.sampled_from([None, torch.optim.AdamW, torch.optim.SGD]),
     precision=st.builds(
         Precision,
@@ -37,15 +42,18 @@ sizes = st.integers(1, 3 * MiB) | st.integers(1, 100_000)
     ),
     activations=st.none() | st.integers(0, MiB),
     accumulation=st.sampled_from([None, 1, 2]),
+    commits=st.booleans(),
     device=st.none() | sizes,
     host=sizes,
     nvme=st.none() | sizes,
 )
 def test_needed_is_exact(
-    *, model, optimizer, precision, activations, accumulation, device, host, nvme
+    *, model, frozen, optimizer, precision, activations, accumulation, commits, device, host, nvme
 ) -> None:
-    budget = {"device": device, "host": host, "nvme": nvme and {"/nowhere": nvme}}
-    others = {"activations": activations, "accumulation": accumulation}
+    """With the `needed` of each error a model fits in the end; with a page less of that tier it does not."""
+    model = partly_frozen(model) if frozen else model
+    budget = {"device": device, "host": host, "nvme": on(nvme)}
+    others = {"activations": activations, "accumulation": accumulation, "commits": commits}
     short: list[str] = []
     for _ in range(4):
         arguments = {"optimizer": optimizer, "precision": precision, **others, **budget}
@@ -60,43 +68,64 @@ def test_needed_is_exact(
             break
         short.append(tier)
         less = max(1, needed - 4096)
-        budget = {**budget, tier: {"/nowhere": less} if tier == "nvme" else less}
         with pytest.raises(BudgetError):
-            planned(model, **{**arguments, **budget})
-        budget = {**budget, tier: {"/nowhere": needed} if tier == "nvme" else needed}
-    # The figure for one tier suffices, unless the device alone cannot replace the missing host memory.
-    assert len(short) <= (2 if short[:1] == ["device"] else 1)
-    check(made, Budget(**budget))
-
-
-@settings(max_examples=40, deadline=None)
-@given(model=models, device=st.none() | sizes, nvme=st.booleans())
-def test_the_smallest_budgets_do(model, device, nvme) -> None:
-    plenty = {
-        "device": device and 64 * MiB,
-        "host": 64 * MiB,
-        "nvme": {"/nowhere": 64 * MiB} if nvme else None,
-    }
-    smallest = planned(model, activations=5000, **plenty).smallest
-    budget = {tier.value: nbytes for tier, nbytes in smallest.items() if tier is not Tier.NVME}
-    # Where the least host memory holds all pages, none is left for the disk.
-    budget["nvme"] = {"/nowhere": smallest.get(Tier.NVME, 4096)} if nvme else None
-    made = planned(model, activations=5000, **budget)
-    assert made.smallest == smallest
+            planned(model, **{**arguments, tier: on(less) if tier == "nvme" else less})
+        budget = {**budget, tier: on(needed) if tier == "nvme" else needed}
+    if commits:
+        assert len(short) == len(set(short))
+        assert made.nvme_bytes == made.durable_bytes + gradients_on_nvme(made)
+    else:
+        # The figure for one tier suffices, unless the device alone cannot replace the missing host memory.
+        assert len(short) <= (2 if short[:1] == ["device"] else 1)
     check(made, Budget(**budget))
 
 
 @settings(max_examples=60, deadline=None)
-@given(model=models, device=st.none() | sizes, host=sizes, nvme=st.none() | sizes, more=st.integers(0, MiB))
-def test_what_fits_still_fits_in_more(model, device, host, nvme, more) -> None:
+@given(
+    model=models,
+    device=st.none() | sizes,
+    nvme=st.booleans(),
+    accumulation=st.sampled_from([None, 1]),
+    commits=st.booleans(),
+)
+def test_the_smallest_budgets_are_true_minima(model, device, nvme, accumulation, commits) -> None:
+    others = {"activations": 5000, "accumulation": accumulation, "commits": commits}
+    plenty = {"device": device and 64 * MiB, "host": 64 * MiB, "nvme": on(64 * MiB if nvme else None)}
+    smallest = planned(model, **others, **plenty).smallest
+    assert not commits or (Tier.NVME in smallest) == nvme
+
+    def fits(budgets: dict[Tier, int]) -> Plan:
+        near = {tier.value: nbytes for tier, nbytes in budgets.items() if tier is not Tier.NVME}
+        # Where the least host memory holds all pages, none is left for the disk.
+        disk = on(budgets.get(Tier.NVME, 4096)) if nvme else None
+        made = planned(model, **others, **near, nvme=disk)
+        check(made, Budget(**near, nvme=disk))
+        return made
+
+    assert fits(smallest).smallest == smallest
+    for tier, nbytes in smallest.items():
+        with pytest.raises(BudgetError):
+            fits({**smallest, tier: max(1, nbytes - 4096)})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    model=models,
+    device=st.none() | sizes,
+    host=sizes,
+    nvme=st.none() | sizes,
+    more=st.integers(0, MiB),
+    commits=st.booleans(),
+)
+def test_what_fits_still_fits_in_more(*, model, device, host, nvme, more, commits) -> None:
     def fits(extra: int) -> bool:
+        budget = {
+            "device": device and device + extra,
+            "host": host + extra,
+            "nvme": on(nvme and nvme + extra),
+        }
         try:
-            planned(
-                model,
-                device=device and device + extra,
-                host=host + extra,
-                nvme=nvme and {"/nowhere": nvme + extra},
-            )
+            planned(model, commits=commits, **budget)
         except BudgetError:
             return False
         return True
