@@ -44,6 +44,7 @@ from infinity.prefetch.trace import Trace
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.system.directory import check_directory
+from infinity.system.lock import RuntimeLock
 from infinity.telemetry.meter import Meter
 
 if TYPE_CHECKING:  # a runtime of one rank does not import the package
@@ -134,7 +135,8 @@ class _Wiring:
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
-        health = Health()
+        lock = RuntimeLock() if self.communicator is None else self.communicator.lock
+        health = Health(lock)
         gradients, scheduler = None, None
         if states is not None:
             ring = None if store.ring is None else GradientRing(store)
@@ -156,7 +158,7 @@ class _Wiring:
             scale=scale,
             health=health,
             heap=heap,
-            lock=None if self.communicator is None else self.communicator.lock,
+            lock=lock,
         )
         for page in pages:
             for index, parameter in enumerate(page.parameters):
@@ -175,7 +177,7 @@ class _Wiring:
                 recorder=Recorder(
                     self.model, plan, pages=pages, states=states, scale=scale, volume=store.nvme.record
                 ),
-                lock=pager.lock,
+                lock=lock,
                 generation=checkpoint.generation,
                 superseded=checkpoint.superseded,
                 **self._over_ranks(),
@@ -336,7 +338,7 @@ def _limited(plan: Plan) -> HeapGuard:
     """
     budget = plan.ram_budget
     margin = min(_GUARD_MARGIN, budget // 16)
-    return HeapGuard(machine.process_memory().resident + budget - margin, margin)
+    return HeapGuard(machine.process_memory().resident + budget - margin)
 
 
 def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:

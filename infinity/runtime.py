@@ -31,10 +31,12 @@ from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health
 from infinity.pages.ledger import Commit, copied
+from infinity.pages.optimizer_page import States
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
 from infinity.system import machine
 from infinity.system.closing import Closing
+from infinity.system.lock import undivided
 from infinity.telemetry.stats import Stats
 from infinity.telemetry.timeline import Timeline
 from infinity.training_step import TrainingStep
@@ -67,7 +69,7 @@ class Runtime(Closing):
             self.training_step = TrainingStep(parts, functools.partial(_check_capacity, parts.health))
             parts.pager.read_master = self.training_step.read_master
         self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
-        arrived = weakly(self._gradient_arrived)
+        arrived = undivided(weakly(self._gradient_arrived))
         self._handles = [
             _hooked(parameter, arrived)
             for page in parts.pages
@@ -272,30 +274,31 @@ class Runtime(Closing):
         was edited: the edit is then in the parameter's average.
         """
         training = self._training()
-        with self._components.pager.lock:
-            self._check_between("averaged")
-            training.check_averages()
-            copies, states = self._copies(), self._components.states
-            assert states is not None
-            copies.exchange_averages()
-            before = states.edits
-        try:
+        with ExitStack() as ends:
+            with self._components.pager.lock:
+                self._check_between("averaged")
+                training.check_averages()
+                copies, states = self._copies(), self._components.states
+                assert states is not None
+                copies.exchange_averages()
+                ends.callback(self._exchange_back, copies, states, states.edits)
             with torch.no_grad():
                 yield
-        finally:
-            with self._components.pager.lock:
-                if not self._components.health.closed:
-                    copies.complete()
-                    edited = [unit for unit, now in states.edits.items() if now != before[unit]]
-                    copies.exchange_averages()
-                    assert states is not None  # mypy forgets it at the yield
-                    if edited and states.keeps_averages:
-                        name = self.plan.layout.units[edited[0]].name or "the model"
-                        raise ConfigError(
-                            f"A parameter of {name} was edited within averaged(); the edit is in its average "
-                            "now.",
-                            "Edit parameters outside of averaged().",
-                        )
+
+    def _exchange_back(self, copies: Copies, states: States, before: dict[int, Any]) -> None:
+        """End `averaged`. before: `States.edits` at its beginning."""
+        with self._components.pager.lock:
+            if self._components.health.closed:
+                return
+            copies.complete()
+            edited = [unit for unit, now in states.edits.items() if now != before[unit]]
+            copies.exchange_averages()
+            if edited and states.keeps_averages:
+                name = self.plan.layout.units[edited[0]].name or "the model"
+                raise ConfigError(
+                    f"A parameter of {name} was edited within averaged(); the edit is in its average now.",
+                    "Edit parameters outside of averaged().",
+                )
 
     def save(self, path: str | os.PathLike[str] | None = None, *, state: Any = None) -> Commit:
         """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
@@ -631,7 +634,8 @@ def _end(
         if parts.peers is not None:
             parts.peers.leave()
         parts.health.closed = True
-        with ExitStack() as ends:  # runs the callbacks from last to first, even if one is interrupted
+        with ExitStack() as ends:  # runs the callbacks from last to first, even if one fails
+            ends.callback(parts.pager.lock.close)
             if finally_ is not None:
                 ends.callback(finally_)
             for owner in (parts.peers, parts.checkpoint, parts.store, parts.threads, parts.gradients):
@@ -647,5 +651,5 @@ def _end(
                 ends.callback(end)
             ends.callback(parts.pager.forwards.prune)
             if parts.committer is not None:
-                ends.callback(parts.committer.stop)  # even if the line below is interrupted
+                ends.callback(parts.committer.stop)  # even if the line below fails
                 ends.callback(parts.committer.close)

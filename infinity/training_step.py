@@ -256,7 +256,7 @@ class TrainingStep:
             self._check_stepped("zero_grad() was called")
             self._pager.forwards.prune()
             for parameter in self._trained:
-                take_gradient(parameter)  # where Ctrl-C came before the hook that takes it
+                take_gradient(parameter)  # where a hook of the user has failed before the one that takes it
             zeros: dict[int, set[int]] = {}
             if not set_to_none:
                 zeros = {
@@ -446,15 +446,6 @@ class TrainingStep:
         micro-batches to the stored gradient in the order of the micro-batches. None: the gradient is added
         at once.
         """
-        try:
-            self._store_gradient(parameter, accumulator)
-        except InfinityError:
-            raise
-        except BaseException as error:  # such as KeyboardInterrupt, behind which the gradient is nowhere
-            self._gradients.lose(error)
-            raise
-
-    def _store_gradient(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         gradient = take_gradient(parameter)
         place = self._place(parameter)
         together = accumulator is not None and accumulator.together
@@ -503,12 +494,11 @@ class TrainingStep:
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_slots(self) -> None:
-        """Note that the gradients of this step are lost if Ctrl-C has left one in a `.grad` slot.
-
-        Signals are looked for where the hook that empties the slot is entered, and may raise there.
+        """Note that the gradients of this step are lost if one is in a `.grad` slot: a hook of the user has
+        failed before the one that empties the slot.
         """
         if any(raw_gradient(each) is not None for each in self._trained):
-            self._gradients.lose(KeyboardInterrupt())
+            self._gradients.lose(RuntimeError())
 
     def _check_activations(self) -> None:
         """Warn if the activations of the first step take more memory than the plan has left in the budget."""
@@ -538,8 +528,8 @@ class TrainingStep:
                 self._update_matrices()
             else:
                 self._scheduler.step(options, order, self._edits.exposed)
-        except BaseException as error:
-            parts.health.interrupted(error)
+        except Exception as error:
+            parts.health.lose(error)
             raise
         self._edits.updated()
         if not self._states.rule.matrix:
@@ -688,8 +678,8 @@ class TrainingStep:
         self._edits.write_back(parts.pages[unit])
         try:
             self._scheduler.begin_early(unit, options, self._edits.exposed)
-        except BaseException as error:
-            parts.health.interrupted(error)
+        except Exception as error:
+            parts.health.lose(error)
             raise
         self._edits.updated(unit)
 

@@ -15,11 +15,11 @@ from infinity.distributed.ballots import Ballots
 from infinity.distributed.bell import Bell
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.liveness import Liveness
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
 from infinity.errors import BudgetError, InfinityError
+from infinity.system.lock import RuntimeLock
 
 QUICK = {"interval": 0.05, "patience": 0.5}
 """Options of a liveness that notices silence soon."""
@@ -33,7 +33,7 @@ class Member:
         self.ranks = Ranks.of(None)
         self.bell = Bell(timeout)
         self.wire = Wire(self.ranks, self.bell)
-        self.lock = TrainerLock()
+        self.lock = RuntimeLock()
         self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
         self.liveness = Liveness(self.ranks, self.bell, **liveness)
         self.conductor = threading.Thread(target=self._conduct, daemon=True)

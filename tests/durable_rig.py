@@ -150,7 +150,6 @@ class Rig:
             self.flush()
         if pending.awaited:
             failure = FAILURE
-        assert self.io.ledger.start(pending)
         for write in pending.writes:
             write.wait()
         if failure is None:

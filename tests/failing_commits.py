@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import rank_processes
-from committing_ranks import everything, offloaded, plan_of_this_rank, say, take_step
-from interrupted_lines import Lines, Place, places
+from committing_ranks import everything, offloaded, plan_of_this_rank, take_step
 from recorded_run import Recording
 
 from infinity.aio import Faults
@@ -288,28 +287,19 @@ def saved_by_one_rank_while_others_sleep() -> None:
         run.save()
 
 
-def _interrupt_in(owner: Any, name: str, *, after: bool = False) -> None:
-    """Have the next call of a function end by Ctrl-C: at its beginning, or at its end."""
+def _interrupt_in(owner: Any, name: str, *, after: bool = False, times: int = 1) -> None:
+    """Have SIGINT come in the next call of a function: at its beginning, or at its end."""
     function = getattr(owner, name)
 
     def interrupted(*given: Any, **options: Any) -> Any:
         setattr(owner, name, function)
-        if after:
-            function(*given, **options)
-        raise KeyboardInterrupt
+        returned = function(*given, **options) if after else None
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        return returned if after else function(*given, **options)
 
     setattr(owner, name, interrupted)
 
-
-SAVING = ("checkpoint/committer.py:save",)
-SAVING_FILES = (
-    "checkpoint/committer.py",
-    "distributed/ballots.py",
-    "distributed/commit_votes.py",
-    "distributed/wire.py",
-    "pages/ledger.py",
-)
-"""The files whose lines are interrupted. Not that of the lock: where it counts, no signal is looked for."""
 
 INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
     (Committer, "complete", False),
@@ -319,20 +309,21 @@ INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
     (threading.Thread, "start", False),
     (threading.Thread, "start", True),
 )
-"""Where Ctrl-C comes inside of save(): (owner, name, whether it comes at the function's end)."""
+"""Where SIGINT comes inside of save(): (owner, name, whether it comes at the function's end)."""
 
 
 def interrupted() -> None:
-    """Ctrl-C ends one rank inside of save()."""
+    """A second Ctrl-C ends one rank inside of save()."""
     with begun() as run:
         if run.failing:
-            _interrupt_in(*INTERRUPTS[run.plan.nth][:2], after=INTERRUPTS[run.plan.nth][2])
+            owner, name, after = INTERRUPTS[run.plan.nth]
+            _interrupt_in(owner, name, after=after, times=2)
         run.fails(lambda: run.save().wait())
         run.step(2)
 
 
-def interrupted_and_caught() -> dict[str, Any]:
-    """Ctrl-C comes inside of save() on one rank, which goes on. The others' commits fail, or are made."""
+def interrupted_once() -> dict[str, Any]:
+    """Ctrl-C comes inside of save() on one rank, which goes on. All commits are made."""
     with started() as run:
         for owner, name, after in INTERRUPTS:
             run.step()
@@ -341,32 +332,9 @@ def interrupted_and_caught() -> dict[str, Any]:
                 with contextlib.suppress(KeyboardInterrupt):
                     run.save()
                     raise AssertionError
-            if not run.failing or (name, after) in (("complete", False), ("agree", False)):
-                run.fails(run.save().wait)  # nobody has heard of a call that ended so early
-            run.step()
-            run.save().wait()
-        return run.told()
-
-
-def interrupted_at_every_line() -> dict[str, Any]:
-    """Ctrl-C comes before one line after the other of save() on one rank, which goes on."""
-    with started() as run:
-        communicator = run.runtime._components.peers.communicator
-        lines = Lines(below=SAVING)
-        with lines:
-            run.save().wait()
-        mine = [list(each) for each in places(lines) if run.failing and each.file in SAVING_FILES]
-        heard = communicator.agree("places", places=mine)
-        for number, place in enumerate(heard[run.plan.rank]["places"]):
-            run.step()
-            if run.failing:
-                before = communicator.ballots.number
-                interrupt = Lines(Place(*place), below=SAVING)
-                with contextlib.suppress(KeyboardInterrupt), interrupt:
-                    run.save(state=number)
-                say("interrupted", *place, interrupt.raised)
-            if not run.failing or communicator.ballots.number == before:
-                run.fails(run.save(state=number).wait)
+                run.runtime._components.committer.last.wait()
+            else:
+                run.save().wait()
             run.step()
             run.save().wait()
         return run.told()

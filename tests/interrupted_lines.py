@@ -1,14 +1,15 @@
-"""Interrupted lines: Ctrl-C before a chosen line that a thread executes inside of the package.
+"""Interrupted lines: SIGINT before a chosen line that the main thread executes inside of the package.
 
-[Note: where Ctrl-C cannot be] Python looks for signals where functions begin, after calls and where loops
-repeat. So KeyboardInterrupt is not raised between the body of a `with` and the call of `__exit__`, nor at a
-`try:`, although trace functions are called there. `Lines` leaves these visits out.
+[Note: where Ctrl-C cannot be] Python calls handlers where functions begin, after calls and where loops
+repeat. So none raises between the body of a `with` and the call of `__exit__`, nor at a `try:`, although
+trace functions are called there. `Lines` leaves these visits out.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import signal
 import sys
 from collections import Counter
 from collections.abc import Collection
@@ -30,18 +31,21 @@ class Place(NamedTuple):
 
 
 class Lines:
-    """A context manager that counts the lines of the package that its thread executes, and may raise
-    KeyboardInterrupt before one of them.
+    """A context manager that counts the lines of the package that its thread executes, and may send SIGINT
+    before one of them.
     """
 
-    def __init__(self, interrupted: Place | None = None, *, below: Collection[str] = ()) -> None:
-        """interrupted: where to raise; None: nowhere. below: functions, such as "pages/ledger.py:land"; lines
-        count only in these and in what they call. By default all count.
+    def __init__(
+        self, interrupted: Place | None = None, *, times: int = 1, below: Collection[str] = ()
+    ) -> None:
+        """interrupted: where to send SIGINT; None: nowhere. times: how often. below: functions, such as
+        "pages/ledger.py:land"; lines count only in these and in what they call. By default all count.
         """
         self.visits: Counter[tuple[str, int]] = Counter()
         """(file below the package, line) -> visits so far."""
-        self.raised = False
+        self.sent = False
         self._interrupted = interrupted
+        self._times = times
         self._below = frozenset(below)
         self._depth = 0 if below else 1
         """Number of functions of `below` that have not returned."""
@@ -75,8 +79,9 @@ class Lines:
         key = frame.f_code.co_filename[len(_ROOT) :], frame.f_lineno
         self.visits[key] += 1
         if self._interrupted == (*key, self.visits[key]):
-            self.raised = True
-            raise KeyboardInterrupt
+            self.sent = True
+            for _ in range(self._times):
+                signal.raise_signal(signal.SIGINT)
         return self._at
 
 

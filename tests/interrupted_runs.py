@@ -1,23 +1,21 @@
-"""Interrupted runs: a small run with commits, one call of which Ctrl-C interrupts, and what must follow.
+"""Interrupted runs: a small run with commits, in one call of which SIGINT comes, and what must follow.
 
-Afterwards the run goes on with the bits of the undisturbed run, or refuses further use by a typed error. It
-closes, nothing of it is left, and a new run continues a whole commit: the last durable one or its successor.
+Afterwards the run goes on with the bits of the undisturbed run. After a second signal it may refuse further
+use instead, by a typed error. It closes, nothing of it is left, and a new run continues a whole commit: the
+last durable one or its successor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from commit_states import continued
 from committed_runs import Job, after, arguments, make, opened, shot, take_step, undisturbed, user_state
 from faulty import start_torch_threads
@@ -66,8 +64,6 @@ class Run:
 class Saving:
     """`save` after step 2, which first lands the commit after step 1."""
 
-    below: Collection[str] = ()
-    """Names of functions in which the call is interrupted; none: anywhere."""
     resumes = False
     """Whether the run continues a commit after step 2, which `prepare` finds loaded."""
 
@@ -81,8 +77,8 @@ class Saving:
         """Make the call."""
         run.save(2)
 
-    def go_on(self, run: Run, *, again: bool) -> None:
-        """Train from the call to step LAST. again: whether the call was interrupted."""
+    def go_on(self, run: Run) -> None:
+        """Train from the call to step LAST."""
         for number in range(3, LAST + 1):
             run.step(number)
 
@@ -98,9 +94,9 @@ class Waiting(Saving):
     def act(self, run: Run) -> None:
         run.wait(2)
 
-    def go_on(self, run: Run, *, again: bool) -> None:
+    def go_on(self, run: Run) -> None:
         self.act(run)
-        super().go_on(run, again=again)
+        super().go_on(run)
 
 
 class Loading(Saving):
@@ -114,20 +110,13 @@ class Loading(Saving):
     def act(self, run: Run) -> None:
         assert run.runtime.load() == user_state(2)
 
-    def go_on(self, run: Run, *, again: bool) -> None:
+    def go_on(self, run: Run) -> None:
         self.act(run)
-        super().go_on(run, again=again)
+        super().go_on(run)
 
 
 class Landing(Saving):
-    """The forward of step 6, whose updates need places that the commit after step 4 frees when it lands."""
-
-    below = (
-        "optim/scheduler.py:_free_place",
-        "optim/scheduler.py:complete_awaited",
-        "pages/ledger.py:wait",
-        "pages/ledger.py:settle",
-    )
+    """`state_dict` after step 5, whose updates need slots that the commit after step 4 frees."""
 
     def prepare(self, run: Run) -> None:
         super().prepare(run)
@@ -137,20 +126,13 @@ class Landing(Saving):
         run.save(4)
         run.faults.delay("sync", 1, 0.3, times=None)
         run.step(5)
-        self._before = torch.get_rng_state(), np.random.get_state(), random.getstate(), run.model.seen.clone()
 
     def act(self, run: Run) -> None:
-        run.step(LAST)
+        run.model.state_dict()
 
-    def go_on(self, run: Run, *, again: bool) -> None:
+    def go_on(self, run: Run) -> None:
         run.faults.clear()
-        if again:
-            run.runtime.optimizer.zero_grad()
-            torch.set_rng_state(self._before[0])
-            np.random.set_state(self._before[1])
-            random.setstate(self._before[2])
-            run.model.seen.copy_(self._before[3])
-            run.step(LAST)
+        run.step(LAST)
 
 
 CALLS = {"save": Saving, "wait": Waiting, "load": Loading, "landing": Landing}
@@ -167,10 +149,11 @@ class Outcome:
     """The step of the last commit that was known to be durable."""
 
 
-def interrupt(call: str, job: Job, place: Place | None, root: Path) -> Outcome:
-    """Run a call that Ctrl-C interrupts at a place, go on, and look at the run and at what it leaves.
+def interrupt(call: str, job: Job, place: Place | None, root: Path, times: int = 1) -> Outcome:
+    """Run a call in which SIGINT comes at a place, go on, and look at the run and at what it leaves.
 
-    call: a key of CALLS. place: None for no interrupt. root: an empty directory.
+    call: a key of CALLS. place: None for no signal. root: an empty directory. times: number of signals. After
+    one the run must go on.
     """
     undisturbed()
     start_torch_threads()
@@ -179,7 +162,8 @@ def interrupt(call: str, job: Job, place: Place | None, root: Path) -> Outcome:
     if scenario.resumes:
         commit_steps(job, directories, 2)
     before = checked_resources()
-    outcome = _run(scenario, job, directories, place)
+    outcome = _run(scenario, job, directories, Lines(place, times=times))
+    assert outcome.refused is None or times > 1, place
     check_nothing_left(before, garbage=True)
     check_continues(job, directories, outcome.durable)
     return outcome
@@ -210,7 +194,7 @@ def _resume(job: Job, directories: Sequence[Path], place: Place | None) -> Lines
             runtime = infinity.offload(model, optimizer, **asked)
         runtime.close()
     except KeyboardInterrupt:
-        assert lines.raised
+        assert lines.sent
     return lines
 
 
@@ -240,21 +224,17 @@ def checked_resources() -> Any:
     return resources()
 
 
-def _run(scenario: Saving, job: Job, directories: Sequence[Path], place: Place | None) -> Outcome:
-    lines, faults = Lines(place, below=scenario.below), Faults()
-    refused = None
+def _run(scenario: Saving, job: Job, directories: Sequence[Path], lines: Lines) -> Outcome:
+    faults, refused = Faults(), None
     with ExitStack() as inside:
         inside.enter_context(injected(faults))
         model, runtime = inside.enter_context(opened(job, directories, resume=scenario.resumes))
         run = Run(model, runtime, faults)
         scenario.prepare(run)
+        with contextlib.suppress(KeyboardInterrupt), lines:
+            scenario.act(run)
         try:
-            with lines:
-                scenario.act(run)
-        except KeyboardInterrupt:
-            assert lines.raised
-        try:
-            scenario.go_on(run, again=lines.raised)
+            scenario.go_on(run)
             last = shot(model, runtime, LAST, undisturbed()[LAST].loss)
             assert differences(vars(last), vars(undisturbed()[LAST]), "run") == []
         except InfinityError as error:

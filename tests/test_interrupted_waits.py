@@ -1,6 +1,6 @@
-"""Tests of Ctrl-C, once and twice, at places where a transition is half done or a request is still under way.
+"""Tests of Ctrl-C, once and twice, while a request is under way, and in code that holds no lock.
 
-After each the runtime goes on with right values, or refuses every further use.
+After one the runtime goes on with right values. After the second it refuses every further use.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_runtime
 import torch
-from homes import budget_for, evict_all
+from homes import evict_all
 from small_runtime import files, two_layers
 from torch import nn
 
-import infinity
 from infinity.accumulation.task_threads import Surroundings, Task
 from infinity.activations import hook_stack
 from infinity.aio import Faults
-from infinity.build import carry_out
-from infinity.cpu_adam import ThreadPool
 from infinity.errors import ConfigError
 from infinity.model import materialize
-from infinity.pages.parameter_page import ParameterPage
 from infinity.system.disk_files import injected
 
 X = torch.ones(1, 64)
@@ -72,95 +67,55 @@ def raises(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@on_disk
-def test_a_page_that_is_given_up_twice_is_read_again(home: str, tmp_path: Path) -> None:
-    """Ctrl-C ends the wait for a read, and again the wait until the read has ended: no layer computes NaN."""
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_ctrl_c_comes_when_a_wait_is_over(what: str, tmp_path: Path) -> None:
     faults = Faults()
-    with opened(tmp_path, home, faults) as (model, runtime), torch.no_grad():
-        expected = model(X)
-        evict_all(runtime._components.prefetch_engine)
-        faults.hold("read", 1)
-        with interrupts(0.2, 0.4):
-            model(X)
-        faults.release()
-        assert torch.equal(model[0](X), two_layers(64)[0](X))
-        assert torch.equal(model(X), expected)
-
-
-@on_disk
-@pytest.mark.parametrize("method", ["land", "_show"])
-def test_a_landing_that_is_interrupted_is_repeated(
-    method: str, home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(tmp_path, home) as (model, runtime), torch.no_grad():
-        expected = model(X)
-        evict_all(runtime._components.prefetch_engine)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(ParameterPage, method, raises)
-            model(X)
-        assert torch.equal(model(X), expected)
-
-
-def test_a_view_of_a_page_whose_return_is_interrupted_stays_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page lands in the memory that the view has kept, also if the first landing there is interrupted."""
-    model = two_layers(64)
-    optimizer, precision = torch.optim.AdamW(model.parameters()), infinity.Precision(compute="fp32")
-    budget = budget_for("unified-nvme", model, optimizer, tmp_path, precision)
-    plan = infinity.plan(model, optimizer, budget=budget, precision=precision, device="cpu")
-    plan = replace(plan, resident_bytes=2 * plan.resident_bytes)  # for the view's page and one more
-    with carry_out(plan, model, optimizer, budget=budget) as runtime, torch.no_grad():
-        expected = model(X)
-        weight = model[0].weight
-        view = weight.detach()
-        evict_all(runtime._components.prefetch_engine)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(ParameterPage, "_show", raises)
-            model(X)
-        assert torch.equal(model(X), expected)
-        weight.zero_()
-        assert view.any().item() is False
-
-
-@on_disk
-def test_a_page_whose_leaving_is_interrupted_is_found_again(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(tmp_path, home) as (model, runtime), torch.no_grad():
-        expected = model(X)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(ParameterPage, "_show", raises)
-            evict_all(runtime._components.prefetch_engine)
-        assert torch.equal(model(X), expected)
-
-
-@on_disk
-def test_no_other_parameter_changes_after_an_interrupted_write_of_one(home: str, tmp_path: Path) -> None:
-    """Writes of single parameters share a buffer. The next one waits until the interrupted one is over."""
-    faults = Faults()
-    model = two_layers(60)  # its parameters end inside of blocks of 4 KiB
-    with injected(faults), small_runtime.opened(model, tmp_path, home=home) as runtime:
-        for _ in range(2):
-            model(torch.ones(2, 60)).sum().backward()
-            runtime.optimizer.step()
-            runtime.optimizer.zero_grad()
+    with opened(tmp_path, "nvme", faults) as (model, runtime):
+        model(X).sum().backward()
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        expected = model(X).detach()
         small_runtime.settle(runtime)
+        evict_all(runtime._components.prefetch_engine)
         state = runtime.optimizer.state
-        before = state[model[0].weight]["exp_avg"].clone()
         changed = {name: each.clone() for name, each in state[model[2].weight].items()}
         changed["exp_avg"].fill_(7.0)
-        same = {name: each.clone() for name, each in state[model[0].bias].items()}
-        faults.hold("write", 1)
-        with interrupts(0.2):
-            state[model[0].bias] = same
-        threading.Timer(0.2, faults.release).start()
-        state[model[2].weight] = changed
-        assert torch.equal(state[model[0].weight]["exp_avg"], before)
-        assert torch.equal(state[model[2].weight]["exp_avg"], changed["exp_avg"])
+        faults.delay(what, 1, 0.5, times=None)
+        with interrupts(0.2), torch.no_grad():
+            if what == "read":
+                model(X)
+            else:
+                state[model[2].weight] = changed
+        faults.clear()
+        if what == "write":
+            assert torch.equal(state[model[2].weight]["exp_avg"], changed["exp_avg"])
+        assert torch.equal(model(X), expected)
 
 
-def test_an_interrupted_close_still_closes(tmp_path: Path) -> None:
+@on_disk
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_a_second_ctrl_c_ends_a_wait_and_the_runtime(kind: str, home: str, tmp_path: Path) -> None:
+    faults = Faults()
+    with opened(tmp_path, home, faults) as (model, runtime):
+        model(X).sum().backward()
+        runtime.optimizer.step()
+        model(X)
+        evict_all(runtime._components.prefetch_engine)
+        faults.hold(kind, 1, times=None)
+        with interrupts(0.2, 0.4), torch.no_grad():
+            model[0].weight.add_(1)
+            model(X)
+            runtime.optimizer.state[model[0].weight] = runtime.optimizer.state[model[0].weight]
+        faults.release()
+        for use in (lambda: model(X), runtime.optimizer.zero_grad, model[0].weight.sum):
+            with pytest.raises(ConfigError, match="interrupted half way"):
+                use()
+        runtime.close()
+        assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupted_close_still_closes(times: int, tmp_path: Path) -> None:
     faults = Faults()
     with opened(tmp_path, "nvme", faults) as (model, runtime):
         model(X).sum().backward()
@@ -168,9 +123,28 @@ def test_an_interrupted_close_still_closes(tmp_path: Path) -> None:
         runtime.optimizer.step()
         runtime._components.scheduler.complete_all()
         assert runtime._components.store._writes
-        with interrupts(0.2):
+        with interrupts(*(0.2, 0.4)[:times]):
             runtime.close()
         assert files(tmp_path) == []
+
+
+def test_a_timeout_of_the_user_comes_when_a_wait_is_over(tmp_path: Path) -> None:
+    class Late(Exception):
+        pass
+
+    def late(*_: object) -> None:
+        raise Late
+
+    faults, before = Faults(), signal.signal(signal.SIGALRM, late)
+    with opened(tmp_path, "nvme", faults) as (model, runtime), torch.no_grad():
+        expected = model(X)
+        evict_all(runtime._components.prefetch_engine)
+        faults.delay("read", 1, 0.3, times=None)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(Late):
+            model(X)
+        assert torch.equal(model(X), expected)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_a_task_that_is_broken_off_ends_before_its_owner_goes_on() -> None:
@@ -259,33 +233,3 @@ def test_hooks_of_saved_tensors_are_gone_after_an_interrupted_forward(tmp_path: 
             interrupt_forward(model)
         model(X)
         assert hook_stack.top() is None
-
-
-@pytest.mark.parametrize("where", ["submit", "deliver", "begun"])
-def test_an_update_that_is_interrupted_half_way_ends_the_runtime(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the same update would run twice, or would be in two places."""
-    with opened(tmp_path, "nvme") as (model, runtime):
-        for _ in range(2):
-            model(X).sum().backward()
-            runtime.optimizer.step()
-            runtime.optimizer.zero_grad()
-        after = {
-            "submit": (ThreadPool, "submit_again"),
-            "deliver": (type(runtime._components.scheduler), "_deliver"),
-            "begun": (type(runtime._components.scheduler), "_began"),
-        }
-        owner, name = after[where]
-        real: Callable[..., Any] = getattr(owner, name)
-
-        def interrupted(*args: Any, **how: Any) -> None:
-            if where == "submit":
-                real(*args, **how)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(owner, name, interrupted)
-            model.state_dict()
-        with pytest.raises(ConfigError, match="interrupted half way"):
-            model(X)

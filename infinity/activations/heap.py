@@ -14,9 +14,7 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-"""Bytes by which resident memory that a trim could not bring below the limit grows before the next trim."""
-_LEAST_SLACK = 1 << 20
-"""The same where the budget is near."""
+
 _BETWEEN_LOOKS = 2 << 20
 """The fewest bytes allocated between two checks of this process's resident memory."""
 _LOOKS = 128
@@ -33,12 +31,9 @@ class HeapGuard:
     Memory in use is not reduced, so the limit can still be exceeded. Without glibc the guard does nothing.
     """
 
-    def __init__(self, limit: int | None, margin: int = 0) -> None:
-        """limit: bytes of resident memory of the whole process. None: the guard does nothing. margin: bytes
-        between the limit and the budget.
-        """
+    def __init__(self, limit: int | None) -> None:
+        """limit: bytes of resident memory of the whole process. None: the guard does nothing."""
         self._limit = limit or 0
-        self._budget = self._limit + margin
         self._next = self._limit
         """Bytes of resident memory above which the heap is trimmed: the limit, or more after a trim that did
         not reach it.
@@ -60,8 +55,7 @@ class HeapGuard:
 
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit. If it still is
-        afterwards, the next trim waits until it has grown by half of what is left of the budget, at least 1
-        and at most 8 MiB; by 8 MiB where it is above the budget, too.
+        afterwards, the next trim waits until it has grown by 8 MiB.
         """
         if self._trim is None:
             return
@@ -71,7 +65,5 @@ class HeapGuard:
         elif resident > self._next:
             self._trim(0)
             resident = machine.resident_bytes()
-            left = self._budget - resident
-            slack = _SLACK if left <= 0 else min(_SLACK, max(_LEAST_SLACK, left // 2))
             # Memory in use remains after the trim; do not try again before it has grown.
-            self._next = self._limit if resident <= self._limit else resident + slack
+            self._next = self._limit if resident <= self._limit else resident + _SLACK

@@ -143,7 +143,7 @@ class Committer:
         try:
             number, created = self._begin()
             commit = self._save(number, created, state, generators() if rng is None else rng, identity)
-        except BaseException as error:
+        except Exception as error:
             refused = self._others is not None and self._others.refuse(error)
             if refused and self.last is not None and self.last is not before:
                 self.last.reported = True  # by this error
@@ -192,13 +192,15 @@ class Committer:
         self._prepare(part for part in self._frozen if part.durable is None)
         draft = self._recorder.draft(number, created, state, rng, identity)
         commit = Commit(number, self._complete_for)
+        self._ledger.begin(commit, outstanding, self._frozen, self._store.writes_under_way())
+        thread = _thread(self._run, commit, draft)
         try:
-            self._ledger.begin(commit, outstanding, self._frozen, self._store.writes_under_way())
-            self.last, self._thread = commit, _thread(self._run, commit, draft)
-            self._thread.start()
-        except BaseException:
-            self._ledger.withdraw(commit)
-            raise
+            thread.start()
+        except RuntimeError as error:
+            failure = ConfigError(f"A commit was given up: {error}.", "Allow more threads (ulimit -u).")
+            self._ledger.end(commit, failure)
+            raise failure from error
+        self.last, self._thread = commit, thread
         if self._wanted == number:
             self.wanted(number)
         return commit
@@ -259,7 +261,7 @@ class Committer:
     def stop(self) -> None:
         """Give up the commit if it is pending, and wait until its thread uses no memory any more."""
         self._ledger.give_up()
-        if self._thread is not None and self._thread.ident is not None:
+        if self._thread is not None:
             while self._thread.is_alive():
                 self._thread.join(_SLICE)
 
@@ -301,8 +303,6 @@ class Committer:
     # --- the commit's thread ----------------------------------------------------------------------------
 
     def _run(self, commit: Commit, draft: SavedCommit) -> None:
-        if not self._ledger.start(commit):
-            return  # `save` was interrupted, and has withdrawn the commit
         failure: InfinityError | None = None
         try:
             failure = self._outcome(commit, draft)

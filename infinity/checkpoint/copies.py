@@ -200,16 +200,8 @@ class Copies:
         """Context after an error in which the runtime is lost: its pages are a mixture of two runs."""
         try:
             yield
-        except BaseException as error:
-            if not isinstance(error, InfinityError):
-                self._health.lose(
-                    ConfigError(
-                        f"A load ended half way ({type(error).__name__}).",
-                        "Offload the model anew, and load again.",
-                    )
-                )
-            else:
-                self._health.lose(error)
+        except Exception as error:
+            self._health.lose(error)
             raise
 
 
@@ -292,6 +284,7 @@ class _Arrays:
                 for array in entry.arrays(self.rule).values() if entry.numel else ():
                     block = form.array_bytes(array, form.BLOCK)
                     for part in self._parts(page, index, array.name):
+                        self._source.pager.lock.safe_point()
                         rows = np.array([(0, part.nbytes, block)], dtype=np.int64)
                         found = crc32c_blocks(part, rows)
                         self.checksums[done : done + len(found)] = found

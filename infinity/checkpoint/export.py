@@ -108,10 +108,12 @@ class Source:
 
     def _values(self, place: Place, part: Piece) -> torch.Tensor:
         """Return a copy of a part of a parameter's values, flat in the order of memory."""
+        self.pager.lock.safe_point()
         return self.pager.copied_values(place, part.start, part.count)
 
     def _state(self, page: StatePage, chunk_index: int, name: str, part: Piece) -> torch.Tensor:
         assert self.states is not None
+        self.pager.lock.safe_point()
         return self.states.entries(page, chunk_index, name, part)
 
 

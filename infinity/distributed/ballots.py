@@ -26,7 +26,7 @@ class Ballots:
         wire: Wire,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """released: makes the context in which ballots are waited for, such as `TrainerLock.released`."""
+        """released: makes the context in which ballots are waited for, such as `RuntimeLock.released`."""
         self._ranks = ranks
         self._wire = wire
         self._released = released

@@ -16,7 +16,6 @@ from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.bell import Bell
 from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.liveness import Liveness
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.node_cache import NodeCache
@@ -27,6 +26,7 @@ from infinity.layout.shards import Share
 from infinity.system import launcher, machine
 from infinity.system.closing import Closing
 from infinity.system.launcher import RankLocation
+from infinity.system.lock import RuntimeLock
 from infinity.telemetry.meter import Meter
 from infinity.tiers import Pool
 
@@ -49,7 +49,7 @@ class Communicator(Closing):
         """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
         self.share = Share(self.ranks.rank, self.ranks.size, stage)
         self.bell = Bell()
-        self.lock = TrainerLock()
+        self.lock = RuntimeLock()
         self.meter = Meter()
         """The runtime's: bytes cross between ranks before that is made."""
         self.wire = Wire(self.ranks, self.bell, self.meter)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.liveness import Liveness
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError
+from infinity.system.lock import RuntimeLock
 
 _MOST_AT_ONCE = 32
 """The most messages that are acted on before the training thread gets the lock again."""
@@ -37,7 +37,7 @@ class Conductor:
         drive: Callable[[int], None],
         liveness: Liveness,
         cache: NodeCache | None,
-        lock: TrainerLock,
+        lock: RuntimeLock,
         early: Sequence[tuple[int, Message]],
     ) -> None:
         """drive: completes what the commit with this number lacks, under the lock. cache: gives parameters

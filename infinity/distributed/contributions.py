@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
@@ -35,6 +34,7 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order
 from infinity.optim.scheduler import UpdateScheduler
+from infinity.system.lock import RuntimeLock
 from infinity.tiers import Pool
 
 Key = tuple[int, int, int]
@@ -96,7 +96,7 @@ class Contributions:
         scheduler: UpdateScheduler,
         room: Pool,
         most_waiting: int,
-        lock: TrainerLock,
+        lock: RuntimeLock,
     ) -> None:
         """gradients: the sums. scheduler: adds to them. room: the pool into which contributions of other
         ranks come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import What
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Dispatch
@@ -33,6 +32,7 @@ from infinity.pages.home import Home
 from infinity.pages.optimizer_page import StatePage
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
+from infinity.system.lock import RuntimeLock
 from infinity.tiers import Pool
 from infinity.tiers.link import Transfer
 
@@ -68,7 +68,7 @@ class PageService:
         scheduler: UpdateScheduler | None,
         store: Store,
         room: Pool,
-        lock: TrainerLock,
+        lock: RuntimeLock,
         health: Health,
     ) -> None:
         """remote: knows the steps that this rank has decided. pages, states: parameter and optimizer pages

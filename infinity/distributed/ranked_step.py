@@ -32,7 +32,6 @@ import torch
 
 from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.contributions import Contributions
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import MessageKind
 from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
@@ -47,6 +46,7 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.engine import PrefetchEngine
+from infinity.system.lock import RuntimeLock
 
 _OPTIONS = "options of the param groups"
 _MEMBERS = "parameters of the param groups"
@@ -75,7 +75,7 @@ class RankedStep(SingleStep):
         remote: RemoteParts,
         engine: PrefetchEngine,
         gradients: Gradients,
-        lock: TrainerLock,
+        lock: RuntimeLock,
     ) -> None:
         """contributions: takes gradients to the ranks that keep their sums; None if every rank keeps all of
         them. Then `whole` sums them up.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.node_cache import NodeCache, Wanted, asked
 from infinity.distributed.transfers import Delivery, Dispatch
@@ -18,6 +17,7 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.remote import RemotePages
+from infinity.system.lock import RuntimeLock
 from infinity.telemetry.meter import Meter
 from infinity.tiers.link import Timing, Transfer
 
@@ -25,7 +25,7 @@ from infinity.tiers.link import Timing, Transfer
 class RemoteTransfer:
     """Bytes on their way from another rank: a Transfer whose `wait` gives the runtime's lock up."""
 
-    def __init__(self, delivery: Delivery, lock: TrainerLock, meter: Meter) -> None:
+    def __init__(self, delivery: Delivery, lock: RuntimeLock, meter: Meter) -> None:
         self._delivery = delivery
         self._lock = lock
         self._meter = meter
@@ -50,7 +50,7 @@ class _RelayedTransfer(RemoteTransfer):
     """Bytes on their way from another rank by a rank of this node, which may have no room for them."""
 
     def __init__(
-        self, delivery: Delivery, lock: TrainerLock, meter: Meter, ask: Callable[[], Delivery]
+        self, delivery: Delivery, lock: RuntimeLock, meter: Meter, ask: Callable[[], Delivery]
     ) -> None:
         """ask: asks the owner of the bytes itself."""
         super().__init__(delivery, lock, meter)
@@ -72,7 +72,7 @@ class _RelayedTransfer(RemoteTransfer):
 class RemoteParts(RemotePages):
     """The parts of pages that several ranks hold."""
 
-    def __init__(self, wire: Wire, lock: TrainerLock, share: Share, cache: NodeCache | None = None) -> None:
+    def __init__(self, wire: Wire, lock: RuntimeLock, share: Share, cache: NodeCache | None = None) -> None:
         """share: this rank's. cache: keeps what ranks of other nodes own; None: each rank asks the owners."""
         self.step = 0
         self._loads = 0

@@ -151,7 +151,7 @@ class Gradients:
         counts = [piece.count for _, piece in self.pages[unit].layout.pieces(parameter)]
         try:
             self._ring.await_room(counts, fresh.dtype.itemsize)
-        except BaseException as error:
+        except Exception as error:
             self.lose(error)
             raise
 
@@ -171,7 +171,7 @@ class Gradients:
             if parameter in page.as_they_come:
                 page.check_single(parameter, dtype)
             yield page
-        except BaseException as error:
+        except Exception as error:
             self.lose(error)
             raise
         page.content.add(parameter)
@@ -212,7 +212,7 @@ class Gradients:
         page = self.pages[unit]
         try:
             yield page
-        except BaseException as error:
+        except Exception as error:
             self.lose(error)
             raise
         page.content.add(piece.parameter)
@@ -429,10 +429,10 @@ class Gradients:
         for page in self.pages.values():
             page.forget_runs()
 
-    def lose(self, error: BaseException) -> None:
+    def lose(self, error: Exception) -> None:
         """Note an error by which the gradients of this step are lost. `check` raises it until `clear`.
 
-        A ConfigError takes the place of an error that is not an InfinityError, such as KeyboardInterrupt.
+        A ConfigError takes the place of an error that is not an InfinityError.
         """
         if not isinstance(error, InfinityError):
             error = ConfigError(

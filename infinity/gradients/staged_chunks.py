@@ -26,7 +26,7 @@ class StagedChunks:
         self,
         pages: Mapping[int, GradientPage],
         store: Store,
-        lose: Callable[[BaseException], None],
+        lose: Callable[[Exception], None],
         *,
         ring: GradientRing | None,
     ) -> None:
@@ -168,7 +168,7 @@ class StagedChunks:
         self.drop(page, chunk_index)
         try:
             self._store.write(page.home, page.offset(chunk_index), staged)
-        except BaseException as error:
+        except Exception as error:
             self._lose(error)
             raise
         page.chunks[chunk_index].stored = True

@@ -200,7 +200,6 @@ class PagedParameter(nn.Parameter):
         if value is not None:
             value = _checked_gradient(self, value)
         take_gradient(self)
-        take_gradient(self)  # where Ctrl-C came before the hook that takes it
         if stored is not None and value is None:
             stored.drop_gradient(*place.key, zeros=False)
         elif stored is not None and value is not None:

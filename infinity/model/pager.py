@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,7 @@ from infinity.pages.health import Health
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.prefetch.trace import AccessKind
+from infinity.system.lock import RuntimeLock
 from infinity.telemetry.stats import Phase
 
 
@@ -41,12 +42,12 @@ class Pager:
         scale: LossScale,
         health: Health,
         heap: HeapGuard,
-        lock: AbstractContextManager[Any] | None = None,
+        lock: RuntimeLock,
     ) -> None:
         """pages: the parameter pages, by index of the unit. addresses: see `addresses`. edits: writes user
         code's changes of parameters to the pages' homes. scale: the loss scale of the gradients that arrive
         at parameters. health: raises an error once the runtime is closed or lost. heap: counts the bytes of
-        saved activations. lock: the runtime's lock, which is reentrant; None: a new one.
+        saved activations. lock: the runtime's.
         """
         self.pages = pages
         self.addresses = addresses
@@ -55,7 +56,7 @@ class Pager:
         """
         self.prefetch_engine = prefetch_engine
         self.edits = edits
-        self.lock = threading.RLock() if lock is None else lock
+        self.lock = lock
         self.saved_bytes = SavedBytes(heap)
         self.forwards = OpenCalls()
         """The open calls of the root module's forward."""
@@ -247,17 +248,19 @@ class Pager:
         those of other ranks differ (`EditTracker.publish`). The runtime's lock is not held in the context,
         because autograd's threads, for which code in the context may wait, have to fetch pages too.
         """
-        with self.lock:
-            self.refuse()
-            self.prefetch_engine.hold(units, AccessKind.FORWARD)
-            self.prefetch_engine.settle_for_user(units)
-        try:
+        with ExitStack() as ends:
+            with self.lock:
+                self.refuse()
+                self.prefetch_engine.hold(units, AccessKind.FORWARD)
+                ends.callback(self._let_go, units)
+                self.prefetch_engine.settle_for_user(units)
             yield
             with self.lock:
                 self.edits.publish([self.pages[unit] for unit in units])
-        finally:
-            with self.lock:
-                self.prefetch_engine.let_go(units)
+
+    def _let_go(self, units: Sequence[int]) -> None:
+        with self.lock:
+            self.prefetch_engine.let_go(units)
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
         """Return a copy of a parameter's values, with the parameter's shape and strides.

@@ -296,7 +296,7 @@ class ChunkUpdate:
                 self._states = self._state_page.home.view(self._state_offset, self.state_bytes)
             else:
                 self._read_states(rest[: self.state_bytes])
-        except BaseException:
+        except InfinityError:
             self._drop_reads()
             raise
         self._to(UpdateState.READING)
@@ -309,7 +309,7 @@ class ChunkUpdate:
         self._version = self._state_page.version
         try:
             self._read_states(memory[: self.state_bytes])
-        except BaseException:
+        except InfinityError:
             self._drop_reads()
             raise
         self._room = memory[self.state_bytes :]
@@ -370,12 +370,8 @@ class ChunkUpdate:
             link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
             link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
         memory = (self._parameter, self._gradient, self._states)
-        try:
-            self.ticket = self._submit(self.decision, memory, awaited)
-            self._to(UpdateState.COMPUTING)
-        except BaseException as error:
-            self.interrupted(error)
-            raise
+        self.ticket = self._submit(self.decision, memory, awaited)
+        self._to(UpdateState.COMPUTING)
         return self.ticket
 
     def write(self) -> None:
@@ -393,18 +389,10 @@ class ChunkUpdate:
         except InfinityError as error:
             self._lose(error)
             raise
-        except BaseException as error:
-            if store.ledger.pending is not None:
-                self.interrupted(error)  # the commit may hold the slots to which a repetition would write
-            raise
-        try:
-            store.ledger.updated((self.unit, self.chunk_index))
-            self.ticket = self.decision = self.taken = None
-            self._let_go()
-            self._to(UpdateState.WRITING)
-        except BaseException as error:
-            self.interrupted(error)
-            raise
+        store.ledger.updated((self.unit, self.chunk_index))
+        self.ticket = self.decision = self.taken = None
+        self._let_go()
+        self._to(UpdateState.WRITING)
 
     def finish(self) -> Transfer:
         """Be available for the next step: WRITING -> IDLE.
@@ -436,15 +424,6 @@ class ChunkUpdate:
         if self.ticket is not None:
             self.ticket.wait()
         self.copy.wait()
-
-    def interrupted(self, error: BaseException) -> None:
-        """Make the runtime refuse further use if an exception came between two steps of a transition.
-
-        error: the exception, such as KeyboardInterrupt. After a StorageError nothing is done, because the
-        update's state then says how to go on.
-        """
-        if not isinstance(error, InfinityError):
-            self._health.interrupted(error)
 
     # --- memory -----------------------------------------------------------------------------------------
 
@@ -513,10 +492,8 @@ class ChunkUpdate:
         Their homes list them until the next request there, and reads that nobody has waited for keep their
         memory.
         """
-        try:
-            self.end()
-        finally:
-            self._let_go()
+        self.end()
+        self._let_go()
 
     def _let_go(self) -> None:
         """Drop all references to the inputs' memory, except by `taken`."""
@@ -569,14 +546,9 @@ class ChunkUpdate:
     def _submit_first(
         self, work: cpu_adam.Update, memory: Memory, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        ticket = self._threads.submit(work, awaited=awaited)
-        try:
-            self._form = cpu_adam.UpdateForm.of(work, memory)
-            self._addresses = self._form.addresses(memory) if self.in_ram else None
-        except BaseException:
-            ticket.wait()  # no caller gets the ticket
-            raise
-        return ticket
+        self._form = cpu_adam.UpdateForm.of(work, memory)
+        self._addresses = self._form.addresses(memory) if self.in_ram else None
+        return self._threads.submit(work, awaited=awaited)
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]

@@ -602,12 +602,8 @@ class UpdateScheduler(Updates):
                 raise
 
     def _ended(self, update: ChunkUpdate) -> None:
-        try:
-            self._active.remove(update)
-            self._deliver(update)
-        except BaseException as error:
-            update.interrupted(error)
-            raise
+        self._active.remove(update)
+        self._deliver(update)
 
     def _deliver(self, update: ChunkUpdate) -> None:
         """Record that an update is computed, so that the model can use the new parameters.
@@ -704,7 +700,7 @@ class UpdateScheduler(Updates):
 
         It is IDLE then, and its states are read again later.
         """
-        update.cancel()  # it waits for reads: Ctrl-C leaves the update active
+        update.cancel()
         self._active.remove(update)
 
     def _cancel_all(self) -> None:
@@ -713,13 +709,8 @@ class UpdateScheduler(Updates):
             self._cancel(update)
 
     def _begin(self, update: ChunkUpdate, memory: torch.Tensor, present: Present | None) -> None:
-        try:
-            update.acquire(memory, present)
-            self._began(update)
-        except BaseException as error:
-            if update.state is not UpdateState.READY:
-                update.interrupted(error)
-            raise
+        update.acquire(memory, present)
+        self._began(update)
 
     def _try_take(self, nbytes: int) -> torch.Tensor | None:
         if not nbytes:

@@ -41,7 +41,7 @@ from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
-from infinity.pages.parameter_page import ParameterPage, Presence, parameter_version
+from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT
 
@@ -130,7 +130,7 @@ class EditTracker:
     def follow(self) -> None:
         """Have the fp32 masters of the watched parameters follow the edits, and end the watch.
 
-        Where this fails or is interrupted, the values before stay remembered, and the next call repeats it.
+        Where this fails, the values before stay remembered, and the next call repeats it.
         """
         while self._watched:
             page, index, before = self._watched[0]
@@ -437,8 +437,6 @@ class EditTracker:
         """Whether code other than the runtime refers to the page's storage. memory: a tensor over that
         storage. besides: number of references that do not count, because a caller holds them.
         """
-        if page.residency is not None and page.presence is not Presence.PRESENT:
-            return True  # Ctrl-C has interrupted a landing or a leaving, so the references are not known
         storage = memory.untyped_storage()
         ours = len(self._loans.get(page.index, ())) + 1 + besides  # 1: the reference of `storage` above
         if page.residency is not None:

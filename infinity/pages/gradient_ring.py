@@ -48,7 +48,7 @@ Its argument is the part, a tensor of shape (n,) in the gradient's dtype.
 """
 
 
-class Job:
+class RingJob:
     """A part of a gradient on its way through the ring to host RAM: one job of the worker."""
 
     __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
@@ -69,7 +69,7 @@ class Job:
         """
 
 
-def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> int | None:
+def placed(nbytes: int, alignment: int, size: int, taken: Sequence[RingJob] | deque[RingJob]) -> int | None:
     """Find a range of `nbytes` free bytes in a ring of `size` bytes. Pure.
 
     Returns the range's start, in bytes from the start of the ring, or None if there is no such range.
@@ -88,19 +88,19 @@ def placed(nbytes: int, alignment: int, size: int, taken: Sequence[Job] | deque[
     return 0 if nbytes <= first else None
 
 
-def fit(sizes: Sequence[int], alignment: int, size: int, taken: Sequence[Job] | deque[Job]) -> bool:
+def fit(sizes: Sequence[int], alignment: int, size: int, taken: Sequence[RingJob] | deque[RingJob]) -> bool:
     """Whether a ring of `size` bytes has room for new jobs of these sizes, one after the other. Pure.
 
     sizes, alignment: in bytes. taken: the jobs that have bytes in the ring, oldest first. If the new jobs
     together exceed even an empty ring, only the first jobs count, as many as an empty ring has room for.
     """
-    now, empty = list(taken), list[Job]()
+    now, empty = list(taken), list[RingJob]()
     for nbytes in sizes:
         for jobs, enough in ((empty, True), (now, False)):
             start = placed(nbytes, alignment, size, jobs)
             if start is None:
                 return enough
-            job = Job(torch.uint8, _nothing)
+            job = RingJob(torch.uint8, _nothing)
             job.start, job.end = start, start + nbytes
             jobs.append(job)
     return True
@@ -126,7 +126,7 @@ class GradientRing:
         self._size = store.ring.nbytes
         self._changed = threading.Condition()
         """Condition that guards the attributes below, but not the attributes of jobs."""
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[RingJob] = deque()
         """All jobs that have bytes in the ring, oldest first."""
         self._done = 0
         """Number of jobs that the worker has finished so far."""
@@ -169,7 +169,7 @@ class GradientRing:
         `wait` and `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the ring, but
         not for the copy. Raises DeviceError, or the error in `failure` if there is one.
         """
-        job = Job(fresh.dtype, use)
+        job = RingJob(fresh.dtype, use)
         try:
             self._take(job, fresh.nbytes)
             assert self._ring is not None
@@ -177,7 +177,7 @@ class GradientRing:
             link.uses(User.COMPUTE, there, writes=True, label="gradient in the ring")
             there.view(fresh.dtype).copy_(fresh)
             job.event = link.record()
-        except BaseException:
+        except Exception:
             job.use = None
             raise
         finally:
@@ -243,7 +243,7 @@ class GradientRing:
             while not (ready() or self._closed):
                 self._changed.wait(_SLICE)
 
-    def _take(self, job: Job, nbytes: int) -> None:
+    def _take(self, job: RingJob, nbytes: int) -> None:
         """Wait for `nbytes` free bytes of the ring, give them to the job, and queue the job for the worker.
 
         Raises the error in `failure`, if there is one.
@@ -272,7 +272,7 @@ class GradientRing:
         """
         try:
             threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
-        except BaseException:
+        except Exception:
             self._jobs.pop()
             raise
 
@@ -331,7 +331,7 @@ class GradientRing:
                 self._use(jobs)
         except InfinityError as error:
             self._failure = error.again()
-        except BaseException as error:
+        except Exception as error:
             self._failure = ConfigError(
                 f"A gradient could not be accumulated: {type(error).__name__}: {error}.",
                 "Call runtime.optimizer.zero_grad() and repeat the step.",
@@ -340,7 +340,7 @@ class GradientRing:
             for job in jobs:
                 job.use = job.event = None
 
-    def _use(self, jobs: Sequence[Job]) -> None:
+    def _use(self, jobs: Sequence[RingJob]) -> None:
         wanted = [job for job in jobs if job.use is not None]
         if not wanted:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from infinity.errors import ConfigError, InfinityError
+from infinity.system.lock import RuntimeLock
 
 
 class Health:
@@ -13,11 +14,11 @@ class Health:
     All parts of the runtime share this object.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lock: RuntimeLock) -> None:
         self.closed = False
+        self._lock = lock
         self._process = os.getpid()
-        self.failure: InfinityError | None = None
-        """The error after which the parameters can no longer be right; None if there was no such error."""
+        self._failure: InfinityError | None = None
 
     @property
     def forked(self) -> bool:
@@ -27,23 +28,25 @@ class Health:
         """
         return self._process != os.getpid()
 
-    def lose(self, error: InfinityError) -> None:
+    @property
+    def failure(self) -> InfinityError | None:
+        """The error after which the parameters can no longer be right; None if there was no such error."""
+        if self._lock.broken and self._failure is None:
+            self._failure = ConfigError(
+                "An operation of the runtime was interrupted half way.",
+                "Load the last checkpoint into a new runtime.",
+            )
+        return self._failure
+
+    def lose(self, error: Exception) -> None:
         """Record an error after which the model's parameters can no longer be correct.
 
-        Only the first such error is kept.
+        Only the first such error is kept. One that is not an InfinityError counts as an interruption.
         """
-        self.failure = self.failure or error.again()
-
-    def interrupted(self, error: BaseException) -> None:
-        """Record that an update was interrupted where it can be neither undone nor repeated.
-
-        error: the exception that interrupted the update, such as KeyboardInterrupt.
-        """
-        if not isinstance(error, InfinityError):
-            error = ConfigError(
-                "An update was interrupted half way.", "Load the last checkpoint into a new runtime."
-            )
-        self.lose(error)
+        if isinstance(error, InfinityError):
+            self._failure = self.failure or error.again()
+        else:
+            self._lock.broken = True
 
     def check(self) -> None:
         """Raise ConfigError if the runtime is closed or belongs to the process that this one was forked from,
@@ -59,5 +62,5 @@ class Health:
                 "The runtime of this model is closed, and its parameters are gone with it.",
                 "Use the model before runtime.close(), or keep its parameters with runtime.close(keep=True).",
             )
-        if self.failure is not None:
-            raise self.failure.again()
+        if (failure := self.failure) is not None:
+            raise failure.again()

@@ -122,8 +122,7 @@ class Home:
                     request.lost(error)
             raise
         finally:
-            if request in self.in_flight and request.transfer.done():
-                self.in_flight.remove(request)
+            self.in_flight.remove(request)
 
     def renew(self) -> None:
         """Wait for the writes in flight, and forget that writes have failed. Called when the content of the

@@ -13,12 +13,12 @@ bytes to the slot that the commit holds:
 
 [Note: two threads]
 The thread that trains calls `begin`, `written`, `updated`, `settle`, `wait` and `give_up`, under the
-runtime's lock. The thread of the commit calls `start`, `next_flush`, `flushed`, `complete` and `end`, and
+runtime's lock. The thread of the commit calls `next_flush`, `flushed`, `complete` and `end`, and
 never takes the runtime's lock. Both take the ledger's own lock, for moments only.
 
 [Note: the states of a commit]
-    BEGUN -> PENDING -> WRITING -> NAMED -> DURABLE or UNKNOWN
-    BEGUN or PENDING -> GIVEN_UP -> FAILED
+    PENDING -> WRITING -> NAMED -> DURABLE or UNKNOWN
+    PENDING -> GIVEN_UP -> FAILED
     any but NAMED -> FAILED
 """
 
@@ -47,10 +47,8 @@ Chunk = tuple[int, int]
 class CommitState(enum.Enum):
     """Where a commit stands. The last three states are its ends."""
 
-    BEGUN = enum.auto()
-    """`save` has begun it, and its thread does not run yet."""
     PENDING = enum.auto()
-    """Its thread runs, and waits for the bytes that it holds."""
+    """It waits for the bytes that it holds."""
     GIVEN_UP = enum.auto()
     """It waits for no bytes any more, and fails."""
     WRITING = enum.auto()
@@ -84,7 +82,7 @@ class Commit:
         """complete: function of the commit that completes the updates that it awaits."""
         self.generation = generation
         """The number of the commit in its directory; later commits have larger numbers."""
-        self.state = CommitState.BEGUN
+        self.state = CommitState.PENDING
         self.failure: InfinityError | None = None
         """The error by which the commit failed or was given up; None if it is durable or has not ended."""
         self.reported = False
@@ -142,12 +140,12 @@ class Commit:
     @property
     def open(self) -> bool:
         """Whether the commit still waits for bytes."""
-        return self.state in (CommitState.BEGUN, CommitState.PENDING)
+        return self.state is CommitState.PENDING
 
     def capture(self, part: Part) -> None:
         """Hold the newest bytes of a part that are on disk or being written there."""
         self.held[part] = Held(part.newest, part.checksums, self.begun.get(part, part.begun))
-        part.pending = part.newest  # last: `Ledger.end` frees the slots of what is held
+        part.pending = part.newest
 
     def end(self, state: CommitState, failure: InfinityError | None = None) -> None:
         """End the commit, so that it holds nothing any more. failure: why it is not durable."""
@@ -203,7 +201,7 @@ class Ledger:
         commit.writes += writes
         commit.awaited.update((chunk, self._parts[chunk]) for chunk in outstanding)
         commit.late.update(part for parts in commit.awaited.values() for part in parts)
-        self.pending = commit  # before any slot is held: `withdraw` frees them
+        self.pending = commit
         ready = (
             part for chunk, parts in self._parts.items() if chunk not in commit.awaited for part in parts
         )
@@ -214,14 +212,6 @@ class Ledger:
             else:
                 commit.capture(part)
         commit.unflushed.update(commit.to_flush)
-
-    def withdraw(self, commit: Commit) -> None:
-        """End a commit that `save` could not begin, unless its thread has begun and ends it."""
-        with self._changed:
-            if self.pending is commit and commit.state is CommitState.BEGUN:
-                commit.reported = True
-                cause, cure = "A commit was given up before it began.", "Call save() again."
-                self.end(commit, ConfigError(cause, cure))
 
     def give_up(self, failure: InfinityError | None = None) -> None:
         """Have the pending commit fail without waiting for its bytes, if it waits for some.
@@ -322,13 +312,6 @@ class Ledger:
             commit.join()
 
     # --- the thread of the commit -----------------------------------------------------------------------
-
-    def start(self, commit: Commit) -> bool:
-        """Begin to wait for a commit's bytes, and become the one who ends it. Returns False if `save` has."""
-        with self._changed:
-            if commit.state is CommitState.BEGUN:
-                commit.state = CommitState.PENDING
-            return not commit.done
 
     def next_flush(self, *, block: bool) -> Part | None:
         """Take the next part to flush; None if there is none now.

@@ -81,9 +81,7 @@ class ParameterPage:
         self.permanent = permanent
         self.presence = Presence.AWAY
         self.residency: torch.Tensor | None = None
-        """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT. None otherwise, except
-        after a landing or a leaving that Ctrl-C interrupted.
-        """
+        """The page's bytes in device memory, uint8 (layout.nbytes,), while PRESENT; else None."""
         self.incoming: tuple[torch.Tensor, Transfer] | None = None
         """While the page is ARRIVING in memory that the CPU can use: (the memory that is being filled,
         uint8 (nbytes,), the transfer that fills it). Else None.
@@ -146,10 +144,6 @@ class ParameterPage:
     def turn_back(self) -> None:
         """End an arrival whose transfer failed or was given up: ARRIVING -> AWAY."""
         self.incoming = None
-        if self.residency is not None:  # Ctrl-C has interrupted `land`
-            self._ghost = StorageWeakRef(self.residency.untyped_storage())
-            self._show(self._placeholders)
-            self.residency = None
         self.presence = Presence.AWAY
 
     def land(self, residency: torch.Tensor) -> None:
@@ -164,19 +158,18 @@ class ParameterPage:
         with torch.inference_mode(False):  # inference tensors can never be saved for a backward
             views = [self.view(index, residency) for index in range(len(self.parameters))]
         self._show(views)
-        self.presence = Presence.PRESENT  # after all views: else an interrupted landing is repeated
+        self.presence = Presence.PRESENT
         self._ghost = None
 
     def leave(self) -> None:
-        """Leave device memory: PRESENT -> AWAY. A call that Ctrl-C interrupted is repeated while AWAY.
+        """Leave device memory: PRESENT -> AWAY.
 
         Views that user code holds keep the bytes alive; see [Note: pages without stale views].
         """
         assert self.residency is not None
         self._ghost = StorageWeakRef(self.residency.untyped_storage())
-        self.presence = Presence.AWAY  # first: Ctrl-C after this line leaves bytes that the next use finds
         self._show(self._placeholders)
-        self.residency = None
+        self.presence, self.residency = Presence.AWAY, None
 
     def living(self) -> torch.Tensor | None:
         """Return the page's bytes in device memory, uint8 (nbytes,), or None if it has none there.

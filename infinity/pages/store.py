@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from infinity.aio import wait_for_dropped
 from infinity.config import Budget, round_up
 from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
@@ -68,8 +67,6 @@ class Store:
         self.meter = meter
         self._opened: list[Home] = []
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
-        self._bounced: Transfer = ARRIVED
-        """The last transfer from or to the bounce buffer; over, unless Ctrl-C ended the wait for it."""
         with contextlib.ExitStack() as cleanup:
             self.host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device))
             self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
@@ -181,8 +178,6 @@ class Store:
         The buffer returns to its pool when the last view of it is gone.
         """
         if self._transit.largest_free < self.transit_buffer_bytes:
-            wait_for_dropped()  # Ctrl-C may have dropped a read that holds a buffer
-        if self._transit.largest_free < self.transit_buffer_bytes:
             return None
         with self._transit.lease(self.transit_buffer_bytes) as lease:
             return lease.residency()
@@ -241,7 +236,7 @@ class Store:
                     home.nvme_lease, into, offset=offset, deadline=deadline, describe=home.described(offset)
                 )
                 self.meter.moved(Edge.NVME_TO_HOST, into.nbytes, transfer)
-            # A watcher: a read that Ctrl-C leaves to nobody must not keep its memory.
+            # A watcher: the home lists requests that have ended, and must not keep their memory.
             request = InFlightRequest(offset, offset + into.nbytes, False, watcher_of(transfer))
             home.in_flight.append(request)
         elif home.in_place:
@@ -370,14 +365,12 @@ class Store:
         """
         data = source.view(torch.uint8)
         for start, end in self._windows(offset, data.nbytes):
-            piece = self._free_bounce(end - start)
+            piece = self._bounce_buffer(end - start)
             first, last = max(start, offset), min(end, offset + data.nbytes)
             if (first, last) != (start, end):
-                self._bounced = self.read(home, start, piece)
-                self._bounced.wait()
+                self.read(home, start, piece).wait()
             piece[first - start : last - start].copy_(data[first - offset : last - offset])
-            self._bounced = self._begin_write(home, start, piece, None, False)
-            self._end_write(home, self._bounced)
+            self.write_now(home, start, piece)
         if home.nvme_lease is not None and (durable := self._durable(home)):
             durable.patched(home, offset, data)
 
@@ -388,10 +381,9 @@ class Store:
         """
         copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         for start, end in self._windows(offset, nbytes):
-            piece = self._free_bounce(end - start)
+            piece = self._bounce_buffer(end - start)
             first, last = max(start, offset), min(end, offset + nbytes)
-            self._bounced = self.read(home, start, piece)
-            self._bounced.wait()
+            self.read(home, start, piece).wait()
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
         return copy
 
@@ -403,26 +395,21 @@ class Store:
         """
         self.link.follow_compute()
         for start, end in self._windows(0, home.nbytes):
-            piece = self._free_bounce(end - start)
-            self._bounced = self.read(home, start, piece)
-            self._bounced.wait()
-            self._bounced = self.copy_up(into[start:end], piece)
-            self._bounced.wait()
+            piece = self._bounce_buffer(end - start)
+            self.read(home, start, piece).wait()
+            self.copy_up(into[start:end], piece).wait()
 
     def _durable(self, home: Home) -> DurableIO | None:
         """What reads and writes the slots of a home's page; None if commits are off, and for gradients."""
         return self.durable if home.parts else None
 
-    def _free_bounce(self, nbytes: int) -> torch.Tensor:
+    def _bounce_buffer(self, nbytes: int) -> torch.Tensor:
         """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
         set aside for reads and writes of single parameters.
 
-        nbytes: at most transit_buffer_bytes. Every call returns the same memory. If Ctrl-C ended the wait for
-        an earlier transfer from or to this memory, the call waits until that transfer has ended.
+        nbytes: at most transit_buffer_bytes. Every call returns the same memory.
         """
         assert self.bounce is not None
-        with contextlib.suppress(InfinityError):  # raised where the transfer's bytes are needed
-            self._bounced.wait()
         return self.bounce[:nbytes]
 
     def copy_to_disk(self, part: Part) -> None:
@@ -433,19 +420,20 @@ class Store:
         """
         assert self.durable is not None
         half = self.transit_buffer_bytes // 2 // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-        buffer = self._free_bounce(2 * half)
+        buffer = self._bounce_buffer(2 * half)
         transfers: list[Transfer] = [ARRIVED, ARRIVED]
-        self._bounced = Joined(transfers)  # sees what replaces the two
         checksums = np.zeros_like(part.checksums)
-        for number, offset in enumerate(range(0, part.nbytes, half)):
-            turn = number % 2
-            transfers[turn].wait()
-            piece = buffer[turn * half :][: min(half, part.nbytes - offset)]
-            transfers[turn] = self.copy_down(piece, part.home.view(part.start + offset, piece.nbytes))
-            transfers[turn].wait()
-            self.link.uses(User.HOST, piece, writes=False, label="committed")
-            transfers[turn] = self.durable.copy_out_piece(part, offset, piece, checksums)
-        self._bounced.wait()
+        try:
+            for number, offset in enumerate(range(0, part.nbytes, half)):
+                turn = number % 2
+                transfers[turn].wait()
+                piece = buffer[turn * half :][: min(half, part.nbytes - offset)]
+                transfers[turn] = self.copy_down(piece, part.home.view(part.start + offset, piece.nbytes))
+                transfers[turn].wait()
+                self.link.uses(User.HOST, piece, writes=False, label="committed")
+                transfers[turn] = self.durable.copy_out_piece(part, offset, piece, checksums)
+        finally:
+            Joined(transfers).wait()
         self.durable.copied_out(part, checksums)
 
     def settle_for_user(self, home: Home) -> None:
@@ -495,10 +483,7 @@ class Store:
         try:
             with contextlib.suppress(InfinityError):
                 self.settle()
-            while self.finish_oldest_write():
-                pass
-        finally:  # also after Ctrl-C: closing the tiers waits for what is in flight, too
-            self._bounced = ARRIVED
+        finally:  # closing the tiers waits for what is in flight, too
             self.release()
 
     def _finish_write(self, write: tuple[Home, InFlightRequest]) -> None:
@@ -506,8 +491,7 @@ class Store:
         try:
             home.finish(request)
         finally:
-            if request not in home.in_flight:  # else Ctrl-C came before, and a later call finishes it
-                self._writes.remove(write)
+            self._writes.remove(write)
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Yield ranges (start, end) of bytes of a home that together cover [offset, offset + nbytes).

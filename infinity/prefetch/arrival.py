@@ -100,8 +100,6 @@ class Arrival:
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
         """The latest transfer into the page's device memory; None before the first."""
-        self.abandoned = False
-        """Whether `abandon` was called, even if Ctrl-C ended that call."""
         self._failure: InfinityError | None = None
         """The error of a failed transfer, which `finish` raises; None if none has failed."""
         self.local: Transfer | None = None
@@ -141,10 +139,7 @@ class Arrival:
             return self._advance(block)
         except InfinityError as error:
             self._failure = error.again()
-        except BaseException:
-            self.abandoned = True  # Ctrl-C may have come between a part of the page and its transfer
-            raise
-        self._drop()
+        self.abandon()
         return True
 
     def _advance(self, block: bool) -> bool:
@@ -200,10 +195,6 @@ class Arrival:
         """Begin no more transfers, and wait until none writes to the page's device memory. Their errors are
         ignored.
         """
-        self.abandoned = True
-        self._drop()
-
-    def _drop(self) -> None:
         self._todo.clear()
         transfers = [each.transfer for each in self._buffers]
         for transfer in (*transfers, *([self.final] if self.final is not None else [])):

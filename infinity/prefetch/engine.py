@@ -29,7 +29,7 @@ import torch
 
 from infinity.aio import wait_for_dropped
 from infinity.config import format_size
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, InfinityError
 from infinity.layout.shards import Span
 from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
@@ -194,9 +194,6 @@ class PrefetchEngine:
             self._touch(unit)
             self.meter.accessed(self.pages[unit].presence is not Presence.AWAY or self.updates.begun(unit))
         pinned = {*units, *self._held}
-        for unit in units:
-            if self.pages[unit].presence is Presence.ARRIVING and self._is_abandoned(unit):
-                self._turn_back(unit)
         for _ in range(2):  # twice, because making room for the last unit may have evicted the first
             for unit in units:
                 if self.pages[unit].presence is Presence.AWAY:
@@ -338,7 +335,7 @@ class PrefetchEngine:
 
     def _touch(self, unit: int) -> None:
         if unit in self._resident:
-            self._resident.move_to_end(unit)  # one call: Ctrl-C between two would leave the unit out
+            self._resident.move_to_end(unit)
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
         """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
@@ -353,27 +350,24 @@ class PrefetchEngine:
             self.updates.complete(unit)
         kept = page.living()
         if kept is not None and self._up_to_date(page):
-            self._resident[unit] = None  # first: a page that is PRESENT and not listed would never leave
             page.arrive()
             page.land(kept)
+            self._resident[unit] = None
             return
-        lease = None if kept is not None else self._lease(unit, pinned)
+        into = self._lease(unit, pinned) if kept is None else kept
+        page.filled_at = self._remote.step
+        pulled = self._parts or unit in self._behind
+        arrival = Arrival(page, into, self.store, self._remote, ahead=ahead, pulled=pulled)
         page.arrive()
-        self._resident[unit] = None
+        self._arrivals[unit], self._resident[unit] = arrival, None
         try:
-            page.filled_at = self._remote.step
-            into = kept if lease is None else lease
-            assert into is not None
-            pulled = self._parts or unit in self._behind
-            arrival = Arrival(page, into, self.store, self._remote, ahead=ahead, pulled=pulled)
             arrival.start()
-            self._arrivals[unit] = arrival  # last: an arrival that is listed brings all of the page
-            if self.store.device.shares_host:
-                assert arrival.local is not None
-                page.incoming = (arrival.residency, arrival.local)
-        except BaseException:
+        except InfinityError:
             self._turn_back(unit)
             raise
+        if self.store.device.shares_host:
+            assert arrival.local is not None
+            page.incoming = (arrival.residency, arrival.local)
 
     def _up_to_date(self, page: ParameterPage) -> bool:
         """Whether the bytes of an evicted page that views keep alive in device memory can be used again."""
@@ -386,14 +380,11 @@ class PrefetchEngine:
     def land(self, unit: int, *, for_host: bool = False) -> None:
         """Wait until the unit's page is PRESENT, if it is ARRIVING; else do nothing. Raises StorageError.
 
-        A page whose arrival was abandoned is AWAY afterwards. for_host: also block the CPU until the copy
-        from the page's home has ended, so that the CPU may write to the home.
+        for_host: also block the CPU until the copy from the page's home has ended, so that the CPU may write
+        to the home.
         """
         arrival = self._arrivals.get(unit)
         if arrival is None:
-            return
-        if arrival.abandoned:
-            self._turn_back(unit)
             return
         try:
             with self.meter.stalling(arrival.edge):
@@ -402,35 +393,23 @@ class PrefetchEngine:
                 residency = arrival.finish()
                 if for_host and arrival.final is not None:
                     arrival.final.wait()
-        except BaseException:
+        except InfinityError:
             self._turn_back(unit)
             raise
-        if self.pages[unit].presence is not Presence.PRESENT:
+        if self._arrivals.get(unit) is arrival:  # else another thread has ended it, while this one waited
             self.pages[unit].land(residency)
-        if unit in self._arrivals:
-            del self._arrivals[unit]  # last, so that an interrupted landing is repeated
-        if unit in self._behind and not self.pages[unit].permanent:
-            self._keep_others(self.pages[unit])
-
-    def _is_abandoned(self, unit: int) -> bool:
-        """Whether an ARRIVING page has no transfers, because Ctrl-C interrupted an earlier call."""
-        arrival = self._arrivals.get(unit)
-        return arrival is None or arrival.abandoned
+            del self._arrivals[unit]
+            if unit in self._behind and not self.pages[unit].permanent:
+                self._keep_others(self.pages[unit])
 
     def _turn_back(self, unit: int) -> None:
-        """Give up the fetch of an ARRIVING page, which is AWAY afterwards.
-
-        If Ctrl-C ends the wait for transfers, the page is still ARRIVING, and its arrival is marked as
-        `abandoned`. The next use of the page calls this method again.
-        """
+        """Give up the fetch of an ARRIVING page, which is AWAY afterwards."""
         self.updates.release(unit)
-        arrival = self._arrivals.get(unit)
-        if arrival is not None:
-            arrival.abandon()
-        if self.pages[unit].presence is Presence.ARRIVING:
+        if unit in self._arrivals:
+            self._arrivals[unit].abandon()
+        if self._arrivals.pop(unit, None) is not None:  # else another thread has ended it meanwhile
             self.pages[unit].turn_back()
             self._resident.pop(unit, None)
-        self._arrivals.pop(unit, None)
 
     def _evict(self, unit: int) -> None:
         if self._busy[unit] > 0:
@@ -438,12 +417,11 @@ class PrefetchEngine:
         page = self.pages[unit]
         if page.presence is Presence.ARRIVING:
             self._turn_back(unit)
-        elif page.residency is not None:  # PRESENT, or AWAY after a call that Ctrl-C interrupted
+        elif page.presence is Presence.PRESENT:
             self.updates.release(unit)
             self._edits.write_back(page)
             self._note_use(unit)
             page.leave()
-            self._arrivals.pop(unit, None)  # of a landing that Ctrl-C interrupted at its end
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
@@ -537,7 +515,7 @@ class PrefetchEngine:
 
     def _collect(self, pinned: set[int]) -> None:
         gc.collect()  # tracebacks leave views in reference cycles
-        wait_for_dropped()  # and Ctrl-C requests that nobody waits for, whose buffers are in use
+        wait_for_dropped()  # and requests that nobody waits for, whose buffers are in use
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:

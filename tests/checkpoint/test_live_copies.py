@@ -261,7 +261,7 @@ def test_a_load_that_fails_half_way_ends_the_runtime(
         with pytest.raises(KeyboardInterrupt):
             runtime.load(tmp_path / "copy")
         for use in (runtime.optimizer.zero_grad, lambda: runtime.load(tmp_path / "copy")):
-            with pytest.raises(ConfigError, match="A load ended half way"):
+            with pytest.raises(ConfigError, match="interrupted half way"):
                 use()
 
 

@@ -16,13 +16,13 @@ from ranked_cases import Case
 
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.distributed.bell import Bell
-from infinity.distributed.lock import TrainerLock
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.node_cache import NodeCache, Wanted
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import rank_failure
 from infinity.layout.shards import Share
+from infinity.system.lock import RuntimeLock
 from infinity.telemetry.meter import Meter
 from infinity.tiers import HostArena
 
@@ -102,7 +102,7 @@ def test_a_redirected_rank_asks_the_owner() -> None:
     wire, into = _Wire(), memory()
     remote = RemoteParts(
         wire,  # type: ignore[arg-type]
-        TrainerLock(),
+        RuntimeLock(),
         Share(1, 4, 3, on_node=2),
         NodeCache(wire, None),  # type: ignore[arg-type]
     )

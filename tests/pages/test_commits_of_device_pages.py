@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from faulty import watchdog
 
 from infinity.aio import Faults
 from infinity.checksum import crc32c_blocks
-from infinity.errors import StorageFull
+from infinity.errors import ConfigError, StorageFull
 from infinity.pages.durable_io import DurableIO, extend
 from infinity.pages.store import Store
 from infinity.planning import twin_flow
@@ -234,28 +235,29 @@ def test_save_raises_the_error_of_a_write_and_the_next_one_works(nth: int, tmp_p
     run.check()
 
 
-@contextmanager
-def interrupted() -> Iterator[None]:
-    """A context that a signal ends soon."""
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    timer.join()
-
-
-@pytest.mark.parametrize("then", ["save", "close"])
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("held", ["copies", "writes"])
-def test_ctrl_c_ends_save(held: str, then: str, tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_save_and_a_second_one_ends_it(held: str, times: int, tmp_path: Path) -> None:
     with running(tmp_path) as run:
+
+        def interrupt_and_release() -> None:
+            for _ in range(times):
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            run.device.let_go(run.stream())
+            run.faults.release()
+
         if held == "copies":
             run.device.hold(run.stream())
         else:
             run.faults.hold("write", 1, times=None)
-        with interrupted():
+        other = threading.Thread(target=interrupt_and_release)
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
             run.save()
-        run.device.let_go(run.stream())
-        run.faults.release()
-        if then == "save":
-            run.save().wait()
-    assert continued(run.job, run.directories, LAST if then == "save" else LAST - 1) is None
+        other.join()
+        if times == 2:
+            with pytest.raises(ConfigError, match="interrupted half way"):
+                run.save()
+    assert continued(run.job, run.directories, LAST if times == 1 else LAST - 1) is None

@@ -43,12 +43,6 @@ def pending_of(ledger: Ledger, outstanding: Sequence[tuple[int, int]] = ()) -> C
     return commit
 
 
-def started(ledger: Ledger) -> Commit:
-    commit = pending_of(ledger)
-    assert ledger.start(commit)
-    return commit
-
-
 def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
     part = part_in_ram()
     assert part.free_slot() == 0
@@ -58,29 +52,10 @@ def test_new_bytes_go_to_the_place_that_no_commit_holds() -> None:
     assert part.free_slot() is None
 
 
-def test_a_commit_whose_thread_runs_is_not_withdrawn() -> None:
-    ledger = ledger_of(part_in_ram())
-    commit = started(ledger)
-    ledger.withdraw(commit)
-    assert commit.state is CommitState.PENDING
-    assert ledger.pending is commit
-
-
-def test_the_thread_of_a_commit_that_was_withdrawn_does_not_end_it_again() -> None:
-    part = part_on_a_device()
-    ledger = ledger_of(part)
-    commit = pending_of(ledger)
-    assert part.pending == 0
-    ledger.withdraw(commit)
-    assert not ledger.start(commit)
-    assert (commit.state, commit.done, part.pending, ledger.pending) == (CommitState.FAILED, True, None, None)
-    commit.report()  # `save` raises what has interrupted it
-
-
 def test_a_commit_that_is_given_up_fails_by_the_reason_and_waits_for_no_flush() -> None:
     ledger = ledger_of(part_in_ram())
     for reason, said in ((FAILURE, "A cause"), (None, "its runtime ended")):
-        commit = started(ledger)
+        commit = pending_of(ledger)
         ledger.give_up(reason)
         ledger.give_up(ConfigError("Another.", "Cure."))
         assert not commit.done
@@ -97,7 +72,7 @@ def test_a_commit_that_is_given_up_fails_by_the_reason_and_waits_for_no_flush() 
 
 def test_a_commit_whose_manifest_is_being_written_is_not_given_up() -> None:
     ledger = ledger_of(part_on_a_device())
-    commit = started(ledger)
+    commit = pending_of(ledger)
     ledger.complete(commit)
     ledger.give_up(FAILURE)
     assert commit.state is CommitState.WRITING
@@ -110,7 +85,7 @@ def test_the_places_of_a_commit_that_fails_with_its_name_stay_held() -> None:
     part = part_on_a_device()
     ledger = ledger_of(part)
     for state in (CommitState.UNKNOWN, CommitState.FAILED):
-        commit = started(ledger)
+        commit = pending_of(ledger)
         ledger.complete(commit)
         if state is CommitState.UNKNOWN:
             commit.state = CommitState.NAMED
@@ -120,7 +95,7 @@ def test_the_places_of_a_commit_that_fails_with_its_name_stay_held() -> None:
 
 def test_an_error_is_reported_once() -> None:
     ledger = ledger_of(part_in_ram())
-    commit = started(ledger)
+    commit = pending_of(ledger)
     commit.report()
     ledger.end(commit, FAILURE)
     with pytest.raises(ConfigError):

@@ -1,0 +1,206 @@
+"""Runtime's lock: a reentrant lock within which signals wait, and which the conductor need not race for.
+
+[Note: safe points] Python calls the handler of a signal, such as the one that raises KeyboardInterrupt, in
+the main thread between any two instructions. While the main thread holds a runtime's lock, or gives it up to
+wait for other ranks, our handler only notes the signal. The program's own handler is called when the lock is
+returned. So Ctrl-C finds each operation of a runtime done or not begun. If the same signal comes once more
+before that, the program's handler is called at once. An operation that an exception other than an Exception
+ends half way (KeyboardInterrupt, SystemExit) loses the runtime: `RuntimeLock.broken` is true then, and every
+later call raises a ConfigError. What is on disk stays right, as after a kill.
+
+Our handler takes the place of the program's when the main thread takes the lock, also if the program has set
+another one since. Signals without a handler in Python are left alone.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import functools
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""The signals whose handlers usually raise: Ctrl-C, the end of a job, a timeout."""
+
+_locks: weakref.WeakSet[RuntimeLock] = weakref.WeakSet()
+"""The locks that are not closed."""
+_main = threading.main_thread().ident
+_found: list[Any] = [None] * len(_SIGNALS)
+"""The handlers that the process had, as far as known: ours, or what is no function."""
+_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+"""Signal -> the program's handler, which ours calls."""
+_waiting: dict[int, None] = {}
+"""The signals that have come, and whose handlers have not been called, in their order."""
+
+
+class RuntimeLock:
+    """A reentrant lock, owned by a thread; see [Note: safe points].
+
+    The trainer takes and returns it thousands of times a second, and Python's locks go to whoever comes
+    first, so a thread that waits could wait long. While the conductor waits in `turn`, no other thread's next
+    outermost acquisition begins.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._asked = threading.Lock()
+        """Held by the conductor while it waits for the lock."""
+        self._given_up = 0
+        """Number of `released` contexts that the main thread is in."""
+        self._at_safe_point: BaseException | None = None
+        """What a signal's handler has raised in `safe_point`, until the lock is returned."""
+        self.broken = False
+        """Whether an operation was ended half way; see [Note: safe points]."""
+        _locks.add(self)
+
+    def __enter__(self) -> None:
+        if self._asked.locked() and not self.owned():
+            with self._asked:
+                pass
+        if threading.get_ident() == _main and not _is_adopted():
+            _adopt()
+        self._lock.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and error is not self._at_safe_point:
+            self.broken |= not issubclass(kind, (Exception, GeneratorExit))
+        self._lock.release()
+        if kind is not None and not self.owned():
+            self._at_safe_point = None
+        if _waiting:
+            _deliver()
+
+    def owned(self) -> bool:
+        """Whether the calling thread holds the lock."""
+        return bool(self._lock._is_owned())  # type: ignore[attr-defined]
+
+    def safe_point(self) -> None:
+        """Call the handlers of signals that have come. For a caller, holding the lock, that may end here as
+        if it had not been called.
+        """
+        if _waiting and threading.get_ident() == _main:
+            try:
+                _call_handlers()
+            except BaseException as error:
+                self._at_safe_point = error
+                raise
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Hold the lock, as soon as whoever holds it returns it. For the conductor, which gets no signals."""
+        with self._asked:
+            self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Give the lock up whatever its depth, and take it back afterwards, as deep as before.
+
+        Every wait for another rank is inside. Does nothing in a thread that does not hold the lock.
+        """
+        if not self.owned():
+            yield
+            return
+        main = threading.get_ident() == _main
+        self._given_up += main
+        state = self._lock._release_save()  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self._lock._acquire_restore(state)  # type: ignore[attr-defined]
+            self._given_up -= main
+
+    def close(self) -> None:
+        """Give the program its handlers back if no other runtime is open."""
+        _locks.discard(self)
+        if not _locks and threading.get_ident() == _main:
+            for number, handler in _handlers.items():
+                if _signal.getsignal(number) is _arrived:
+                    signal.signal(number, handler)
+
+    @property
+    def _in_use(self) -> bool:
+        """Whether the main thread, which asks, is in an operation of the runtime."""
+        return self._given_up > 0 or self.owned()
+
+
+def undivided(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` as one whose signals wait from its first instruction on until it returns."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        finally:
+            if _waiting:
+                _deliver()
+
+    return call
+
+
+_UNDIVIDED = undivided(lambda: None).__code__
+
+
+def _is_adopted() -> bool:
+    """Whether the process has the handlers of `_found`. Called at each acquisition, so it must be fast."""
+    get, found = _signal.getsignal, _found
+    return get(2) is found[0] and get(15) is found[1] and get(14) is found[2]
+
+
+def _adopt() -> None:
+    """Put our handler in the place of the program's."""
+    for place, number in enumerate(_SIGNALS):
+        now = _signal.getsignal(number)
+        if now is not _arrived and callable(now):
+            _handlers[number] = now
+            signal.signal(number, _arrived)
+        _found[place] = _signal.getsignal(number)
+
+
+def _arrived(number: int, frame: FrameType | None) -> None:
+    """Our handler of signals."""
+    held = [lock for lock in _locks if lock._in_use]
+    if not held and not _is_undivided(frame):
+        _handlers[number](number, frame)
+    elif number not in _waiting:
+        _waiting[number] = None
+    else:
+        try:
+            _handlers[number](number, frame)
+        except BaseException:
+            del _waiting[number]
+            for lock in held or _locks:
+                lock.broken = True
+            raise
+
+
+def _is_undivided(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not _UNDIVIDED:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _deliver() -> None:
+    """Call the handlers of signals that have come, if this is the main thread and nothing is half done."""
+    if threading.get_ident() != _main or any(lock._in_use for lock in _locks):
+        return
+    if not _is_undivided(sys._getframe(2)):
+        _call_handlers()
+
+
+def _call_handlers() -> None:
+    while _waiting:
+        number = next(iter(_waiting))
+        del _waiting[number]
+        _handlers[number](number, sys._getframe(2))
