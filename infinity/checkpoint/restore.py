@@ -1,11 +1,10 @@
 """Restore: puts what a checkpoint holds of parameters and their states into the pages of a runtime.
 
 [Note: what may differ]
-Pages, chunks, units, homes and strides may differ between the run that was saved and the one here. The names,
-shapes and dtypes of parameters and the optimizer may not. A parameter that is trainable here, and was frozen
+Pages, chunks, units and homes may differ between the run that was saved and the one here. The names, shapes,
+dtypes and strides of parameters and the optimizer may not. A parameter that is trainable here, and was frozen
 or had no optimizer there, gets its values alone: they are its fp32 master, and its states begin anew. Of a
-parameter that was trained there and is frozen here only the values are taken. If strides differ, elements
-are permuted, and int8 moments, whose exponents belong to blocks of the old order, are rounded once more.
+parameter that was trained there and is frozen here only the values are taken.
 
 [Note: a rank's ranges]
 One of several ranks restores what its homes have, and reads nothing else of the source: the states of the
@@ -15,21 +14,21 @@ the chunks of other ranks, too, unless these restore them from the same commit, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.manifest import VALUES, OptimizerRule, ParameterEntry
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
-from infinity.formats import moments
-from infinity.formats.optimizer_rules import AVERAGE, StateArray, scale_of, state_arrays
+from infinity.errors import ConfigError, IncompatibleCheckpoint
+from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.chunks import ModelLayout, ParameterLayout, Piece
 from infinity.layout.shards import PageShard
-from infinity.layout.strides import in_memory_order, same_order
+from infinity.layout.strides import same_order
 from infinity.model.materialize import listed
 from infinity.pages.edits import EditTracker
 from infinity.pages.home import Home
@@ -41,10 +40,6 @@ WINDOW = 1 << 18
 """Greatest number of elements in one of the parts in which an array is restored; a multiple of 4096."""
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
-
-
-Reader = Callable[[int, int], torch.Tensor]
-"""Function (first, count) -> the entries of one array for the parameter's elements [first, first + count)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,8 @@ def match(source: CommitSource, layout: ModelLayout, states: States | None) -> M
 
     A parameter and a saved one belong together if they have a name in common. layout, states: those of the
     running model; states is None for inference. Raises IncompatibleCheckpoint, with the name of the parameter
-    and both values, if parameters are missing on either side or differ in shape or dtype, or if the optimizer
-    or the format of its moments differs.
+    and both values, if parameters are missing on either side or differ in shape, dtype or strides, or if
+    the optimizer or the format of its moments differs.
     """
     saved = source.parameters()
     by_name = {name: key for key, each in saved.items() for name in each.names}
@@ -133,8 +128,7 @@ def check_held(
         ):
             continue
         held.add((unit, index))
-        copier = _Copier(source, saved, each, states)
-        for place, values in copier.values(ranges):
+        for place, values in _values(source, saved, ranges):
             here = store.fetch(home, place, values.nbytes)
             if not torch.equal(here, values.view(torch.uint8)):
                 raise ConfigError(
@@ -164,9 +158,9 @@ def restore(
     states are restored. homes: unit -> home of its parameter page. besides: (unit, index of a parameter in
     the unit) of the parameters that are left as they are. own_parts: whether chunks that other ranks update
     are left as they are; see [Note: a rank's ranges]. [Note: what may differ] says what is taken over of a
-    checkpoint of other pages, strides, or frozen parameters, and what the result says.
+    checkpoint of other pages or frozen parameters, and what the result says.
 
-    RAM holds some MiB, or three times a parameter whose strides differ. Raises the errors of `match` before
+    RAM holds some MiB. Raises the errors of `match` before
     anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
     written; then the contents of the pages are a mixture.
     """
@@ -180,18 +174,18 @@ def restore(
         shard = PageShard(unit_layout, store.plan.share)
         for index, each in enumerate(unit_layout.parameters):
             saved = found[unit, index]
-            copier = _Copier(source, saved, each, states)
+            read = functools.partial(source.read, saved.names[0])
             if (unit, index) not in besides:
                 own = page.pieces(index) if page is not None and own_parts and each.trainable else None
-                for place, values in copier.values(list(ranges_at_home(shard, index, own))):
+                for place, values in _values(source, saved, ranges_at_home(shard, index, own)):
                     store.patch(homes[unit], place, values)
             held = saved.state_arrays(source.rule) if states is not None else ()
             if page is not None and each.trainable:
                 _note(page, index, saved)
                 for array in held:
-                    _write(page, index, array, copier, store)
+                    _write(page, index, read, array.name, store)
                 if states is not None and states.keeps_averages and not saved.trainable:
-                    _write(page, index, StateArray(VALUES, each.dtype), copier, store, into=AVERAGE)
+                    _write(page, index, read, VALUES, store, into=AVERAGE)
                 if not saved.trainable:
                     fresh.append(each.names[0])
             elif held:
@@ -247,93 +241,35 @@ def ranges_at_home(
             yield HomeElements((held.page_start - start) // size, held.nbytes // size, held.home_start)
 
 
-class _Copier:
-    """Reads the arrays of one saved parameter in the memory order of the parameter here."""
-
-    def __init__(
-        self, source: CommitSource, saved: ParameterEntry, layout: ParameterLayout, states: States | None
-    ) -> None:
-        self._source = source
-        self._saved = saved
-        self._layout = layout
-        self._states = states
-        self._same_order = same_order(saved.shape, saved.stride, layout.stride)
-
-    def values(self, ranges: Sequence[HomeElements]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the values of ranges of elements, in parts, as (place in the home in bytes, values)."""
-        if ranges:
-            read = self.reader(StateArray(VALUES, self._layout.dtype))
-            for each in ranges:
-                for done in range(0, each.count, WINDOW):
-                    place = each.place + done * self._layout.dtype.itemsize
-                    yield place, read(each.first + done, min(WINDOW, each.count - done))
-
-    def reader(self, array: StateArray) -> Reader:
-        """Return a function that reads the entries of an array for a range of the parameter's elements."""
-        if self._same_order:
-            return lambda first, count: self._read(array, first, count)
-        whole = self._permuted(array)
-
-        def entries(first: int, count: int) -> torch.Tensor:
-            at, length = array.entries(first, count)
-            return whole[at : at + length].contiguous()
-
-        return entries
-
-    def _read(self, array: StateArray, first: int, count: int) -> torch.Tensor:
-        """Read entries of an array as the source has them, and check their dtype and number."""
-        name = self._saved.names[0]
-        found = self._source.read(name, array.name, first, count)
-        _, entries = array.entries(first, count)
-        if found.dtype != array.dtype or found.shape != (entries,):
-            raise CorruptState(
-                f"{name} has {tuple(found.shape)} entries of {found.dtype} in the array {array.name} where "
-                f"{(entries,)} of {array.dtype} belong to its elements {first} to {first + count}.",
-                "Take another checkpoint.",
-            )
-        return found
-
-    def _permuted(self, array: StateArray) -> torch.Tensor:
-        """Read a whole array, and return its entries in the memory order of the parameter here."""
-        states, count = self._states, self._saved.numel
-        if states is not None and states.rule.states == "int8":
-            for moment in states.rule.moments:
-                if array.name in (moment, scale_of(moment)):
-                    return self._rounded_again(moment, states)[array.name]
-        return self._in_order_here(self._read(array, 0, count))
-
-    def _rounded_again(self, moment: str, states: States) -> dict[str, torch.Tensor]:
-        codes, scale = state_arrays(torch.float32, (moment,), "int8")
-        count = self._saved.numel
-        stored = self._read(codes, 0, count), self._read(scale, 0, count)
-        values = moments.decode(*stored, states.span(moment))
-        return states.encoded(moment, self._in_order_here(values))
-
-    def _in_order_here(self, flat: torch.Tensor) -> torch.Tensor:
-        view = flat.as_strided(self._saved.shape, self._saved.stride)
-        return in_memory_order(view, self._layout.stride)
+def _values(
+    source: CommitSource, saved: ParameterEntry, ranges: Iterable[HomeElements]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the values of ranges of elements, in parts, as (place in the home in bytes, values)."""
+    for each in ranges:
+        for done in range(0, each.count, WINDOW):
+            place = each.place + done * saved.torch_dtype.itemsize
+            count = min(WINDOW, each.count - done)
+            yield place, source.read(saved.names[0], VALUES, each.first + done, count)
 
 
 def _write(
     page: StatePage,
     parameter: int,
-    array: StateArray,
-    copier: _Copier,
+    read: Callable[[str, int, int], torch.Tensor],
+    array: str,
     store: Store,
     *,
     into: str | None = None,
 ) -> None:
     """Write a parameter's entries of an array to its optimizer page, as far as this rank keeps them.
 
-    into: AVERAGE if running averages begin with the parameter's values; None: they go into the same array.
+    read: function (array, first, count) that reads them. into: AVERAGE if running averages begin with the
+    parameter's values; None: they go into the same array.
     """
-    pieces = page.pieces(parameter)
-    read = copier.reader(array) if pieces else None
-    for chunk_index, piece in pieces:
-        assert read is not None
+    for chunk_index, piece in page.pieces(parameter):
         for part in piece.parts(WINDOW):
-            offset, _ = page.place(chunk_index, into or array.name, part)
-            values = read(part.start, part.count)
+            offset, _ = page.place(chunk_index, into or array, part)
+            values = read(array, part.start, part.count)
             store.patch(page.home, offset, values.to(torch.float32) if into else values)
 
 
@@ -379,6 +315,12 @@ def _check(here: ParameterLayout, saved: ParameterEntry) -> None:
             raise IncompatibleCheckpoint(
                 f"The parameter {here.names[0]} has the {what} {ours}, and {theirs} in the checkpoint.", _SAME
             )
+    if not same_order(saved.shape, saved.stride, here.stride):
+        raise IncompatibleCheckpoint(
+            f"The parameter {here.names[0]} has the strides {list(here.stride)}, and "
+            f"{list(saved.stride)} in the checkpoint.",
+            "Build the model with the memory format in which it was saved.",
+        )
 
 
 def _check_names(missing: Sequence[str], superfluous: Sequence[str]) -> None:

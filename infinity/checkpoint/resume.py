@@ -23,7 +23,6 @@ from infinity.checkpoint.manifest import BLOCK, VALUES
 from infinity.checkpoint.restore import ranges_at_home
 from infinity.layout.division import Division
 from infinity.layout.shards import PageShard, kept_chunks, kept_pieces
-from infinity.layout.strides import same_order
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
 from infinity.pages.parts import UNKNOWN, Part, block_count, parameter_parts, state_parts
@@ -120,8 +119,8 @@ class _StoredParts:
 
 
 def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
-    """Whether a rank's part of a commit has all elements that the rank keeps by a plan, or reads to put them
-    in another order. Parameters that do not fit the commit are left to `restore`.
+    """Whether a rank's part of a commit has all elements that the rank keeps by a plan. Parameters that
+    do not fit the commit are left to `restore`.
     """
     by_name = {name: each for each in saved.manifest.parameters for name in each.names}
     source = CommitSource([ReadablePart(saved, lambda memory, offset: None)])
@@ -136,8 +135,6 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
                 wanted = [(piece.start, piece.count) for _, piece in pieces(index)]
             else:
                 wanted = [(held.first, held.count) for held in ranges_at_home(shard, index)]
-            if wanted and not same_order(entry.shape, entry.stride, each.stride):
-                wanted = [(0, each.numel)]
             if not all(source.has(entry.names[0], first, count) for first, count in wanted):
                 return False
     return True

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from faulty import watchdog
-from parity import copied, differences
+from parity import differences
 from run_copies import changed, copy_to, load_into, offloaded, opened, quiet, raw, take_rest, train
 from torch import nn
 from zoo import entry
@@ -19,9 +19,7 @@ from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.manifest import ParameterEntry
-from infinity.errors import CorruptState, IncompatibleCheckpoint
-from infinity.formats import moments
-from infinity.layout.strides import in_memory_order
+from infinity.errors import IncompatibleCheckpoint
 from infinity.planning import search
 
 __all__ = ["watchdog"]
@@ -153,69 +151,33 @@ def test_odd_tensors(compute: str, states: str, tmp_path: Path, monkeypatch: pyt
 # --- what may differ ---------------------------------------------------------------------------------------
 
 
-class Turned(nn.Module):
-    """A layer and a weight that lies in memory row by row or column by column."""
+class Weighted(nn.Module):
+    """A layer and a weight."""
 
-    def __init__(self, *, columns: bool, frozen: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, frozen: tuple[str, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(5)
-        weight = torch.randn(96, 70)
-        self.turned = nn.Parameter(weight.t().contiguous().t() if columns else weight)
+        self.weight = nn.Parameter(torch.randn(96, 70))
         self.layer = nn.Linear(70, 3)
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x @ self.turned)
+        return self.layer(x @ self.weight)
 
 
 def step(model: nn.Module, runtime: Any) -> None:
     torch.manual_seed(9)
-    model(torch.randn(8, 96).to(model.turned.dtype) / 16).square().mean().backward()
+    model(torch.randn(8, 96).to(model.weight.dtype) / 16).square().mean().backward()
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
-
-
-def states_of(model: nn.Module, runtime: Any) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: copied(runtime.optimizer.state[each]) for name, each in model.named_parameters()}
-
-
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
-def test_other_strides(columns: bool, compute: str, states: str, tmp_path: Path) -> None:
-    for name in ("swap", "other"):
-        (tmp_path / name).mkdir()
-    model, again = Turned(columns=columns), changed(Turned(columns=not columns))
-    precision = {"compute": compute, "states": states}
-    with (
-        offloaded(model, tmp_path / "swap", **precision) as runtime,
-        offloaded(again, tmp_path / "other", **precision) as resumed,
-    ):
-        step(model, runtime)
-        copy_to(tmp_path / "copy", runtime)
-        load_into(resumed, tmp_path / "copy")
-        assert model.turned.stride() != again.turned.stride()
-        assert torch.equal(model.turned.detach(), again.turned.detach())
-        before, after = states_of(model, runtime), states_of(again, resumed)
-        assert after["turned"].keys() == before["turned"].keys() >= {"step", "exp_avg", "exp_avg_sq"}
-        for key, value in after["turned"].items():
-            expected = before["turned"][key]
-            if key.startswith("exp") and states == "int8":
-                span = moments.FIRST_SPAN if key == "exp_avg" else moments.SECOND_SPAN
-                there = in_memory_order(expected, value.stride())
-                rounded = moments.decode(*moments.encode(there, span), span)
-                assert torch.equal(in_memory_order(value, value.stride()), rounded)
-            else:
-                assert torch.equal(value, expected)
-        step(again, resumed)
 
 
 def test_a_parameter_that_is_trainable_only_here(tmp_path: Path) -> None:
     """Its states begin anew, although its chunk has moments of other parameters."""
     for name in ("swap", "other"):
         (tmp_path / name).mkdir()
-    model, again = Turned(columns=False, frozen=("layer.weight",)), changed(Turned(columns=False))
+    model, again = Weighted(frozen=("layer.weight",)), changed(Weighted())
     with (
         offloaded(model, tmp_path / "swap") as runtime,
         offloaded(again, tmp_path / "other") as resumed,
@@ -244,7 +206,7 @@ def test_a_parameter_that_is_trainable_only_here(tmp_path: Path) -> None:
 def test_a_parameter_that_is_frozen_only_here(tmp_path: Path) -> None:
     for name in ("swap", "other"):
         (tmp_path / name).mkdir()
-    model, again = Turned(columns=False), changed(Turned(columns=False, frozen=("turned",)))
+    model, again = Weighted(), changed(Weighted(frozen=("weight",)))
     with (
         offloaded(model, tmp_path / "swap") as runtime,
         offloaded(again, tmp_path / "other") as resumed,
@@ -252,10 +214,10 @@ def test_a_parameter_that_is_frozen_only_here(tmp_path: Path) -> None:
         step(model, runtime)
         copy_to(tmp_path / "copy", runtime)
         found = load_into(resumed, tmp_path / "copy")
-        assert (found.fresh, found.left_out) == ((), ("turned",))
-        assert torch.equal(model.turned.detach(), again.turned.detach())
-        kept = {name: each for name, each in raw(runtime, model).items() if name != "turned"}
-        there = {name: each for name, each in raw(resumed, again).items() if name != "turned"}
+        assert (found.fresh, found.left_out) == ((), ("weight",))
+        assert torch.equal(model.weight.detach(), again.weight.detach())
+        kept = {name: each for name, each in raw(runtime, model).items() if name != "weight"}
+        there = {name: each for name, each in raw(resumed, again).items() if name != "weight"}
         assert differences(there, kept) == []
 
 
@@ -264,7 +226,7 @@ def test_inference_on_either_side(saved: str | None, tmp_path: Path) -> None:
     for name in ("swap", "other"):
         (tmp_path / name).mkdir()
     here = None if saved else "adamw"
-    model, again = Turned(columns=False), changed(Turned(columns=False))
+    model, again = Weighted(), changed(Weighted())
     with (
         offloaded(model, tmp_path / "swap", optimizer=saved) as runtime,
         offloaded(again, tmp_path / "other", optimizer=here) as resumed,
@@ -280,7 +242,7 @@ def test_inference_on_either_side(saved: str | None, tmp_path: Path) -> None:
 
 
 class Changed:
-    """An ArraySource with some things other than in the source that it wraps."""
+    """A CommitSource with some things other than in the source that it wraps."""
 
     def __init__(self, source: CommitSource, **changes: Any) -> None:
         self._source = source
@@ -308,16 +270,17 @@ class Changed:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"turned": None}, r"lacks turned\."),
+        ({"weight": None}, r"lacks weight\."),
         ({"more": {"names": ("more",)}}, r"also has more\."),
-        ({"turned": {"names": ("other",)}}, r"lacks turned and also has turned\."),
-        ({"turned": {"shape": (70, 96)}}, r"turned has the shape \[96, 70\], and \[70, 96\]"),
-        ({"turned": {"dtype": "float32"}}, r"turned has the dtype torch.bfloat16, and torch.float32"),
+        ({"weight": {"names": ("other",)}}, r"lacks weight and also has weight\."),
+        ({"weight": {"shape": (70, 96)}}, r"weight has the shape \[96, 70\], and \[70, 96\]"),
+        ({"weight": {"stride": (1, 96)}}, r"weight has the strides \[70, 1\], and \[1, 96\]"),
+        ({"weight": {"dtype": "float32"}}, r"weight has the dtype torch.bfloat16, and torch.float32"),
         (
-            {"layer__bias": {"names": ("layer.bias", "turned")}},
-            r"layer\.bias, turned are one parameter in",
+            {"layer__bias": {"names": ("layer.bias", "weight")}},
+            r"layer\.bias, weight are one parameter in",
         ),
-        ({"turned": {"names": ("t",)}, "layer__bias": {"names": ("layer.bias", "turned")}}, "several here"),
+        ({"weight": {"names": ("t",)}, "layer__bias": {"names": ("layer.bias", "weight")}}, "several here"),
         ({"optimizer": {"name": "Adam"}}, r"optimizer is AdamW, and Adam in"),
         ({"optimizer": {"states": "bf16"}}, r"states is fp32, and bf16 in"),
         (
@@ -329,7 +292,7 @@ class Changed:
 )
 def test_what_does_not_fit(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
-    model = Turned(columns=False)
+    model = Weighted()
     with offloaded(model, tmp_path / "swap") as runtime:
         copy_to(tmp_path / "copy", runtime)
         before = raw(runtime, model)
@@ -339,21 +302,6 @@ def test_what_does_not_fit(changes: dict[str, Any], said: str, tmp_path: Path) -
         assert caught.value.cure
         assert source.reads == 0
         assert differences(raw(runtime, model), before) == []
-
-
-def test_a_source_that_gives_too_little(tmp_path: Path) -> None:
-    (tmp_path / "swap").mkdir()
-
-    class Short(Changed):
-        def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-            return super().read(name, array, first, count)[: -1 if array == "exp_avg" else None]
-
-    model = Turned(columns=False)
-    with offloaded(model, tmp_path / "swap") as runtime:
-        step(model, runtime)
-        copy_to(tmp_path / "copy", runtime)
-        with pytest.raises(CorruptState, match=r"turned has .* in the array exp_avg"):
-            load_into(runtime, Short(opened(tmp_path / "copy")[1]))
 
 
 def test_reads_begin_at_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
