@@ -29,7 +29,6 @@ import torch
 from infinity.checkpoint import commit_files, tensor_files
 from infinity.checkpoint import manifest as form
 from infinity.checkpoint.atomic_directory import Writer, check_destination, check_room, published, storing
-from infinity.checkpoint.averages import exchange_averages
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.committer import Committer
@@ -46,7 +45,9 @@ from infinity.model.paged_parameter import Place
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
 from infinity.pages.health import Health
+from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.store import Store
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT
@@ -149,7 +150,12 @@ class Copies:
         if self._committer is not None:
             self._committer.complete()
         with self._poisoning():
-            exchange_averages(self._pages, states, store)
+            if states.keeps_averages:  # before the first step they are the masters
+                store.link.drain()  # copies of pages on their way to a device still read homes in RAM
+                for page in self._pages:
+                    for index in sorted(states.pages[page.index].trainable):
+                        _exchange(page, index, states, store)
+            states.exchanged = not states.exchanged
             self._prefetch_engine.homes_replaced()
             show(self._pages, self._edits, store)
 
@@ -203,6 +209,21 @@ class Copies:
         except Exception as error:
             self._health.lose(error)
             raise
+
+
+def _exchange(page: ParameterPage, index: int, states: States, store: Store) -> None:
+    """Exchange the master of a parameter with its running average, bit by bit, at home. RAM holds them a few
+    times in fp32.
+    """
+    layout = page.layout.parameters[index]
+    if not layout.numel:
+        return
+    start, nbytes = page.start(index), layout.numel * layout.dtype.itemsize
+    values = store.fetch(page.home, start, nbytes).view(layout.dtype)
+    master = states.master(page.index, index, values).clone()
+    average = states.average(page.index, index, values)
+    store.patch(page.home, start, states.encode(page.index, index, average))
+    states.write_average(page.index, index, master)
 
 
 def write_copy(

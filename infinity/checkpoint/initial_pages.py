@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,14 @@ from torch import nn
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.filling import Filling
-from infinity.checkpoint.restore import restore
+from infinity.checkpoint.restore import ranges_at_home, restore
 from infinity.checkpoint.resume import adopt as adopt_commit
+from infinity.checkpoint.safetensors_files import Weights, load, open_weights
 from infinity.config import Budget
-from infinity.layout.names import named_parameters
+from infinity.layout.names import named_parameters, transformers_model
 from infinity.layout.shards import PageShard
+from infinity.layout.strides import part_in_memory_order
+from infinity.model.materialize import materialize
 from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home, content_at
 from infinity.pages.optimizer_page import StatePage, States
@@ -34,6 +36,26 @@ from infinity.planning.plan import Plan
 
 if TYPE_CHECKING:  # a runtime of one rank does not import the package
     from infinity.distributed.communicator import Communicator
+
+
+Take = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Function (parameter, first, count) that returns other values for elements [first, first + count) of a
+parameter, flat in the order of memory, in RAM.
+"""
+
+
+def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
+    """Open the weights at `path` for a model, as `open_weights` does.
+
+    For a transformers model what save_pretrained writes is converted to the names and shapes that the model
+    has. Of a converted tensor up to twice the bytes are in RAM. Raises ConfigError if it cannot be converted.
+    """
+    weights, theirs = open_weights(path), transformers_model(model)
+    if theirs is None:
+        return weights
+    from infinity.checkpoint.conversion import ConvertedWeights
+
+    return ConvertedWeights(theirs, weights)
 
 
 class InitialPages:
@@ -62,37 +84,54 @@ class InitialPages:
         if plan.slab_layout is not None:
             for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
                 home.parts = parameter_parts(shard, images, home)
-        self.states = (
-            None
-            if plan.rule is None
-            else States(
-                self._state_pages(),
-                store,
-                plan.rule,
-                remote=self.remote,
-            )
-        )
+        self.states: States | None = None
+        if plan.rule is not None:
+            self.states = States(self._state_pages(), store, plan.rule, remote=self.remote)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters home. weights, heap: as for Filling.fill."""
-        filling = Filling(
-            self.model,
-            self.plan,
-            self.store,
-            homes=self.homes,
-            shards=self.shards,
-            states=self.states,
-            parameters=self.parameters,
-        )
+        """Write the initial values of all parameters home, as far as this rank keeps them.
+
+        weights: the file or directory with the values. None: take the values that the parameters have, or
+        run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed
+        memory of the heap to the kernel. It is told how many bytes each parameter's values took.
+        """
         if self.communicator is None:
-            filling.fill(weights, heap)
+            self._fill(weights, heap)
             return
         from infinity.distributed.initial_values import InitialValues
 
         values = InitialValues(self.communicator, self.model)
         with values.generator():
-            filling.fill(weights, heap, None if values.serves else values.take)
+            self._fill(weights, heap, None if values.serves else values.take)
         self.early = values.done()
+
+    def _fill(
+        self, weights: str | os.PathLike[str] | None, heap: HeapGuard, take: Take | None = None
+    ) -> None:
+        """take: gives the values of parameters that are not on the meta device; None: they are their own."""
+
+        def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
+            unit, index = self.places[id(parameter)]
+            layout = self.plan.layout.units[unit].parameters[index]
+            for held in ranges_at_home(self.shards[unit], index):
+                if take is not None and values is parameter:
+                    part = take(parameter, held.first, held.count)
+                else:
+                    part = part_in_memory_order(values.detach(), layout.stride, held.first, held.count).cpu()
+                if self.states is not None:
+                    part = self.states.encode(unit, index, part, held.first)
+                self.store.patch(self.homes[unit], held.place, part.to(layout.dtype))
+            heap.allocated(values.nbytes)
+
+        if weights is not None:
+            load(self.model, weights_for(self.model, weights), put, self.plan.device)
+            return
+        if any(each.is_meta for each in (*self.model.parameters(), *self.model.buffers())):
+            materialize(self.model, self.plan.device, put)
+        for parameters in self.parameters:
+            for parameter in parameters:
+                if not parameter.is_meta:
+                    put(parameter, parameter)
 
     def resume(
         self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool

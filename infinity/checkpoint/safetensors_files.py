@@ -32,7 +32,7 @@ _CONVERT = "Save the model with safetensors (save_pretrained does), and give the
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _WeightEntry:
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -41,7 +41,7 @@ class _Entry:
 class Weights:
     """The named tensors in safetensors files. No file stays open, and no tensor is kept in memory."""
 
-    def __init__(self, path: Path, entries: dict[str, _Entry]) -> None:
+    def __init__(self, path: Path, entries: dict[str, _WeightEntry]) -> None:
         self.path = path
         self._entries = entries
 
@@ -163,8 +163,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     return mapping
 
 
-def _merge(files: Iterable[Path]) -> dict[str, _Entry]:
-    entries: dict[str, _Entry] = {}
+def _merge(files: Iterable[Path]) -> dict[str, _WeightEntry]:
+    entries: dict[str, _WeightEntry] = {}
     for file in files:
         for name, entry in _headers(file):
             if name in entries:
@@ -176,11 +176,11 @@ def _merge(files: Iterable[Path]) -> dict[str, _Entry]:
     return entries
 
 
-def _headers(path: Path) -> Iterator[tuple[str, _Entry]]:
+def _headers(path: Path) -> Iterator[tuple[str, _WeightEntry]]:
     with _reading(path), safe_open(path, framework="pt", device="cpu") as file:
         for name in file.keys():  # noqa: SIM118 (not a dict)
             described = file.get_slice(name)
-            yield name, _Entry(path, tuple(described.get_shape()), described.get_dtype())
+            yield name, _WeightEntry(path, tuple(described.get_shape()), described.get_dtype())
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from warm_python import Popen
 
-from infinity.checkpoint.filling import weights_for
+from infinity.checkpoint.initial_pages import weights_for
 from infinity.checkpoint.safetensors_files import Assignment, load
 from infinity.errors import ConfigError
 
