@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import rank_of
+from infinity.checkpoint.agreed_commit import rank_directories, rank_of
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, ReadablePart, open_slabs, reader_of
-from infinity.checkpoint.manifest import array_bytes
+from infinity.checkpoint.manifest import CommitName, array_bytes
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory
@@ -82,6 +83,48 @@ def list_commits(
             continue
         found.append(ListedCommit(generation, saved, None, tuple(find_slabs(saved, paths, files))))
     return found
+
+
+class RankCommits(NamedTuple):
+    """The commits in one rank's directory."""
+
+    directory: Path
+    commits: list[ListedCommit]
+    """In ascending order."""
+
+    def names(self, *, slabs: bool) -> set[CommitName]:
+        """The commits whose own files are whole here. slabs: and of which all slabs were found."""
+        saved = (each.saved for each in self.commits if each.whole or not slabs)
+        return {each.manifest.name for each in saved if each is not None}
+
+
+def list_ranks(
+    directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]], files: DiskFiles
+) -> dict[int, RankCommits]:
+    """The commits of all ranks whose directories lie in a directory, by rank; none of one rank's directory.
+
+    others, errors: as for `list_commits`.
+    """
+    found = sorted(rank_directories(directory).items())
+    return {rank: RankCommits(path, list_commits(path, others, files)) for rank, path in found}
+
+
+def absent(ranks: Mapping[int, RankCommits]) -> list[int]:
+    """The ranks of which the newest readable parts speak and that have no directory there, as on another
+    node.
+    """
+    sizes = [
+        each.saved.manifest.world_size
+        for of_rank in ranks.values()
+        for each in [one for one in of_rank.commits if one.saved is not None][-1:]
+        if each.saved is not None
+    ]
+    return [rank for rank in range(max(sizes, default=0)) if rank not in ranks]
+
+
+def newest_of_all(ranks: Mapping[int, RankCommits], *, slabs: bool) -> CommitName | None:
+    """The newest commit of which all these ranks have a part, as `RankCommits.names` says."""
+    return max(set.intersection(*(each.names(slabs=slabs) for each in ranks.values())), default=None)
 
 
 def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles) -> Iterator[FoundSlab]:

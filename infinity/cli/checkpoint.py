@@ -14,8 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from infinity.checkpoint.commit_files import SavedCommit, generations
-from infinity.checkpoint.rank_parts import absent, list_ranks, newest_readable, newest_whole
-from infinity.checkpoint.verification import ListedCommit, Verification, list_commits
+from infinity.checkpoint.manifest import named_commits
+from infinity.checkpoint.verification import (
+    ListedCommit,
+    Verification,
+    absent,
+    list_commits,
+    list_ranks,
+    newest_of_all,
+)
 from infinity.cli.command import Output, add_json
 from infinity.config import format_size
 from infinity.errors import CorruptState, named_ranks
@@ -67,7 +74,7 @@ def run_ls(options: argparse.Namespace) -> int:
         for commit in parts.commits:
             out.say("  " + _lines(commit).replace("\n", "\n  "))
     if ranks:
-        newest, lacking = newest_whole(ranks), absent(ranks)
+        newest, lacking = newest_of_all(ranks, slabs=True), absent(ranks)
         others = f"; without a directory here: {named_ranks(lacking)}" if lacking else ""
         which = "no commit is" if newest is None else f"commit-{newest.generation} is the newest that is"
         out.say(f"{which} whole on {named_ranks(ranks)}{others}")
@@ -147,7 +154,16 @@ def run_verify(options: argparse.Namespace) -> int:
     ranks = list_ranks(directory, options.slabs, files) if several else {}
     generation, started = options.generation, time.monotonic()
     if ranks and generation is None:
-        generation = newest_readable(directory, ranks).generation
+        newest = newest_of_all(ranks, slabs=False)
+        if newest is None:
+            told = (
+                f"rank {rank} has {named_commits(each.names(slabs=False))}" for rank, each in ranks.items()
+            )
+            raise CorruptState(
+                f"There is no commit in {directory} of which all ranks have whole parts: {'; '.join(told)}.",
+                "Give the directory of --checkpoint, or of checkpoint=, of one run.",
+            )
+        generation = newest.generation
     with ExitStack() as stack:
         opened = {
             rank: stack.enter_context(Verification(where, options.slabs, files, generation=generation))
@@ -166,7 +182,9 @@ def run_verify(options: argparse.Namespace) -> int:
         for rank, verification in opened.items():
             skipped = verification.saved.skipped
             if ranks:
-                skipped = ranks[rank].skipped(generation) if options.generation is None else ()
+                newer = (each for each in reversed(ranks[rank].commits) if each.generation > generation)
+                faults = tuple(each.fault for each in newer if each.fault is not None)
+                skipped = faults if options.generation is None else ()
             results.append(_verified(verification, skipped))
             _tell(out, results[-1], f"rank {rank}: " if ranks else "")
     whole = all(each["whole"] for each in results)
