@@ -243,22 +243,13 @@ def write_copy(
     target = check_destination(path, "save to")
     names = {entry.name for entry in model_entries(source, as_masters=False)}
     arrays = _Arrays(source, pages)
-    for entry in arrays.entries:
+    for *_, entry in arrays.parameters:
         if entry.names[0] not in names:
             raise ConfigError(
                 f"The parameter {entry.names[0]} was renamed or removed after the model was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again).",
             )
     slab = SlabRecord(uuid.uuid4().hex, max(PAGE_ALIGNMENT, round_up(arrays.nbytes, PAGE_ALIGNMENT)), 1)
-    manifest = manifest_of(
-        source.store.plan,
-        run,
-        generation=_GENERATION,
-        created=now(),
-        volume=VolumeRecord(slab.nbytes, (slab,)),
-        rule=arrays.rule,
-        parameters=tuple(arrays.entries),
-    )
     check_room(target, slab.nbytes)
     with storing("save to", target), published(target, private=True) as directory, Writer() as writer:
 
@@ -267,7 +258,16 @@ def write_copy(
                 writer.write(directory / name, content)
 
         write(slab_name(0, slab.uuid), arrays.content(slab.nbytes))
-        data, text = commit_files.contents(manifest, arrays.checksums, run.tensors)
+        manifest = manifest_of(
+            source.store.plan,
+            run,
+            generation=_GENERATION,
+            created=now(),
+            volume=VolumeRecord(slab.nbytes, (slab,)),
+            rule=arrays.rule,
+            parameters=tuple(arrays.entries),
+        )
+        data, text = commit_files.contents(manifest, np.concatenate(arrays.checksums), run.tensors)
         write(commit_files.data_path("", _GENERATION).name, [data])
         write(commit_files.manifest_path("", _GENERATION).name, [text])
 
@@ -277,41 +277,39 @@ class _Arrays:
 
     def __init__(self, source: Source, pages: Sequence[ParameterPage]) -> None:
         self._source = source
-        self._pages = pages
         self.rule = None if source.states is None else form.OptimizerRule.of(source.states)
+        states = {} if source.states is None else source.states.pages
+        self.parameters = [
+            (page, index, parameter_entry(layout, index, states.get(page.index)))
+            for page in pages
+            for index, layout in enumerate(page.layout.parameters)
+        ]
+        arrays = (
+            (each, entry.numel) for *_, entry in self.parameters for each in entry.arrays(self.rule).values()
+        )
+        self.nbytes = sum(form.array_bytes(*each) for each in arrays)
         self.entries: list[form.ParameterEntry] = []
-        """The parameters as the manifest has them, each with one range."""
-        self.nbytes, count = 0, 0
-        for page in pages:
-            for index, layout in enumerate(page.layout.parameters):
-                states = None if source.states is None else source.states.pages[page.index]
-                entry = parameter_entry(layout, index, states)
-                arrays = {}
-                for array in entry.arrays(self.rule).values() if layout.numel else ():
-                    arrays[array.name] = form.StoredArray(self.nbytes, count)
-                    self.nbytes += form.array_bytes(array, layout.numel)
-                    count += form.blocks(layout.numel)
-                ranges = (form.Range(0, layout.numel, arrays),) if layout.numel else ()
-                self.entries.append(replace(entry, ranges=ranges))
-        self.checksums: npt.NDArray[np.uint32] = np.zeros(count, dtype=np.uint32)
-        """The CRC-32C of each block, once `content` has ended."""
+        """The parameters as the manifest has them, each with one range, once `content` has ended."""
+        self.checksums: list[npt.NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
+        """The CRC-32Cs of the blocks that `content` has yielded."""
 
     def content(self, nbytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of the slab, which has `nbytes` bytes, and note checksums."""
-        entries, done = iter(self.entries), 0
-        for page in self._pages:
-            for index in range(len(page.layout.parameters)):
-                entry = next(entries)
-                for array in entry.arrays(self.rule).values() if entry.numel else ():
-                    block = form.array_bytes(array, form.BLOCK)
-                    for part in self._parts(page, index, array.name):
-                        self._source.pager.lock.safe_point()
-                        rows = np.array([(0, part.nbytes, block)], dtype=np.int64)
-                        found = crc32c_blocks(part, rows)
-                        self.checksums[done : done + len(found)] = found
-                        done += len(found)
-                        yield part.numpy().data
-        yield memoryview(bytes(nbytes - self.nbytes))
+        """Yield the bytes of the slab, which has `nbytes` bytes."""
+        at = count = 0
+        for page, index, entry in self.parameters:
+            arrays = {}
+            for array in entry.arrays(self.rule).values() if entry.numel else ():
+                arrays[array.name] = form.StoredArray(at, count)
+                block = form.array_bytes(array, form.BLOCK)
+                for part in self._parts(page, index, array.name):
+                    self._source.pager.lock.safe_point()
+                    found = crc32c_blocks(part, np.array([(0, part.nbytes, block)], dtype=np.int64))
+                    self.checksums.append(found)
+                    at, count = at + part.nbytes, count + len(found)
+                    yield part.numpy().data
+            ranges = (form.Range(0, entry.numel, arrays),) if entry.numel else ()
+            self.entries.append(replace(entry, ranges=ranges))
+        yield memoryview(bytes(nbytes - at))
 
     def _parts(self, page: ParameterPage, index: int, array: str) -> Iterable[torch.Tensor]:
         """Yield an array in memory order, as uint8. All parts but the last consist of whole blocks."""
