@@ -30,6 +30,7 @@ from infinity.checkpoint.resume import division_of
 from infinity.config import Precision
 from infinity.layout.division import Division
 from infinity.layout.units import survey
+from infinity.planning import search
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import nvme
 from infinity.tiers.slab import slab_name
@@ -60,6 +61,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "engine_after": ("io_uring", "libaio", "threads"),
     "groups": (1, 3),
     "commits": (1, 2),
+    "through": ("commit", "copy"),
 }
 """The fields of Case and their values."""
 
@@ -91,6 +93,8 @@ class Case:
     """Number of param groups. One of three is empty."""
     commits: int
     """Number of times that the run is resumed. The second time it has the settings of the first run."""
+    through: str = "commit"
+    """What a run goes on from: a "commit" of its directory, or a "copy", by `save(path)` and `load(path)`."""
 
 
 def fits(case: dict[str, Any]) -> bool:
@@ -99,9 +103,11 @@ def fits(case: dict[str, Any]) -> bool:
     def is_(name: str, *values: Any) -> bool:
         return case.get(name) in values
 
-    if is_("meta", "both") and is_("model", *UNINITIALISED):
+    # A run that loads a copy begins with values of its own.
+    initialised = is_("meta", "both") or (is_("meta", "resumed") and is_("through", "copy"))
+    if initialised and (is_("model", *UNINITIALISED) or is_("rule", "adagrad")):  # its states have values
         return False
-    if is_("meta", "both") and is_("rule", "adagrad"):  # whose states begin with values, on the meta device
+    if is_("through", "copy") and is_("cut", "units"):
         return False
     if is_("update", "eager") and (is_("compute", "fp16") or is_("accumulation", "2 undeclared")):
         return False
@@ -156,9 +162,15 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.commits = root / "commits"
+        self.copy = root / "copy"
         self._others = [root / "disk0", root / "disk1"]
         for each in self._others:
             each.mkdir(parents=True)
+
+    def begin_anew(self) -> None:
+        """Have the next run commit to another directory."""
+        self.commits = self.commits.with_name(f"{self.commits.name} more")
+        self.copy = self.copy.with_name(f"{self.copy.name} more")
 
     def disks(self, which: str) -> list[Path]:
         return {"here": [self.commits], "one": self._others[:1], "two": self._others}[which]
@@ -176,16 +188,23 @@ class Place:
                 slab.rename(looked_at[0] / slab.name)
 
 
+def _keep(case: Case, runtime: Any, place: Place, step: int) -> None:
+    """Have the run kept as it is after so many steps."""
+    path = (place.copy,) if case.through == "copy" else ()
+    runtime.save(*path, state=user_state(step))
+
+
 def undisturbed(case: Case, root: Path) -> End:
     """Do the training of a case in one run, which saves when the other one does."""
     place = Place(root)
     with _offloaded(case, settings(case)[0], place, resume=False) as (model, runtime):
-        losses = _train(case, model, runtime, range(FIRST))
-        runtime.save(state=user_state(FIRST))
-        losses += _train(case, model, runtime, range(FIRST, SECOND))
-        if case.commits == 2:
-            runtime.save(state=user_state(SECOND))
-        losses += _train(case, model, runtime, range(SECOND, END))
+        losses, done = [], 0
+        for stop in (FIRST, SECOND)[: case.commits]:
+            losses += _train(case, model, runtime, range(done, stop))
+            _keep(case, runtime, place, stop)
+            place.begin_anew()
+            done = stop
+        losses += _train(case, model, runtime, range(done, END))
         return _end(losses, model, runtime)
 
 
@@ -199,21 +218,26 @@ def resumed(case: Case, root: Path) -> End:
     adopted: list[bool] = []
     with _offloaded(case, first, place, resume=False) as (model, runtime):
         losses = _train(case, model, runtime, range(stops[0]))
-        runtime.save(state=user_state(stops[0]))
-    for number, (stop, setting) in enumerate(zip(stops, others, strict=True)):
+        _keep(case, runtime, place, stops[0])
+    for stop, setting, end in zip(stops, others, (*stops[1:], END), strict=True):
         del model, runtime
-        place.bring_slabs(setting.disks)
+        kept = (place.copy,) if case.through == "copy" else ()
+        if kept:
+            place.begin_anew()
+        else:
+            place.bring_slabs(setting.disks)
         with _offloaded(case, setting, place, resume=True) as (model, runtime):
-            adopted.append(_is_adopted(setting, place, runtime))
-            assert runtime.load() == user_state(stop)
-            if number + 1 < len(stops):
-                losses += _train(case, model, runtime, range(stop, stops[number + 1]))
-                runtime.save(state=user_state(stops[number + 1]))
-                continue
-            losses += _train(case, model, runtime, range(stop, END))
-            end = replace(_end(losses, model, runtime), adopted=adopted)
-        _check_what_stays(place)
-    return end
+            if not kept:
+                adopted.append(_is_adopted(setting, place, runtime))
+            assert runtime.load(*kept) == user_state(stop)
+            losses += _train(case, model, runtime, range(stop, end))
+            if end == END:
+                found = replace(_end(losses, model, runtime), adopted=adopted)
+            else:
+                _keep(case, runtime, place, end)
+        if not kept:
+            _check_what_stays(place)
+    return found
 
 
 def user_state(step: int) -> dict[Any, Any]:
@@ -249,7 +273,10 @@ def _offloaded(case: Case, setting: Setting, place: Place, *, resume: bool) -> I
         speeds = mock.patch.object(nvme, "_speeds_of", lambda paths, *_: [2.0, 1.0][: len(paths)])
         inside.enter_context(speeds)
         prefer = None
-        if resume:
+        if case.through == "copy":
+            if setting.cut == "chunks":
+                inside.enter_context(mock.patch.object(search, "_CHUNKS", (2 * 4096,)))
+        elif resume:
             saved = commit_files.newest(place.commits, DiskFiles())
             assert saved is not None
             prefer = _division(division_of(saved), setting.cut, model, precision)
@@ -262,7 +289,8 @@ def _offloaded(case: Case, setting: Setting, place: Place, *, resume: bool) -> I
             "prefer": prefer,
         }
         budget = budget_of(setting.home, model, optimizer, place.disks(setting.disks), planning)
-        options |= {"checkpoint": place.commits, "resume": place.commits if resume else None}
+        continues = resume and case.through == "commit"
+        options |= {"checkpoint": place.commits, "resume": place.commits if continues else None}
         runtime = inside.enter_context(infinity.offload(model, optimizer, budget=budget, **options))
         check_homes(setting.home, runtime.plan)
         yield model, runtime

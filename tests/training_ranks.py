@@ -14,14 +14,15 @@ from typing import Any
 
 import rank_processes
 import torch
-from copied_cases import train_and_copy, train_from_copy
 from ranked_cases import Case, Place, backwards, differences, opened, train
 from resumed_cases import (
     begin,
     go_on,
     resume_with_other_frozen_layers,
+    train_and_copy,
     train_back_and_forth,
     train_cut_otherwise,
+    train_from_copy,
     train_on_other_nodes,
     train_with_a_break,
     train_with_a_move,

@@ -72,42 +72,6 @@ def test_a_run_goes_on_from_a_copy(home: str, commits: bool, tmp_path: Path) -> 
         assert differences(everything(model, runtime), end) == []
 
 
-@pytest.mark.parametrize("name", ["convnet", "tied", "mixture", "custom", "channels_last"])
-@pytest.mark.parametrize("states", ["fp32", "int8"])
-def test_models_of_all_kinds(name: str, states: str, tmp_path: Path) -> None:
-    of = entry(name)
-    compute = "fp32" if name in ("convnet", "channels_last") else "bf16"
-    first = other(tmp_path, of=of, compute=compute, states=states, commits=False)
-    with first.opened() as (model, runtime):
-        first.train(model, runtime, range(2))
-        runtime.save(tmp_path / "copy")
-        losses = first.train(model, runtime, range(2, 5))
-        end = everything(model, runtime)
-    again = other(tmp_path, of=of, compute=compute, states=states, home="mixed", commits=False)
-    with again.opened() as (model, runtime):
-        assert runtime.load(tmp_path / "copy") is None
-        assert again.train(model, runtime, range(2, 5)) == losses
-        assert differences(everything(model, runtime), end) == []
-
-
-def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
-    first = other(tmp_path, of=entry("custom"), compute="fp16", commits=False)
-    with first.opened() as (model, runtime):
-        first.train(model, runtime, range(2))
-        scale = runtime._components.scale
-        scale.value, scale.good_steps = 1024.0, 7
-        runtime.save(tmp_path / "copy")
-        losses = first.train(model, runtime, range(2, 4))
-        end = everything(model, runtime)
-    again = other(tmp_path, of=entry("custom"), compute="fp16", commits=False)
-    with again.opened() as (model, runtime):
-        runtime.load(tmp_path / "copy")
-        scale = runtime._components.scale
-        assert (scale.value, scale.good_steps) == (1024.0, 7)
-        assert again.train(model, runtime, range(2, 4)) == losses
-        assert differences(everything(model, runtime), end) == []
-
-
 class WithExtra(nn.Module):
     """A model with a buffer that is not persistent, and with extra state."""
 

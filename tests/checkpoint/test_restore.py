@@ -29,19 +29,8 @@ SHORT, LONG = 1 << 12, 1 << 16
 
 CASES = [
     # model, from, to, compute, states, optimizer, chunks from, chunks to
-    ("tied", "nvme", "unified", "bf16", "fp32", "adamw", LONG, SHORT),
-    ("tied", "unified", "nvme", "fp16", "bf16", "adamw", SHORT, LONG),
-    ("tied", "mixed", "host", "fp32", "int8", "adam", SHORT, SHORT),
-    ("transformer", "host", "mixed", "bf16", "int8", "adamw", SHORT, LONG),
-    ("transformer", "device", "unified-nvme", "fp16", "int8", "sgd", LONG, SHORT),
-    ("transformer", "nvme", "nvme", "fp32", "fp32", "sgd", LONG, SHORT),
-    ("frozen", "unified-nvme", "device", "bf16", "bf16", "sgd", SHORT, LONG),
     ("frozen", "nvme", "mixed", "fp16", "fp32", "adagrad", LONG, SHORT),
-    ("frozen", "unified", "nvme", "fp32", "bf16", "adagrad", SHORT, LONG),
-    ("channels_last", "nvme", "unified", "bf16", "fp32", "adamw", LONG, SHORT),
     ("channels_last", "host", "nvme", "bf16", "int8", "adagrad", SHORT, LONG),
-    ("convnet", "nvme", "device", "fp32", "bf16", "adam", LONG, LONG),
-    ("mixture", "unified", "unified-nvme", "bf16", "int8", "sgd", SHORT, LONG),
     ("mixture", "nvme", "mirrored", "bf16", "fp32", "adamw", SHORT, LONG),
     ("tied", "mirrored", "nvme", "bf16", "bf16", "plain_sgd", LONG, SHORT),
 ]

@@ -10,8 +10,8 @@ from typing import Any
 
 import rank_processes
 import torch
-from copied_cases import train_and_copy, train_from_copy, train_in_turns
 from ranked_cases import HOMES, MODELS, SOME, Case, Place, differences, pairwise
+from resumed_cases import train_and_copy, train_from_copy, train_in_turns
 from run_copies import bits_of, opened
 from training_ranks import launch
 
