@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
@@ -29,26 +27,6 @@ from infinity.tiers.slab import slab_name
 __all__ = ["watchdog"]
 
 TIED = entry("tied")
-
-HOMES = [*itertools.product(["unified", "nvme", "mixed"], repeat=2)]
-
-
-@pytest.mark.parametrize(("before", "after"), HOMES)
-@pytest.mark.parametrize("update", ["lazy", "eager"])
-def test_a_resumed_run_has_the_bits_of_the_run(before: str, after: str, update: str, tmp_path: Path) -> None:
-    options = {"update": update, "accumulation": 1}
-    model = TIED.make()
-    with committed(model, tmp_path, home=before, **options) as runtime:
-        train(model, runtime, TIED, range(2))
-        commit = runtime.save(state={"step": 2})
-        losses = train(model, runtime, TIED, range(2, 4))
-        commit.wait()
-        end = raw(runtime, model)
-    model = TIED.make()
-    with committed(model, tmp_path, home=after, resume=True, **options) as runtime:
-        assert runtime.load() == {"step": 2}
-        assert train(model, runtime, TIED, range(2, 4)) == losses
-        assert differences(raw(runtime, model), end) == []
 
 
 @pytest.mark.parametrize("home", ["mirrored", "device", "nvme"])
@@ -180,13 +158,6 @@ def test_save_is_refused_where_a_commit_would_be_of_no_step(tmp_path: Path) -> N
         ):
             runtime.save()
         runtime.save().wait()
-
-
-def test_a_state_that_cannot_be_kept_is_named_and_costs_no_commit(tmp_path: Path) -> None:
-    with committed(TIED.make(), tmp_path) as runtime:
-        with pytest.raises(infinity.errors.ConfigError, match=r"state\['model'\]"):
-            runtime.save(state={"model": torch.nn.Linear(2, 2)})
-        assert runtime.save(state={"step": 1}).generation == 1
 
 
 def test_save_waits_for_no_update(tmp_path: Path) -> None:
