@@ -13,7 +13,7 @@ from faulty import watchdog
 from parity import differences
 from recorded_run import Recording
 from run_copies import raw, train
-from small_commits import committed, names
+from runs_on_disk import Run
 from zoo import entry
 
 import infinity
@@ -21,7 +21,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import commit_files, directory
 from infinity.checkpoint.committer import Committer
 from infinity.errors import StorageError
-from infinity.system.disk_files import DiskFiles, injected
+from infinity.system.disk_files import DiskFiles
 from infinity.tiers.slab import slab_name
 
 __all__ = ["watchdog"]
@@ -29,25 +29,31 @@ __all__ = ["watchdog"]
 TIED = entry("tied")
 
 
+def names(directory: Path) -> list[str]:
+    """The names of the files of commits in a directory."""
+    return sorted(each.name for each in directory.iterdir() if each.name.startswith(("commit", ".commit")))
+
+
 @pytest.mark.parametrize("home", ["mirrored", "device", "nvme"])
 @pytest.mark.parametrize("seed", range(3))
 def test_on_a_device_whose_streams_are_late(home: str, seed: int, tmp_path: Path) -> None:
-    model = TIED.make()
-    with EmulatedDevice(seed).in_use(), committed(model, tmp_path, home=home) as runtime:
+    with EmulatedDevice(seed).in_use(), Run(tmp_path, of=TIED, home=home).opened() as (model, runtime):
         train(model, runtime, TIED, range(2))
         runtime.save()
         losses = train(model, runtime, TIED, range(2, 4))
         end = raw(runtime, model)
-    model = TIED.make()
-    with EmulatedDevice(seed).in_use(), committed(model, tmp_path, home=home, resume=True) as runtime:
+    with (
+        EmulatedDevice(seed).in_use(),
+        Run(tmp_path, of=TIED, home=home).opened(resume=True) as (model, runtime),
+    ):
         runtime.load()
         assert train(model, runtime, TIED, range(2, 4)) == losses
         assert differences(raw(runtime, model), end) == []
 
 
 def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
-    model, commits = TIED.make(), tmp_path / "commits"
-    with committed(model, tmp_path) as runtime:
+    commits = tmp_path / "commits"
+    with Run(tmp_path, of=TIED).opened() as (model, runtime):
         for step in range(3):
             train(model, runtime, TIED, range(step, step + 1))
             commit = runtime.save()
@@ -58,14 +64,14 @@ def test_the_directory_holds_one_commit(tmp_path: Path) -> None:
         assert all((each.stat().st_mode & 0o777) == 0o600 for each in commits.iterdir())
     (slab,) = (tmp_path / "swap").iterdir()
     assert slab.stat().st_mode & 0o777 == 0o600
-    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+    with Run(tmp_path, of=TIED).opened(resume=True) as (model, runtime):
         assert runtime.save().generation == 4
     assert names(commits) == ["commit-4", "commit-4.safetensors"]
     assert list((tmp_path / "swap").iterdir()) == [slab]
 
 
 def test_a_run_without_a_commit_leaves_no_slab(tmp_path: Path) -> None:
-    with committed(TIED.make(), tmp_path):
+    with Run(tmp_path, of=TIED).opened():
         assert list((tmp_path / "swap").iterdir()) != []
     assert list((tmp_path / "swap").iterdir()) == names(tmp_path / "commits") == []
 
@@ -76,7 +82,7 @@ def test_slabs_of_no_commit_are_removed_by_the_next_run(
     """As after a kill between the rename of slabs and that of the first manifest."""
     swap, faults = tmp_path / "swap", Faults()
     files = Recording(faults)
-    with injected(faults, files), committed(TIED.make(), tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened(faults=faults, observer=files) as (_, runtime):
         monkeypatch.setattr(commit_files, "_undo", lambda *_: None)
         files.fail("rename", 2, errno.EIO)
         with pytest.raises(StorageError, match="rename"):
@@ -86,18 +92,18 @@ def test_slabs_of_no_commit_are_removed_by_the_next_run(
     assert names(tmp_path / "commits") == [".commit-1.tmp", "commit-1.safetensors"]
     foreign = left.with_name(f"infinity-rank0-{'5' * 32}.slab")
     foreign.write_bytes(left.read_bytes())
-    with committed(TIED.make(), tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (_, runtime):
         assert not left.exists()
         assert names(tmp_path / "commits") == []
         runtime.save().wait()
         (kept,) = {*swap.glob("*.slab")} - {foreign}
-    with committed(TIED.make(), tmp_path, resume=True):
+    with Run(tmp_path, of=TIED).opened(resume=True):
         assert {*swap.glob("*.slab")} == {kept, foreign}
 
 
 def test_nothing_is_removed_while_a_commit_cannot_be_read(tmp_path: Path) -> None:
     """It may need the slabs that a temporary manifest names."""
-    with committed(TIED.make(), tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (_, runtime):
         runtime.save().wait()
     (slab,) = (tmp_path / "swap").iterdir()
     commits = tmp_path / "commits"
@@ -116,25 +122,24 @@ def test_slabs_that_a_crash_left_after_a_resume_with_new_ones(
 ) -> None:
     """The old slabs stay until the first commit. What is not removed then is when the next run commits."""
     swap = tmp_path / "swap"
-    with committed(TIED.make(), tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (_, runtime):
         runtime.save()
     (old,) = swap.glob("*.slab")
     monkeypatch.setattr(directory, "is_cut_alike", lambda *_: False)
     monkeypatch.setattr(Committer, "_remove_old", lambda *_: None)
-    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+    with Run(tmp_path, of=TIED).opened(resume=True) as (_, runtime):
         runtime.save().wait()
         (new,) = {*swap.glob("*.slab")} - {old}
     assert {*swap.glob("*.slab")} == {old, new}
     monkeypatch.undo()
-    with committed(TIED.make(), tmp_path, resume=True) as runtime:
+    with Run(tmp_path, of=TIED).opened(resume=True) as (_, runtime):
         assert {*swap.glob("*.slab")} == {old, new}
         runtime.save().wait()
         assert {*swap.glob("*.slab")} == {new}
 
 
 def test_save_is_refused_where_a_commit_would_be_of_no_step(tmp_path: Path) -> None:
-    model = TIED.make()
-    with committed(model, tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (model, runtime):
         inside = []
 
         def forward(*_: object) -> None:
@@ -162,8 +167,7 @@ def test_save_is_refused_where_a_commit_would_be_of_no_step(tmp_path: Path) -> N
 
 def test_save_waits_for_no_update(tmp_path: Path) -> None:
     """The updates that a lazy step has left for the next forward are left for it by save(), too."""
-    model = TIED.make()
-    with committed(model, tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (model, runtime):
         train(model, runtime, TIED, range(2))
         scheduler = runtime._components.scheduler
         before = list(scheduler.outstanding())
@@ -177,8 +181,7 @@ def test_save_waits_for_no_update(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["removed", "renamed", "replaced"])
 def test_no_commit_is_made_in_slabs_without_a_name(lost: str, tmp_path: Path) -> None:
-    model = TIED.make()
-    with committed(model, tmp_path) as runtime:
+    with Run(tmp_path, of=TIED).opened() as (model, runtime):
         train(model, runtime, TIED, range(1))
         runtime.save(state=1).wait()
         before = names(tmp_path / "commits")
@@ -197,7 +200,7 @@ def test_no_commit_is_made_in_slabs_without_a_name(lost: str, tmp_path: Path) ->
             aside.rename(slab)
             runtime.save(state=3).wait()
     if lost != "removed":
-        with committed(TIED.make(), tmp_path, resume=True) as runtime:
+        with Run(tmp_path, of=TIED).opened(resume=True) as (model, runtime):
             assert runtime.load() == 3
 
 
@@ -205,12 +208,11 @@ AT_EXIT = """
 import sys
 from pathlib import Path
 from run_copies import train
-from small_commits import committed
+from runs_on_disk import Run
 from zoo import entry
 tied = entry("tied")
-model = tied.make()
-opened = committed(model, Path(sys.argv[1]), home=sys.argv[2])
-runtime = opened.__enter__()
+opened = Run(Path(sys.argv[1]), of=tied, home=sys.argv[2]).opened()
+model, runtime = opened.__enter__()
 train(model, runtime, tied, range(2))
 runtime.save(state="last")
 if sys.argv[3] == "failing":
@@ -220,8 +222,7 @@ if sys.argv[3] == "failing":
 
 def test_a_commit_at_the_end_of_a_script_lands(tmp_path: Path) -> None:
     end_of_script(tmp_path, "nvme", "whole")
-    model = TIED.make()
-    with committed(model, tmp_path, home="nvme", resume=True) as runtime:
+    with Run(tmp_path, of=TIED, home="nvme").opened(resume=True) as (_, runtime):
         assert runtime.load() == "last"
 
 

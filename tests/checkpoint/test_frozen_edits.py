@@ -10,15 +10,12 @@ from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
 from run_copies import raw, train
-from small_commits import committed
+from runs_on_disk import FROZEN, Run
 from torch import nn
-from zoo import entry
 
 from infinity.errors import ConfigError
 
 __all__ = ["watchdog"]
-
-FROZEN = entry("frozen")
 
 
 def first_frozen(model: nn.Module) -> nn.Parameter:
@@ -27,8 +24,8 @@ def first_frozen(model: nn.Module) -> nn.Parameter:
 
 @pytest.mark.parametrize("home", ["unified", "nvme", "mirrored", "mixed"])
 def test_after_a_commit_the_edit_is_undone_and_refused_once(home: str, tmp_path: Path) -> None:
-    model = FROZEN.make()
-    with EmulatedDevice().in_use(), committed(model, tmp_path, home=home) as runtime:
+    run = Run(tmp_path, of=FROZEN, home=home)
+    with EmulatedDevice().in_use(), run.opened() as (model, runtime):
         parameter = first_frozen(model)
         with torch.no_grad():
             parameter.mul_(2)  # before the first commit
@@ -46,8 +43,7 @@ def test_after_a_commit_the_edit_is_undone_and_refused_once(home: str, tmp_path:
         losses = train(model, runtime, FROZEN, range(1, 3))
         runtime.save().wait()
         end = raw(runtime, model)
-    model = FROZEN.make()
-    with EmulatedDevice().in_use(), committed(model, tmp_path, home=home, resume=True) as runtime:
+    with EmulatedDevice().in_use(), run.opened(resume=True) as (model, runtime):
         runtime.load()
         assert differences(raw(runtime, model), end) == []
     assert len(losses) == 2

@@ -62,7 +62,7 @@ def told(function: str, cases: tuple[Case, ...], size: int, copied_by: int, dire
 def content(copy: Path) -> list[Any]:
     """What a copy holds of parameters and of the run, but for the generators, others in each process."""
     manifest = opened(copy)[0].manifest
-    parameters = [replace(each, unit=0, ranges=()) for each in manifest.parameters]
+    parameters = [replace(each, ranges=()) for each in manifest.parameters]
     bits = {name: each.view(torch.uint8).numpy().tobytes() for name, each in bits_of(copy).items()}
     return [
         manifest.rule,
