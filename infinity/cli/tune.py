@@ -20,8 +20,7 @@ from infinity.planning import machine_rates
 from infinity.planning.machine_file import Machine, check_writable
 from infinity.planning.ranks import rate_text
 from infinity.tiers.trial_file import MODES
-from infinity.tuning.sweep import DiskSweep, Measured
-from infinity.tuning.tune import Tuning, tune
+from infinity.tuning.tune import DiskSweep, Measured, Tuning, tune
 
 
 def add_parser(subparsers: Any) -> None:

@@ -21,8 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.casts.inputs import InputCast
 from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.config import Precision
-from infinity.planning.fake_model import CannotCopy, Copier, fake_model
-from infinity.planning.outside_state import same_generators, same_globals
+from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
 
 _UNKNOWABLE = (
@@ -63,8 +62,7 @@ def run_fake_step(
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
-    The model does not change, nor do its hooks, its attributes, the inputs or any random number generator;
-    infinity/planning/outside_state.py restores what lies outside of it.
+    The model does not change, nor do its hooks, its attributes, the inputs or any random number generator.
 
     example_inputs: positional or keyword arguments of the model's forward. device: where torch cannot use a
     CUDA device, the step has the CPU's operators, which may take other bytes for attention. train: whether a
@@ -87,12 +85,7 @@ def run_fake_step(
                 mixed = inputs.mixed(args, kwargs)
             casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
             _cast_in_backward(fake, casts)
-            outside = same_globals(
-                copier.classes,
-                copier.globals.values(),
-                lambda tensor: getattr(tensor, "fake_mode", None) is mode,
-            )
-            with outside, mode, watch, casts:
+            with same_globals(copier), mode, watch, casts:
                 _step(fake, args, kwargs, watch, train)
     except Exception as error:
         unknown = _reason(error)

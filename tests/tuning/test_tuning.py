@@ -24,7 +24,7 @@ from infinity.system.directory import nameless_file
 from infinity.system.io_settings import DEFAULT, IoSettings
 from infinity.tiers import NvmeTier, trial_file
 from infinity.tiers.trial_file import MODES, Memory, TestFile
-from infinity.tuning import sweep, tune
+from infinity.tuning import tune
 
 MIB = 1 << 20
 
@@ -36,9 +36,9 @@ def brief(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.delenv("INFINITY_AIO", raising=False)
     monkeypatch.setattr(tune, "_SECONDS", 0.3)
     monkeypatch.setattr(tune, "_STRIPES_SECONDS", 0.01)
-    monkeypatch.setattr(sweep, "BLOCKS", (256 << 10, MIB))
-    monkeypatch.setattr(sweep, "DEPTHS", (4, 16))
-    monkeypatch.setattr(sweep, "SLICE_SECONDS", 0.002)
+    monkeypatch.setattr(tune, "BLOCKS", (256 << 10, MIB))
+    monkeypatch.setattr(tune, "DEPTHS", (4, 16))
+    monkeypatch.setattr(tune, "SLICE_SECONDS", 0.002)
     monkeypatch.setattr(tune, "_FILE_BYTES", trial_file.SMALLEST)
     monkeypatch.setattr(tune, "_IN_FLIGHT", trial_file.SMALLEST)
     monkeypatch.setattr(tune, "stream_speed", lambda: 10e9)

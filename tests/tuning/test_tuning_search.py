@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.system.io_settings import IoSettings
 from infinity.tuning.search import Pass, best_of, choose, grid, median_rate, scores, search, standing
-from infinity.tuning.sweep import BLOCKS, DEPTHS, MODES
+from infinity.tuning.tune import BLOCKS, DEPTHS, MODES
 
 MIB = 1 << 20
 POINTS = grid(("io_uring", "libaio", "threads"), BLOCKS, DEPTHS, 128 * MIB)
