@@ -26,9 +26,7 @@ from infinity.lm.decoder import PRESETS, DecoderConfig, Preset
 from infinity.planning.machine_rates import MachineRates
 
 SPEEDS = MachineRates(
-    disk_read=1e9,
-    disk_write=1e9,
-    disk_mixed=1e9,
+    disk={"read": 1e9, "write": 1e9, "mixed": 1e9},
     host_stream=1e10,
     link=None,
     flops={torch.bfloat16: 1e11},

@@ -21,10 +21,10 @@ from infinity.planning.machine_rates import DTYPES, MachineRates, measure_rates,
 from infinity.planning.twin_flow import has_kernels
 from infinity.system import machine
 from infinity.system.directory import path_text
+from infinity.tiers.trial_file import MODES
 
 _SHIPPED = Path(__file__).with_name("machines")
 _FORMAT = 1
-_MODES = ("read", "write", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Machine:
             compute_memory=rates.compute_memory,
             host_stream=stream,
             link=link,
-            disk={mode: sum(disk[mode] for disk in disks) / len(disks) for mode in _MODES},
+            disk={mode: sum(disk[mode] for disk in disks) / len(disks) for mode in MODES},
             network=network_rate(),
         )
 
@@ -135,11 +135,9 @@ class Machine:
             raise ConfigError(
                 f"The machine file of {self.name} has no disk.", 'Add "disk" there, or leave nvme= out.'
             )
-        disk = {mode: paths * rate / ranks for mode, rate in (self.disk or {}).items()} if paths else {}
+        disk = {mode: paths * rate / ranks for mode, rate in (self.disk or {}).items()}
         return MachineRates(
-            disk_read=disk.get("read"),
-            disk_write=disk.get("write"),
-            disk_mixed=disk.get("mixed"),
+            disk=disk if paths else None,
             host_stream=self.host_stream / ranks,
             link=self.link,
             flops={DTYPES[name]: rate for name, rate in self.flops.items()},
@@ -153,7 +151,7 @@ class Machine:
             for each in fields(self)
             if each.name.endswith(("memory", "stream", "link", "network"))
         }
-        for group, names in (("flops", DTYPES), ("disk", _MODES)):
+        for group, names in (("flops", DTYPES), ("disk", MODES)):
             found = getattr(self, group)
             if found is None and group == "disk":
                 continue

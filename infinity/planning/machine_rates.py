@@ -17,6 +17,7 @@ import torch
 from infinity.cpu_adam.stream_speed import stream_speed
 from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
+from infinity.tiers.trial_file import MODES
 
 _DISK_BYTES = 1 << 30
 """The most bytes that the probes of all disks write together. Small files give wrong rates: on a virtual
@@ -48,12 +49,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class MachineRates:
     """The rates of a machine's disks, memory, link and device, in bytes per second by default."""
 
-    disk_read: float | None = None
-    """Bytes per second read from all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_write: float | None = None
-    """Bytes per second written to all paths of the NVMe tier together; None without an NVMe tier."""
-    disk_mixed: float | None = None
-    """Bytes per second read and written together, half of the bytes each, on all paths of the NVMe tier;
+    disk: Mapping[str, float] | None = None
+    """To and from all paths of the NVMe tier together: "read", "write", and "mixed", half of the bytes each;
     None without an NVMe tier.
     """
     host_stream: float
@@ -94,7 +91,6 @@ def measure_rates(
         figures.get(_disk_name(path), functools.partial(_disk, path, limit, len(nvme)), expires=_DISK_EXPIRES)
         for path, limit in nvme.items()
     ]
-    total = {key: sum(disk[key] for disk in disks) if disks else None for key in ("read", "write", "mixed")}
     host = figures.get("stream", lambda: {"rate": stream_speed(repeats=2)})
     where = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -115,9 +111,7 @@ def measure_rates(
         link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
     figures.save()
     return MachineRates(
-        disk_read=total["read"],
-        disk_write=total["write"],
-        disk_mixed=total["mixed"],
+        disk={mode: sum(disk[mode] for disk in disks) for mode in MODES} if disks else None,
         host_stream=host["rate"],
         link=link,
         flops=flops,

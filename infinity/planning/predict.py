@@ -26,6 +26,7 @@ from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Homes, Kind
 from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
+from infinity.tiers.trial_file import MODES
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,8 @@ def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
 
 
 def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:
-    if speeds.disk_read is None or speeds.disk_write is None or speeds.disk_mixed is None:
+    if speeds.disk is None:
         return 0.0
+    read, write, mixed = (speeds.disk[mode] for mode in MODES)
     both = min(moved.disk_read, moved.disk_write)
-    alone = (moved.disk_read - both) / speeds.disk_read + (moved.disk_write - both) / speeds.disk_write
-    return 2 * both / speeds.disk_mixed + alone
+    return 2 * both / mixed + (moved.disk_read - both) / read + (moved.disk_write - both) / write

@@ -22,7 +22,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_doctor_examines_this_machine(tmp_path: Path) -> None:
+def test_doctor_examines_this_machine(warm: None, tmp_path: Path) -> None:
     done = run("doctor", "--json", "--path", os.fspath(tmp_path))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

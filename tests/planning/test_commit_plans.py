@@ -290,9 +290,7 @@ def test_commits_change_no_byte_that_a_step_moves() -> None:
 
 
 RATES = MachineRates(
-    disk_read=1e9,
-    disk_write=1e9,
-    disk_mixed=1e9,
+    disk={"read": 1e9, "write": 1e9, "mixed": 1e9},
     host_stream=1e10,
     flops={torch.bfloat16: 1e12},
     compute_memory=1e10,

@@ -132,10 +132,7 @@ def runs(log: list[tuple[int, int | None]], limit: int, *, pages: int, threads: 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "step",
-    [("10m", 1, 32), ("10m", 8, 256), ("124m", 4, 512), ("309m", 1, 256), ("926m", 4, 1024), ("7b", 1, 512)],
-)
+@pytest.mark.parametrize("step", [("10m", 1, 32), ("10m", 8, 256), ("124m", 4, 512), ("7b", 1, 512)])
 @pytest.mark.parametrize("pages", [4096, 7 * MIB, 123 * MIB + 4096])
 @pytest.mark.parametrize("capability", [(8, 0), HOPPER])
 def test_steps_fit_a_model_of_the_allocator(

@@ -97,7 +97,7 @@ def asked_of(machine: Machine) -> dict[str, Any]:
 
 def test_ranks_of_a_machine_share_its_ram_and_disks_but_no_device() -> None:
     alone, shared = CUDA.rates(2), CUDA.rates(2, ranks=4)
-    assert alone.disk_read == 4e9 and shared.disk_read == 1e9
+    assert alone.disk["read"] == 4e9 and shared.disk["read"] == 1e9
     assert shared.host_stream == alone.host_stream / 4
     assert (shared.link, shared.flops) == (alone.link, alone.flops)
     assert Available.of(CUDA, 4).host == Available.of(CUDA).host // 4

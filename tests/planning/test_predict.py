@@ -25,9 +25,7 @@ from infinity.tiers import Tier
 
 GB = 10**9
 CPU = MachineRates(
-    disk_read=2e9,
-    disk_write=1e9,
-    disk_mixed=1.5e9,
+    disk={"read": 2e9, "write": 1e9, "mixed": 1.5e9},
     host_stream=4e9,
     flops={torch.bfloat16: 1e11, torch.float32: 5e10},
     compute_memory=1e10,
@@ -115,7 +113,7 @@ def test_a_link_runs_beside_compute_and_update() -> None:
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
-    speeds = replace(CPU, disk_read=None, disk_write=None, disk_mixed=None)
+    speeds = replace(CPU, disk=None)
     moved = StepBytes(backward=PhaseBytes(to_device=0), update=PhaseBytes(host=4 * GB))
     check(predict(moved, speeds, 0.5), 1.5, 1.5, "update", compute=0.5, update=1)
 
@@ -173,7 +171,7 @@ def test_more_bytes_never_take_less(
 ) -> None:
     # A disk that reads and writes at once is no faster than the two would be beside one another.
     mixed = min(read, write) * (1 + share)
-    speeds = replace(CPU, disk_read=read, disk_write=write, disk_mixed=mixed, host_stream=5e9, link=link)
+    speeds = replace(CPU, disk={"read": read, "write": write, "mixed": mixed}, host_stream=5e9, link=link)
     both = StepBytes(
         forward=moved.forward + more.forward,
         backward=moved.backward + more.backward,

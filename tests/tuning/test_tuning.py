@@ -225,7 +225,7 @@ def test_what_was_found_is_used_by_all_io(tmp_path: Path) -> None:
     assert kept is not None
     assert kept.facts["cpus"] == machine.cpu().allowed
     speeds = machine_rates.measure_rates({path: MIB}, torch.device("cpu"), torch.float32)
-    assert speeds.disk_read == one.chosen.read  # nothing was probed
+    assert speeds.disk["read"] == one.chosen.read  # nothing was probed
     assert speeds.host_stream == 10e9
 
 
@@ -329,7 +329,7 @@ def test_the_machine_file_has_what_was_measured(tmp_path: Path, capsys) -> None:
     if not torch.cuda.is_available():
         assert (found.device_memory, found.compute_capability, found.device_updates) == (None, None, False)
     speeds = machine_rates.measure_rates({path: MIB}, found.device(None), torch.bfloat16)
-    assert found.rates(1).disk_mixed == speeds.disk_mixed
+    assert found.rates(1).disk["mixed"] == speeds.disk["mixed"]
     assert found.flops["bf16"] == speeds.flops[torch.bfloat16]
     assert found.compute_memory == speeds.compute_memory
 
