@@ -1,10 +1,9 @@
 """Placement: the homes of a model's pages, and the sizes of working buffers. Pure.
 
-Staging has room for all chunk updates of the largest unit, but takes at most a quarter of the host tier, or
-the bytes of two updates if these are more. The pool of resident pages has room for 12 parameter pages if they
-take at most a quarter of the tier that computes, else for 3 if they take at most half of it. Where that does
-not fit, smaller buffers are tried, down to one update and one page. Placements without NVMe are tried before
-all others, with room for 3, 2 or 1 pages. WORKING_ROOMS lists all sizes in this order.
+The pool of resident pages has room for 12 parameter pages if they take at most a quarter of the tier that
+computes, else for 3 if they take at most half of it. Where that does not fit, smaller buffers are tried, down
+to one update and one page. Placements without NVMe are tried before all others, with room for 3, 2 or 1
+pages. WORKING_ROOMS lists all sizes in this order.
 """
 
 from __future__ import annotations
@@ -74,23 +73,6 @@ class Room:
     nvme: int
 
 
-_SHARE = 4
-"""Staging takes at most the host budget divided by this number, or two chunk updates."""
-
-_RING_SHARE = 64
-"""The ring takes at most the device budget divided by this number, or two of its blocks."""
-
-_LARGEST_RING = 64 << 20
-"""The most bytes of the ring. A link of 50 GB/s moves them in 1.3 ms, and the threads that empty the ring are
-seldom delayed for longer.
-"""
-
-_EXCHANGE_BUFFERS = 8
-"""Number of exchange buffers where memory is not at its least: enough for several transfers to be on their
-way while others are read or added.
-"""
-
-
 @dataclass(frozen=True)
 class WorkingRoom:
     """The rules by which a placement chooses the sizes of its working buffers."""
@@ -107,24 +89,6 @@ class WorkingRoom:
     """The largest fraction of the computing tier that the pool of resident pages may take, and of the host
     tier that staging may take.
     """
-
-    def staging(self, host: int, update: int, unit: int) -> int:
-        """Bytes of staging in a host tier of `host` bytes. update: bytes of the largest chunk update. unit:
-        bytes of all updates of the largest unit together.
-        """
-        if self.updates is not None:
-            return self.updates * update
-        return max(2 * update, min(host // _SHARE // 4096 * 4096, unit))
-
-    def ring(self, device: int, block: int) -> int:
-        """Bytes of the ring in a device tier of `device` bytes: at least two blocks of `block` bytes."""
-        if self.transit_buffers == 1:
-            return 2 * block
-        return max(2, min(device // _RING_SHARE, _LARGEST_RING) // block) * block
-
-    def exchange(self, block: int) -> int:
-        """Bytes of exchange buffers of `block` bytes: two at the least, one for each direction."""
-        return (2 if self.transit_buffers == 1 else _EXCHANGE_BUFFERS) * block
 
 
 AMPLE_PAGES = 12

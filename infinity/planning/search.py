@@ -27,6 +27,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -72,6 +73,23 @@ _SMALLEST_TRANSIT_BUFFER = _LARGEST_ITEM * BLOCK
 """Bytes of the smallest transit buffer, and of the blocks of the ring."""
 
 
+_STAGING_SHARE = 4
+"""Staging takes at most the host budget divided by this number, or two chunk updates."""
+
+_RING_SHARE = 64
+"""The ring takes at most the device budget divided by this number, or two of its blocks."""
+
+_LARGEST_RING = 64 << 20
+"""The most bytes of the ring. A link of 50 GB/s moves them in 1.3 ms, and the threads that empty the ring are
+seldom delayed for longer.
+"""
+
+_EXCHANGE_BUFFERS = 8
+"""Number of exchange buffers where memory is not at its least: enough for several transfers to be on their
+way while others are read or added.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """What is to be placed."""
@@ -100,6 +118,18 @@ class Subject:
         if self.accumulation == 1:
             return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
         return tuple(Kind)
+
+
+class _Buffers(NamedTuple):
+    """Bytes of working buffers."""
+
+    staging: int
+    transit: int
+    ring: int
+    exchange: int
+    in_ram: int
+    """All of them, and the matrix that is updated. The ring is on the device; a buffer in RAM has its size.
+    """
 
 
 class Candidate:
@@ -170,32 +200,28 @@ class Candidate:
         trained = self._share.kept(trainable, whole=self._share.whole_states)
         return self._pages[Kind.PARAMETER][index] + trained + 2 * self._pages[Kind.OPTIMIZER][index]
 
-    def _staging(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of staging; 0 for inference, and if pages can rest in host RAM only."""
-        moves = room.device is not None or (level.nvme and room.nvme > 0)
-        if self._subject.rule is None or not moves:
-            return 0
-        return level.staging(room.host, self.update_bytes, self._largest_unit)
-
-    def _transit(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of all transit buffers."""
-        return self._transit_buffer * (1 + level.transit_buffers * (room.device is not None))
-
-    def _ring(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of the ring on the device; 0 without a ring."""
-        if room.device is None or not self._has_ring:
-            return 0
-        return level.ring(room.device, _SMALLEST_TRANSIT_BUFFER)
-
-    def _working(self, level: WorkingRoom, room: Room) -> int:
-        """Bytes of host RAM for data on the move, and for the matrix that is updated."""
-        local = self._staging(level, room) + self._transit(level, room) + self._ring(level, room)
-        return local + level.exchange(self._exchange_block) + self._matrix_bytes
+    def _buffers(self, level: WorkingRoom, room: Room) -> _Buffers:
+        host, device, least = room.host, room.device, level.transit_buffers == 1
+        staging = ring = 0
+        moves = device is not None or (level.nvme and room.nvme > 0)
+        if self._subject.rule is not None and moves:  # else each page is updated at home
+            quarter = host // _STAGING_SHARE // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+            staging = max(2 * self.update_bytes, min(quarter, self._largest_unit))
+            if level.updates is not None:
+                staging = level.updates * self.update_bytes
+        if device is not None and self._has_ring:
+            blocks = min(device // _RING_SHARE, _LARGEST_RING) // _SMALLEST_TRANSIT_BUFFER
+            ring = (2 if least else max(2, blocks)) * _SMALLEST_TRANSIT_BUFFER
+        transit = self._transit_buffer * (1 + level.transit_buffers * (device is not None))
+        exchange = (2 if least else _EXCHANGE_BUFFERS) * self._exchange_block
+        return _Buffers(
+            staging, transit, ring, exchange, staging + transit + ring + exchange + self._matrix_bytes
+        )
 
     @property
     def least_near(self) -> int:
         """The smallest device budget, in bytes, that is enough if the other tiers have unlimited room."""
-        return self._near(0, LEAST.pages) + self._has_ring * LEAST.ring(0, _SMALLEST_TRANSIT_BUFFER)
+        return self._near(0, LEAST.pages) + self._has_ring * 2 * _SMALLEST_TRANSIT_BUFFER
 
     @property
     def most_nvme(self) -> int:
@@ -238,15 +264,15 @@ class Candidate:
         """The numbers of pages before the two cuts, which are as far along the line as `room` allows; None if
         the pages do not fit. The first is 0 if device and host are the same RAM.
         """
-        working = self._working(level, room)
-        if working > room.host or self._staging(level, room) > level.share * room.host:
+        buffers = self._buffers(level, room)
+        working = buffers.in_ram
+        if working > room.host or buffers.staging > level.share * room.host:
             return None
         if room.device is None:
             near = 0
             far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
         else:
-            device = room.device - self._ring(level, room)
-            near = self._last(lambda cut: self._near(cut, level.pages), device)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
             far = self._last(lambda cut: self._ends[cut] - self._ends[max(near, 0)], room.host - working)
         if min(near, far) < 0 or self._sunk[far] > room.nvme:
             return None
@@ -272,7 +298,8 @@ class Candidate:
         return _least(self._needed(tier, room, level) for level in levels)
 
     def _needed(self, tier: Tier, room: Room, level: WorkingRoom) -> int | None:
-        working = self._working(level, room)
+        buffers = self._buffers(level, room)
+        working = buffers.in_ram
         if level.nvme:  # all pages behind this cut fit NVMe
             bottom = bisect.bisect_left(self._sunk, -room.nvme, key=lambda nbytes: -nbytes)
         else:
@@ -281,14 +308,13 @@ class Candidate:
             if working > room.host:
                 return None
             near = bisect.bisect_left(self._ends, self._ends[bottom] - (room.host - working))
-            return self._near(near, level.pages) + self._ring(level, room)
+            return self._near(near, level.pages) + buffers.ring
         if room.device is None:
             if tier is Tier.HOST:
                 return working + self._near(bottom, level.pages)
             far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
         else:
-            device = room.device - self._ring(level, room)
-            near = self._last(lambda cut: self._near(cut, level.pages), device)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
             if near < 0:
                 return None
             if tier is Tier.HOST:
@@ -307,9 +333,10 @@ class Candidate:
             return None
         computes_in = Tier.HOST if room.device is None else Tier.DEVICE
         resident = self._resident(level.pages)[cuts[computes_in is Tier.HOST]]
-        left = {Tier.HOST: room.host - self._working(level, room)}
+        buffers = self._buffers(level, room)
+        left = {Tier.HOST: room.host - buffers.in_ram}
         if room.device is not None:
-            left[Tier.DEVICE] = room.device - self._ring(level, room)
+            left[Tier.DEVICE] = room.device - buffers.ring
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
@@ -323,13 +350,13 @@ class Candidate:
             layout=build(self._subject.surveyed, self.grouping, self.chunk_elements, self._share.ranks),
             homes=tuple(homes),
             chunk_update_bytes=self.update_bytes,
-            staging_bytes=self._staging(level, room),
+            staging_bytes=buffers.staging,
             transit_buffer_bytes=self._transit_buffer,
-            transit_bytes=self._transit(level, room),
+            transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
-            ring_bytes=self._ring(level, room),
+            ring_bytes=buffers.ring,
             exchange_block_bytes=self._exchange_block,
-            exchange_bytes=level.exchange(self._exchange_block),
+            exchange_bytes=buffers.exchange,
         )
 
 
