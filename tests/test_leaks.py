@@ -139,7 +139,9 @@ def check_no_growth(grown: Growth) -> None:
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MANY, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("home", ["nvme", "unified-nvme", "mixed"])
+@pytest.mark.parametrize(
+    "home", ["mixed", *(pytest.param(each, marks=pytest.mark.slow) for each in ("nvme", "unified-nvme"))]
+)
 def test_training_holds_no_more_after_many_steps(home: str, steps: int, tmp_path: Path) -> None:
     model = SMALL.make()
     with opened(model, tmp_path, home=home, compute="bf16") as runtime:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from infinity.distributed.conductor import Conductor
 from infinity.distributed.message import MessageKind
 from infinity.errors import InfinityError
 
-PARTITIONS = (None, "optimizer", "gradients", "parameters")
+PARTITIONS = [(None, "optimizer", "gradients", "parameters")[int(each)] for each in os.environ["STAGES"]]
 LAST = SIZE > 1 and RANK == SIZE - 1
 
 

@@ -141,6 +141,7 @@ def run(
     return plan, deltas, losses
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme"])
 @pytest.mark.parametrize("name", ["tied", "frozen"])
@@ -159,6 +160,7 @@ def test_pages_on_nvme_are_written_as_without_commits(
     assert losses == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("before_steps", [False, True])
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 @pytest.mark.parametrize(

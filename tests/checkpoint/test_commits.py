@@ -34,6 +34,7 @@ def names(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir() if each.name.startswith(("commit", ".commit")))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", ["mirrored", "device", "nvme"])
 @pytest.mark.parametrize("seed", range(3))
 def test_on_a_device_whose_streams_are_late(home: str, seed: int, tmp_path: Path) -> None:

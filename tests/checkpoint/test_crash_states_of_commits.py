@@ -50,6 +50,7 @@ def look(record: Record, root: Path, *, count: int, every: int) -> None:
     assert {loaded - durable for durable, loaded, begun in found if begun > durable} == {0, 1}
 
 
+@pytest.mark.sweep(most=5)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_crash_leaves_a_whole_commit(name: str, tmp_path: Path) -> None:
     look(RUNS[name], tmp_path, count=STATES, every=TRAINED_EVERY)

@@ -109,6 +109,7 @@ def check(edits: list[Any], job: Job, directory: Path) -> None:
     assert continued(job, directories, STEP, more=True) is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("job", [each for each in JOBS if each.update == "lazy"], ids=str)
 @pytest.mark.parametrize("pages", [edit_parameters, edit_in_place, load_optimizer])
 def test_the_commit_has_the_values_of_the_save(pages: Any, job: Job, tmp_path: Path) -> None:

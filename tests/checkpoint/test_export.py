@@ -46,6 +46,7 @@ def step(runtime: Any, model: nn.Module, of: Any, number: int) -> float:
 # --- what is in the files ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 def test_every_home(home: str, dtype: str, out: Path) -> None:
@@ -63,6 +64,7 @@ def test_every_home(home: str, dtype: str, out: Path) -> None:
     assert files(out.parent / "swap") == []
 
 
+@pytest.mark.sweep
 @each_device
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
@@ -111,6 +113,7 @@ def test_training_goes_on_after_an_export(tmp_path: Path, out: Path) -> None:
         assert differences(copied(exported.state_dict()), end) == []
 
 
+@pytest.mark.sweep(most=5)
 @pytest.mark.parametrize("name", ["tied", "channels_last", "convnet", "frozen", "custom", "mixture"])
 @pytest.mark.parametrize("dtype", ["compute", "fp32"])
 def test_models(name: str, dtype: str, out: Path) -> None:

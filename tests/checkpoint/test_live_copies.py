@@ -48,6 +48,7 @@ def draw() -> tuple[Any, ...]:
     return torch.rand(3).tolist(), np.random.rand(2).tolist(), random.random()
 
 
+@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("commits", [False, True], ids=["off", "on"])
 def test_a_run_goes_on_from_a_copy(home: str, commits: bool, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     monkeypatch.setattr(search, "_CHUNKS", (length,))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_training_goes_on_with_equal_bits(
     case: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

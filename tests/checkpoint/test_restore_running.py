@@ -22,6 +22,7 @@ from infinity.errors import StorageError
 __all__ = ["watchdog"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", ["nvme", "unified", "mirrored", "device"])
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 def test_a_run_that_goes_back(home: str, states: str, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_before_the_parameters_are_converted(
             assert differences(raw(resumed, again), raw(runtime, model)) == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("home", ["host", "mirrored", "mixed", "device"])
 def test_a_device_with_late_streams(home: str, seed: int, tmp_path: Path) -> None:

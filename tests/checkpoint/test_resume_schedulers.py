@@ -125,6 +125,7 @@ def skip_where_torch_is_too_old(make: Callable[[Optimizer], Any]) -> None:
             pytest.skip(f"this torch warns: {found[0].message}")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("momentum", [True, False], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_scheduler_goes_on(name: str, momentum: bool, tmp_path: Path) -> None:

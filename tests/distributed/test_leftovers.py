@@ -104,7 +104,9 @@ def directory(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
+@pytest.mark.parametrize(
+    "killed", [(0, 1), *(pytest.param((rank,), marks=pytest.mark.slow) for rank in (0, 1))], ids=str
+)
 def test_the_next_run_removes_what_killed_ranks_left(
     killed: tuple[int, ...], directory: Path, trained: dict[int, list[Any]]
 ) -> None:
@@ -126,7 +128,9 @@ def test_the_next_run_removes_what_killed_ranks_left(
     assert inodes(directory) == {}
 
 
-@pytest.mark.parametrize(("size", "second"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("size", "second"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 2), (1, 2)))]
+)
 def test_a_second_run_is_refused_and_harms_nothing(
     size: int, second: int, directory: Path, trained: dict[int, list[Any]]
 ) -> None:

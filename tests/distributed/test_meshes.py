@@ -21,9 +21,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("function", "size", "meshes"),
     [
-        ("one_is_left_out", 3, [(0, 2)]),
+        pytest.param("one_is_left_out", 3, [(0, 2)], marks=pytest.mark.slow),
         ("the_first_is_left_out", 3, [(2, 1)]),
-        ("two_at_once", 4, [(0, 2), (1, 3)]),
+        pytest.param("two_at_once", 4, [(0, 2), (1, 3)], marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_trains_as_a_world_of_its_own(

@@ -6,6 +6,7 @@ import pytest
 import rank_processes
 
 
+@pytest.mark.sweep(most=3)
 @pytest.mark.parametrize(
     "program",
     [

@@ -12,23 +12,31 @@ from infinity.distributed.bell import TIMEOUT_VARIABLE
 SIZE = 2
 
 
+@pytest.fixture(scope="module", params=["13", pytest.param("02", marks=pytest.mark.slow)])
+def stages(request: pytest.FixtureRequest) -> str:
+    """The stages of ZeRO at which the programs run, a digit each."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def alone() -> Any:
+def alone(stages: str) -> Any:
     """What the programs return on one rank."""
-    (found,) = rank_processes.run("user_code_ranks.py", "every_program", size=1, timeout=120.0)
+    (found,) = rank_processes.run(
+        "user_code_ranks.py", "every_program", size=1, timeout=120.0, environment={"STAGES": stages}
+    )
     assert found.code == 0, found.text
     return found.result
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Any]:
+def ranks(stages: str) -> list[Any]:
     """What the programs return on each of several ranks."""
     found = rank_processes.run(
         "user_code_ranks.py",
         "every_program",
         size=SIZE,
         timeout=180.0,
-        environment={TIMEOUT_VARIABLE: "60"},
+        environment={TIMEOUT_VARIABLE: "60", "STAGES": stages},
     )
     for each in found:
         assert (each.code, each.error) == (0, ""), each
@@ -148,11 +156,13 @@ def test_hooks_see_the_gradients_of_the_own_rank(ranks: list[Any], alone: Any) -
     assert [each["hooks"] for each in ranks] == [alone["hooks"][rank::SIZE] for rank in range(SIZE)]
 
 
-def test_edits_that_differ_are_undone_where_values_from_before_are_left(ranks: list[Any]) -> None:
+def test_edits_that_differ_are_undone_where_values_from_before_are_left(
+    ranks: list[Any], stages: str
+) -> None:
     for each in ranks:
-        for stage, (error, undone, trained) in enumerate(each["differing_edits"]):
+        for stage, (error, undone, trained) in zip(stages, each["differing_edits"], strict=True):
             told = "ConfigError: The parameter first.weight was edited with different values on the ranks; "
-            if stage == 3:
+            if stage == "3":
                 assert error == told + "the edits are undone. Edit parameters alike on all ranks."
                 assert (undone, trained) == (True, False)
             else:
