@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch._dynamo  # the first optimizer imports it, and tests would go through its objects: see below
@@ -71,7 +72,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 MACHINE = pytest.StashKey[Machine]()
 
 
+hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow":
+        hypothesis.settings.load_profile("quick")
     if hasattr(config, "workerinput"):
         config.stash[MACHINE] = Machine(Path(config.option.basetemp).parent)
 

@@ -20,9 +20,7 @@ asserts that no number is wrong, and that what was committed is not lost.
 REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
     "nvme, lazy": [
         (Fault("engine", "read", "train", 25), TIMED),
-        (Fault("engine", "write", "train", 14), TIMED),
         (Fault("engine", "write", "save", 20), TIMED),
-        (Fault("engine", "read", "copy", 9), TIMED),
         (Fault("engine", "write", "load", 30), TIMED),
         (Fault("engine", "read", "resume", 12), TIMED),
     ],
@@ -30,14 +28,11 @@ REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
         (Fault("engine", "sync", "save", 2), {"lost", "unnoticed"}),
         (Fault("files", "sync directory", "save", 2), {"lost", "unnoticed"}),
         (Fault("engine", "write", "end", 1), TIMED | {"half"}),
-        (Fault("engine", "read", "train", 18), TIMED | {"half"}),
     ],
     "unified, lazy": [
-        (Fault("engine", "write", "save", 5), TIMED),
         (Fault("files", "rename", "save", 2), {"repeated"}),
         (Fault("files", "remove", "save", 6), {"unnoticed"}),
         (Fault("files", "read", "load", 40), {"lost"}),
-        (Fault("engine", "read", "resume", 8), TIMED),
     ],
 }
 """Calls that the default run makes fail, with what may come of each."""

@@ -44,7 +44,7 @@ class Bench:
         return len(self.device.violations)
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=[0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def bench(request: pytest.FixtureRequest) -> Bench:
     return Bench(request.param)
 
