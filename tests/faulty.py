@@ -8,7 +8,7 @@ import faulthandler
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,17 +50,13 @@ def watchdog() -> Iterator[None]:
 
 @dataclass
 class Trained:
-    """The outcome of `train`: losses, final parameters and optimizer states, and what failed."""
+    """The outcome of a training: losses, and final parameters and optimizer states."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    failures: int = 0
-    poisoned: bool = False
     calls: dict[str, int] = field(default_factory=dict)
     """Number of I/O calls during the steps, by kind: "read", "write" or "sync"."""
-    fired: int = 0
-    """How many I/O calls were made to fail."""
 
     @property
     def result(self) -> dict[str, Any]:
@@ -108,95 +104,32 @@ def one_step(model: Any, runtime: Any, step: int) -> float:
     return loss.item()
 
 
-def train(home: str, compute: str, directory: Path, prepare: Callable[[Faults], None], code: int) -> Trained:
-    """Train STEPS steps under I/O faults, or until an error has ended the runtime.
-
-    A step that fails is repeated after zero_grad(). Asserts that every error is a StorageError with the errno
-    `code`, and that a runtime which an error has ended refuses all further use. prepare: is called with the
-    runtime's Faults before the first step, to say which I/O calls fail. home, compute, directory: as in
-    `opened`.
-    """
-    faults = Faults()
-    with opened(home, compute, directory, faults) as (model, runtime):
-        trained = Trained()
-        prepare(faults)
-        before = faults.calls
-        while len(trained.losses) < STEPS and not trained.poisoned:
-            try:
-                trained.losses.append(one_step(model, runtime, len(trained.losses)))
-            except StorageError as error:
-                check_error(error, code, directory)
-                trained.failures += 1
-                assert trained.failures < 4
-            trained.poisoned = poisoned(runtime, code, directory)
-        trained.calls = {kind: count - before[kind] for kind, count in faults.calls.items()}
-        faults.clear()
-        trained.fired = faults.fired
-        if not trained.poisoned:
-            try:
-                model.state_dict()
-            except StorageError as error:
-                # The error is of a page that was read ahead for a step that never came, or of the last
-                # update, whose writes may end after zero_grad().
-                check_error(error, code, directory)
-                trained.failures += 1
-                trained.poisoned = poisoned(runtime, code, directory)
-        if trained.poisoned:
-            check_refuses(model, runtime, code, directory)
-        else:
-            trained.parameters = copied(model.state_dict())
-            trained.optimizer = tensors_copied(runtime.optimizer.state_dict())
-    return trained
-
-
-def poisoned(runtime: Any, code: int, directory: Path) -> bool:
-    """Call zero_grad(), and return whether the runtime refuses the call because an error has ended it.
-
-    Asserts that this error has the errno `code` and names a file in `directory`.
-    """
-    try:
-        runtime.optimizer.zero_grad()
-    except StorageError as error:
-        check_error(error, code, directory)
-        return True
-    return False
-
-
 def check_error(error: StorageError, code: int, directory: Path) -> None:
     assert error.errno == code
     assert Path(error.path).parent == directory
     assert isinstance(error, StorageFull) == (code == errno.ENOSPC)
 
 
-def check_refuses(model: Any, runtime: Any, code: int, directory: Path) -> None:
-    """Assert that every use of the model and the runtime raises the StorageError that ended the runtime.
-
-    code: the error's errno. directory: where the file that the error names lies.
-    """
-    of = entry("tied")
-    parameter = next(model.parameters())
-    for use in (
-        lambda: of.loss(model, of.batch(0, 0)),
-        runtime.optimizer.step,
-        runtime.optimizer.zero_grad,
-        runtime.optimizer.state_dict,
-        model.state_dict,
-        lambda: model.load_state_dict({}),
-        lambda: parameter + 1,
-        lambda: runtime.grad(parameter),
-        lambda: runtime.clip_grad_norm_(1.0),
-        lambda: runtime.full_parameters(model).__enter__(),
-    ):
-        with pytest.raises(StorageError) as caught:
-            use()
-        check_error(caught.value, code, directory)
+def train_steps(model: Any, runtime: Any) -> Trained:
+    """Train STEPS steps. `calls` is left empty."""
+    losses = []
+    for step in range(STEPS):
+        losses.append(one_step(model, runtime, step))
+        runtime.optimizer.zero_grad()
+    return Trained(losses, copied(model.state_dict()), tensors_copied(runtime.optimizer.state_dict()))
 
 
 @functools.cache
 def clean(home: str, compute: str) -> Trained:
-    with tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory:
-        trained = train(home, compute, Path(directory), lambda faults: None, 0)
-    assert (trained.failures, trained.poisoned) == (0, False)
+    """Train without faults."""
+    faults = Faults()
+    with (
+        tempfile.TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")) as directory,
+        opened(home, compute, Path(directory), faults) as (model, runtime),
+    ):
+        before = faults.calls
+        trained = train_steps(model, runtime)
+        trained.calls = {kind: count - before[kind] for kind, count in faults.calls.items()}
     return trained
 
 

@@ -20,6 +20,7 @@ asserts that no number is wrong, and that what was committed is not lost.
 REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
     "nvme, lazy": [
         (Fault("engine", "read", "train", 25), TIMED),
+        (Fault("engine", "write", "train", 14), TIMED),
         (Fault("engine", "write", "save", 20), TIMED),
         (Fault("engine", "write", "load", 30), TIMED),
         (Fault("engine", "read", "resume", 12), TIMED),
@@ -28,6 +29,7 @@ REDUCED: dict[str, list[tuple[Fault, set[str]]]] = {
         (Fault("engine", "sync", "save", 2), {"lost", "unnoticed"}),
         (Fault("files", "sync directory", "save", 2), {"lost", "unnoticed"}),
         (Fault("engine", "write", "end", 1), TIMED | {"half"}),
+        (Fault("engine", "read", "train", 18), TIMED | {"half"}),
     ],
     "unified, lazy": [
         (Fault("files", "rename", "save", 2), {"repeated"}),

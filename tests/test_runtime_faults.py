@@ -1,7 +1,6 @@
-"""Tests of trainings and of `infinity.offload` in which one I/O call fails at a time.
+"""Tests of calls of `infinity.offload` in which one I/O call fails, and of trainings with short transfers.
 
-Errors must have a type of infinity.errors, and a training that goes on must have the bits of one without
-faults.
+Trainings in which a call fails are those of tests/test_fault_sweep.py.
 """
 
 from __future__ import annotations
@@ -16,17 +15,14 @@ import pytest
 import torch
 from faulty import (
     CASES,
-    STEPS,
-    Trained,
     check_error,
     clean,
     one_step,
     opened,
     places,
     start_torch_threads,
-    train,
+    train_steps,
     watchdog,
-    watched,
 )
 from homes import budget_for
 from parity import copied, differences, tensors_copied
@@ -45,65 +41,10 @@ from infinity.tiers import Tier
 __all__ = ["watchdog"]
 
 SPREAD = 4
-"""Number of I/O calls of each kind that are made to fail, one in each training. With -m slow all are."""
-
-
-def failing(kind: str, nth: int, code: int) -> Callable[[Faults], None]:
-    return lambda faults: faults.fail(kind, nth, code)
-
-
-def sweep(
-    home: str, compute: str, fault: tuple[str, int], directory: Path, spread: int | None = None
-) -> dict[str, int]:
-    """Run trainings in each of which another I/O call fails, and return the number of trainings by outcome.
-
-    The outcome is "poisoned" if the error ended the runtime, "repeated" if a step raised the error and was
-    repeated, and "unnoticed" if no step raised it: only a read ahead that was never needed had failed. In the
-    last two cases, asserts that the training has the bits of a clean one.
-
-    home, compute: one of CASES. fault: (kind of the calls, errno). spread: number of calls to choose, at
-    equal distances; None: all calls of this kind.
-    """
-    kind, code = fault
-    expected = clean(home, compute)
-    outcomes = {"poisoned": 0, "repeated": 0, "unnoticed": 0}
-    for nth in places(expected.calls[kind], spread):
-        trained = train(home, compute, directory, failing(kind, nth, code), code)
-        if trained.poisoned:
-            assert trained.failures
-            assert trained.losses == expected.losses[: len(trained.losses)]
-            outcomes["poisoned"] += 1
-            continue
-        assert differences(trained.result, expected.result) == [], nth
-        if not trained.fired:  # runs differ by a few calls: this one made fewer, and nothing failed
-            assert trained.calls[kind] < nth
-            continue
-        outcomes["repeated" if trained.failures else "unnoticed"] += 1
-    assert outcomes["repeated"]
-    assert outcomes["poisoned"] or kind == "read"  # an update whose reads fail stays due
-    return outcomes
+"""Number of I/O calls of each kind that are made to fail, one in each call of offload()."""
 
 
 FAILING = [("read", errno.EIO), ("write", errno.EIO), ("write", errno.ENOSPC)]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("home", "compute"), CASES)
-@pytest.mark.parametrize("fault", FAILING)
-def test_a_failed_call_in_training(home: str, compute: str, fault: tuple[str, int], tmp_path: Path) -> None:
-    sweep(home, compute, fault, tmp_path, SPREAD)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("home", "compute"), CASES)
-@pytest.mark.parametrize("fault", FAILING)
-def test_every_failed_call_in_training(
-    home: str, compute: str, fault: tuple[str, int], tmp_path: Path
-) -> None:
-    with watched(3600):
-        outcomes = sweep(home, compute, fault, tmp_path)
-    # Only reads ahead that were never needed may fail unnoticed.
-    assert outcomes["unnoticed"] == 0 or fault[0] == "read", outcomes
 
 
 @dataclass(frozen=True)
@@ -148,17 +89,13 @@ def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Pat
     these are the engine's own counts, because the number of requests differs from run to run.
     """
     expected = clean(home, compute)  # not below, where its check for threads would see the other runtime's
-    faults, trained = Faults(), Trained()
+    faults = Faults()
     with opened(home, compute, tmp_path, faults) as (model, runtime):
         before, calls = moved(runtime), faults.calls[kind]
         most = 10 * expected.calls[kind]
         for nth in range(1, most, 3):
             faults.shorten(kind, nth, 512)
-        for step in range(STEPS):
-            trained.losses.append(one_step(model, runtime, step))
-            runtime.optimizer.zero_grad()
-        trained.parameters = copied(model.state_dict())
-        trained.optimizer = tensors_copied(runtime.optimizer.state_dict())
+        trained = train_steps(model, runtime)
         found, calls = moved(runtime).since(before), faults.calls[kind] - calls
     assert found.short == faults.fired == -(-calls // 3)
     assert calls < most
@@ -166,6 +103,39 @@ def test_short_transfers_go_on(home: str, compute: str, kind: str, tmp_path: Pat
     assert found.transfers == found.requests + found.short + found.retries
     assert found.nbytes == found.asked
     assert differences(trained.result, expected.result) == []
+
+
+def test_a_runtime_that_an_error_has_ended_refuses_all_use(tmp_path: Path) -> None:
+    faults, of = Faults(), entry("tied")
+    with opened("nvme", "bf16", tmp_path, faults) as (model, runtime):
+        for nth in range(1, 40):  # a gradient's write that fails can be repeated, an update's cannot
+            try:
+                faults.fail("write", nth, errno.EIO)
+                one_step(model, runtime, nth)
+                settle(runtime)
+            except StorageError as error:
+                check_error(error, errno.EIO, tmp_path)
+            faults.clear()
+            try:
+                runtime.optimizer.zero_grad()
+            except StorageError:
+                break
+        parameter = next(model.parameters())
+        for use in (
+            lambda: of.loss(model, of.batch(0, 0)),
+            runtime.optimizer.step,
+            runtime.optimizer.zero_grad,
+            runtime.optimizer.state_dict,
+            model.state_dict,
+            lambda: model.load_state_dict({}),
+            lambda: parameter + 1,
+            lambda: runtime.grad(parameter),
+            lambda: runtime.clip_grad_norm_(1.0),
+            lambda: runtime.full_parameters(model).__enter__(),
+        ):
+            with pytest.raises(StorageError) as caught:
+                use()
+            check_error(caught.value, errno.EIO, tmp_path)
 
 
 def counted(action: Callable[[], Any], faults: Faults, kind: str) -> int:
