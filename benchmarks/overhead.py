@@ -34,14 +34,19 @@ The fit is not exact: for example, chunks are updated in another way if a unit h
 staging.
 
     python benchmarks/overhead.py [--directory DISK] [--update lazy eager] [--home host nvme ...] [--json]
+    python benchmarks/overhead.py --ways [--directory DISK] [--json]
 
 `--json`: the last line of stdout is one JSON object. `--quick`: a smoke test with at most 2 chunks a unit.
+`--ways`: instead, the calls of the package's own Python functions in the calling thread, and their files,
+folders and classes, on three ways through the package: a forward, `step()`, and a commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import gc
 import itertools
 import json
@@ -52,6 +57,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -332,6 +338,75 @@ def show(update: str, home: str, fits: dict[str, dict[str, float]], rows: list[d
         )
 
 
+class Ways:
+    """The calls of Python functions of the package in this thread."""
+
+    def __init__(self) -> None:
+        self._root = str(Path(infinity.__file__).parent) + "/"
+        self._codes: list[CodeType] = []
+
+    def of(self, action: Callable[[], Any]) -> dict[str, int]:
+        """Run `action`, and count its calls, their files, folders and classes."""
+        self._codes.clear()
+        gc.disable()
+        sys.setprofile(self._event)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        files = {code.co_filename for code in self._codes}
+        owners = {(code.co_filename, *code.co_qualname.split(".")[:-1][:1]) for code in self._codes}
+        return {
+            "calls": len(self._codes),
+            "files": len(files),
+            "folders": len({Path(file).parent for file in files}),
+            "classes": sum(name.strip("_")[:1].isupper() for _, *owner in owners for name in owner),
+        }
+
+    def _event(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(self._root):
+            self._codes.append(frame.f_code)
+
+
+def ways(directory: Path) -> dict[str, dict[str, int]]:
+    """Count the three ways through the package, on a model of 6 blocks of two linear layers, in fp32."""
+    found, counter = {}, Ways()
+    blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
+    x = torch.randn(8, 256)
+    for home in ("RAM", "NVMe"):
+        model = nn.Sequential(*copy.deepcopy(blocks))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        with tempfile.TemporaryDirectory(prefix="infinity-overhead-", dir=directory) as folder:
+            disk = home == "NVMe"
+            options: dict[str, Any] = {"precision": infinity.Precision(compute="fp32"), "device": "cpu"}
+            budget = infinity.Budget(host="1GiB")
+            if disk:
+                budget = infinity.Budget(host="6MiB", nvme={folder: "1GiB"})
+                options["checkpoint"] = Path(folder) / "run"
+            with infinity.offload(model, optimizer, budget=budget, **options) as runtime:
+
+                def step(count: Callable[[str, Callable[[], Any]], None]) -> None:
+                    count("forward", functools.partial(model, x))
+                    count("backward", model(x).sum().backward)
+                    count("step()", runtime.optimizer.step)
+                    runtime.optimizer.zero_grad()
+
+                for _ in range(WARM_UP):
+                    step(lambda name, action: action())
+                step(lambda name, action: found.update({f"{name} from {home}": counter.of(action)}))
+                if disk:
+                    commits: list[Any] = []
+                    found["save()"] = counter.of(lambda: commits.append(runtime.save()))
+
+                    def end() -> None:
+                        step(lambda name, action: action())
+                        commits[0].wait()
+
+                    found["a step and the commit's end"] = counter.of(end)
+    return found
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
@@ -341,6 +416,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--home", choices=HOMES, nargs="+", default=tuple(HOMES))
     parser.add_argument("--steps", type=int, default=5, help="number of counted steps")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ways", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     if options.steps < 1:
@@ -354,6 +430,13 @@ def main(argv: list[str] | None = None) -> int:
     layouts = [Layout(*sizes) for sizes in itertools.product(units, chunks, parameters)]
     steps = 1 if options.quick else options.steps
     torch.set_num_threads(1)
+    if options.ways:
+        counted = ways(options.directory)
+        for name, row in counted.items():
+            print(f"{name:>28}: " + ", ".join(f"{count} {what}" for what, count in row.items()))
+        if options.json:
+            print(json.dumps({"benchmark": "ways", "machine": machine_facts(), "results": counted}))
+        return 0
     results = []
     for update, home in itertools.product(options.update, options.home):
         with tempfile.TemporaryDirectory(prefix="infinity-overhead-", dir=options.directory) as directory:
