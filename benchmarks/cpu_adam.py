@@ -27,7 +27,7 @@ import torch
 from machine_facts import machine_facts
 
 from infinity.cpu_adam import CODE_BLOCK, AdamW, Segment, Stream, ThreadPool, Update
-from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
+from infinity.formats.encodings import FIRST_SPAN, SECOND_SPAN, encode
 
 GRANULES = (64, 256)  # an even number of streams in a round, so that their xor leaves contents unchanged
 HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

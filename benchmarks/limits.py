@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinity.cpu_adam.stream_speed import stream_speed
+from infinity.cpu_adam.pool import stream_speed
 from infinity.lm.decoder import DecoderConfig
 from infinity.system import machine
 from infinity.tiers import probes

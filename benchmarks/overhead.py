@@ -45,8 +45,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
-import functools
 import gc
 import itertools
 import json
@@ -371,39 +369,38 @@ class Ways:
 
 def ways(directory: Path) -> dict[str, dict[str, int]]:
     """Count the three ways through the package, on a model of 6 blocks of two linear layers, in fp32."""
-    found, counter = {}, Ways()
+    with tempfile.TemporaryDirectory(prefix="infinity-overhead-", dir=directory) as folder:
+        on_disk = infinity.Budget(host="6MiB", nvme={folder: "1GiB"})
+        run = str(Path(folder) / "run")
+        return ways_of("RAM", infinity.Budget(host="1GiB"), None) | ways_of("NVMe", on_disk, run)
+
+
+def ways_of(home: str, budget: infinity.Budget, checkpoint: str | None) -> dict[str, dict[str, int]]:
+    """Count forward, backward and step() with this budget, and a commit if there is a checkpoint."""
+    torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
-    x = torch.randn(8, 256)
-    for home in ("RAM", "NVMe"):
-        model = nn.Sequential(*copy.deepcopy(blocks))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        with tempfile.TemporaryDirectory(prefix="infinity-overhead-", dir=directory) as folder:
-            disk = home == "NVMe"
-            options: dict[str, Any] = {"precision": infinity.Precision(compute="fp32"), "device": "cpu"}
-            budget = infinity.Budget(host="1GiB")
-            if disk:
-                budget = infinity.Budget(host="6MiB", nvme={folder: "1GiB"})
-                options["checkpoint"] = Path(folder) / "run"
-            with infinity.offload(model, optimizer, budget=budget, **options) as runtime:
+    model, x = nn.Sequential(*blocks), torch.randn(8, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    options: dict[str, Any] = {"precision": infinity.Precision(compute="fp32"), "device": "cpu"}
+    found, counter, commits = {}, Ways(), []
+    with infinity.offload(model, optimizer, budget=budget, checkpoint=checkpoint, **options) as runtime:
 
-                def step(count: Callable[[str, Callable[[], Any]], None]) -> None:
-                    count("forward", functools.partial(model, x))
-                    count("backward", model(x).sum().backward)
-                    count("step()", runtime.optimizer.step)
-                    runtime.optimizer.zero_grad()
+        def step(count: Callable[[str, Callable[[], Any]], None]) -> None:
+            count("forward", lambda: model(x))
+            count("backward", model(x).sum().backward)
+            count("step()", runtime.optimizer.step)
+            runtime.optimizer.zero_grad()
 
-                for _ in range(WARM_UP):
-                    step(lambda name, action: action())
-                step(lambda name, action: found.update({f"{name} from {home}": counter.of(action)}))
-                if disk:
-                    commits: list[Any] = []
-                    found["save()"] = counter.of(lambda: commits.append(runtime.save()))
+        def commit_ends() -> None:
+            step(lambda name, action: action())
+            commits[0].wait()
 
-                    def end() -> None:
-                        step(lambda name, action: action())
-                        commits[0].wait()
-
-                    found["a step and the commit's end"] = counter.of(end)
+        for _ in range(WARM_UP):
+            step(lambda name, action: action())
+        step(lambda name, action: found.update({f"{name}, {home}": counter.of(action)}))
+        if checkpoint is not None:
+            found["save()"] = counter.of(lambda: commits.append(runtime.save()))
+            found["a step, the commit's end"] = counter.of(commit_ends)
     return found
 
 

@@ -33,8 +33,7 @@ from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, plot, same
 
 import infinity
 from infinity.build import carry_out
-from infinity.formats.master_weights import split
-from infinity.formats.moments import DTYPES
+from infinity.formats.encodings import DTYPES, split
 from infinity.lm.data import Batches, find_text
 from infinity.lm.loop import HeldOut, Recipe, RunRanks, Training, make_optimizer, warm_up_and_cosine
 from infinity.lm.model import LanguageModel, language_model

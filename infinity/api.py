@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from infinity.build import carry_out
-from infinity.casts.inputs import InputCast
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.resume import division_of
 from infinity.config import Budget, Precision, node_cache_limit
 from infinity.errors import ConfigError
+from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.adapters import keep_adapters
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter

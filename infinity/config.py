@@ -146,7 +146,7 @@ class Precision:
     states: str = "fp32"
     """The format of the optimizer's moments. "fp32" is exact. "bf16" takes half the bytes, and rounds
     stochastically. "int8" takes a quarter of the bytes: companded codes, with an exponent for every 64
-    elements (see infinity/formats/moments.py). Master parameters have fp32 precision with all three, stored
+    elements (see infinity/formats/encodings.py). Master parameters have fp32 precision with all three, stored
     as float32, or as a bf16 parameter and 16 more bits.
     """
 
@@ -162,7 +162,7 @@ class Precision:
     """What happens to floating-point arguments of the model's forward.
 
     "keep": nothing. A tensor of another dtype is cast where it meets a parameter in an operation that demands
-    equal dtypes, such as a matrix product (see infinity/casts/operands.py). "cast": they are cast to the
+    equal dtypes, such as a matrix product (see infinity/formats/casts.py). "cast": they are cast to the
     dtype of `compute` when the model is called, in all containers, as FSDP2's `cast_forward_inputs` does. A
     tuple of patterns (fnmatch, case-sensitive): only arguments with such a name are cast. Integers, booleans
     and complex numbers never change.

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.casts.inputs import InputCast
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
 from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
+from infinity.formats.casts import InputCast
 from infinity.model.compiled_blocks import compile_blocks
 from infinity.model.hooks import ModuleHooks, weakly
+from infinity.model.materialize import PlainParameters
 from infinity.model.paged_parameter import PagedParameter
-from infinity.model.plain_parameters import PlainParameters
 from infinity.model.scaled_backward import scale_backwards
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health

@@ -20,7 +20,7 @@ from infinity.components import Components
 from infinity.config import format_size
 from infinity.distributed.single import GRADIENT_CURE, SingleStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
-from infinity.formats.master_weights import rounded
+from infinity.formats.encodings import rounded
 from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
 from infinity.layout.strides import in_memory_order

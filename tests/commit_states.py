@@ -19,7 +19,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.manifest import VALUES
 from infinity.errors import CorruptState, InfinityError
-from infinity.formats.master_weights import split
+from infinity.formats.encodings import split
 from infinity.layout.strides import in_memory_order
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers.slab import find_slab

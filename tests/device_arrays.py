@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.cpu_adam import BLOCK, Gradient, Segment, ThreadPool, Update
 from infinity.device_update.kernels import Kernels
-from infinity.device_update.table import DeviceChunk
+from infinity.device_update.table import DeviceChunk, WorkspaceSize
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
-from infinity.device_update.workspace import WorkspaceSize
-from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, encode
+from infinity.formats.encodings import FIRST_SPAN, SECOND_SPAN, encode
 
 FORMS = ("fp32", "bf16", "int8")
 MASTERS = ("fp32", "split", "fp16", "bf16 copy", "fp32 copy")

@@ -19,7 +19,7 @@ from infinity.checkpoint.safetensors_files import Weights
 from infinity.distributed import claims
 from infinity.distributed.communicator import Communicator
 from infinity.errors import BudgetError
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.shards import PageShard, Share
 from infinity.runtime import Runtime
 from infinity.tiers import Tier

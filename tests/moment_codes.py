@@ -15,7 +15,7 @@ def code_step(values: torch.Tensor, span: int) -> torch.Tensor:
     the largest error of one stochastic rounding, and twice the largest error of rounding to nearest.
     values: finite moments, float32 (n,). Each 64 successive values, from the first on, are a block: their
     codes share one scale, which the largest magnitude of the block sets. span: FIRST_SPAN for first
-    moments, SECOND_SPAN for second moments, both of infinity.formats.moments.
+    moments, SECOND_SPAN for second moments, both of infinity.formats.encodings.
     """
     count = values.numel()
     rows = torch.nn.functional.pad(values.abs(), (0, -count % 64)).view(-1, 64)

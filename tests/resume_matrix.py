@@ -28,7 +28,7 @@ from infinity import api
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.resume import division_of
 from infinity.config import Precision
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.units import survey
 from infinity.planning import search
 from infinity.system.disk_files import DiskFiles

@@ -14,7 +14,7 @@ from ranked_cases import HOMES, SEED, Case, Place, digest, nothing, precision_of
 from ranked_models import SUBJECTS
 
 from infinity import api
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.units import survey
 from infinity.runtime import Runtime
 

@@ -22,7 +22,7 @@ from small_runtime import files, two_layers
 from torch import nn
 
 from infinity.accumulation.task_threads import Surroundings, Task
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 from infinity.aio import Faults
 from infinity.errors import ConfigError
 from infinity.model import materialize
@@ -232,4 +232,4 @@ def test_hooks_of_saved_tensors_are_gone_after_an_interrupted_forward(tmp_path: 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             interrupt_forward(model)
         model(X)
-        assert hook_stack.top() is None
+        assert autograd_hooks.top() is None

@@ -26,7 +26,7 @@ from parity import copied, differences, tensors_copied
 from small_runtime import two_layers
 from zoo import entry
 
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError, storage_error
 
@@ -210,7 +210,7 @@ def test_training_goes_on_after_an_interrupt(
         with pytest.raises(KeyboardInterrupt):
             interrupt(model, runtime, monkeypatch)
         runtime.optimizer.zero_grad()
-        assert hook_stack.top() is None
+        assert autograd_hooks.top() is None
         for step in (1, 2):
             losses.append(one_step(model, runtime, step))
             runtime.optimizer.zero_grad()
@@ -228,7 +228,7 @@ def test_an_interrupted_runtime_closes(
         with pytest.raises(KeyboardInterrupt):
             interrupt(model, runtime, monkeypatch)
         runtime.close()
-        assert hook_stack.top() is None
+        assert autograd_hooks.top() is None
 
 
 def test_an_interrupted_update_says_so_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_a_forward_that_was_interrupted_is_left_at_the_next(home: str, tmp_path:
         for each in (plain, model):
             each(x).sum().backward()
         assert torch.equal(runtime.grad(model[0].weight), plain[0].weight.grad)
-        assert hook_stack.top() is None
+        assert autograd_hooks.top() is None
         model[0].weight.detach().fill_(0.5)
         model(x)
         assert bool((model.state_dict()["0.weight"] == 0.5).all())

@@ -22,7 +22,7 @@ from torch import nn
 from zoo import Batch, Entry, entry
 
 import infinity
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 from infinity.prefetch import trace
 
 WARM = 24
@@ -226,7 +226,7 @@ def test_exceptions_hold_nothing(where: str, tmp_path: Path) -> None:
             with pytest.raises(Broken):
                 loss_of(model, step % 4, of=SMALL).backward()
             handle.remove()
-            assert hook_stack.top() is None
+            assert autograd_hooks.top() is None
             runtime.optimizer.zero_grad()
 
         check_nothing_grows(runtime, act, FEW)

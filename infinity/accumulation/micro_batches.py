@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.accumulation.task_threads import Surroundings, Task
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
@@ -274,7 +274,7 @@ class Group:
             return None
 
     def _recomputes(self) -> bool:
-        top = hook_stack.top()
+        top = autograd_hooks.top()
         if top is None or isinstance(getattr(top[0], "__self__", None), SavedTensors):
             return False
         return self._outer_hooks is None or top[0] is not self._outer_hooks[0]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 
 
 class BrokenOff(BaseException):
@@ -36,7 +36,7 @@ class Surroundings:
         self._inference = torch.is_inference_mode_enabled()
         devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
         self._default_device = devices[-1] if devices else None
-        self.saved_tensor_hooks = hook_stack.top()
+        self.saved_tensor_hooks = autograd_hooks.top()
         """The pair (pack, unpack) active in the thread, or None."""
         self._threads = torch.get_num_threads()
         self._cuda = torch.cuda.is_initialized()

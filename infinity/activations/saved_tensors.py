@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from infinity.activations import hook_stack, leaf_hooks, left_tasks
+from infinity.activations import autograd_hooks
+from infinity.activations.autograd_hooks import Pair
 from infinity.activations.heap import HeapGuard
-from infinity.activations.hook_stack import Pair
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 
-leaf_hooks.keep()
-left_tasks.drop_at_exit()
+autograd_hooks.keep_leaf_hooks()
+autograd_hooks.drop_left_tasks_at_exit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +180,13 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     if not hooks_are_allowed():
         yield
         return
-    outer = hook_stack.top()
+    outer = autograd_hooks.top()
     around = None if outer is None else getattr(outer[0], "__self__", None)
     if isinstance(around, SavedTensors) and around.find == find:
         yield
         return
     hooks = SavedTensors(find, fetch, tally, outer)
-    hook_stack.push((hooks.pack, hooks.unpack))
+    autograd_hooks.push((hooks.pack, hooks.unpack))
     try:
         yield
     finally:
@@ -197,16 +197,16 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 def out_of_the_way() -> Iterator[None]:
     """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are taken off."""
     pairs = []
-    while (top := hook_stack.top()) is not None:
+    while (top := autograd_hooks.top()) is not None:
         if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
             break
-        hook_stack.pop()
+        autograd_hooks.pop()
         pairs.append(top)
     try:
         yield
     finally:
         for pair in reversed(pairs):
-            hook_stack.push(pair)
+            autograd_hooks.push(pair)
 
 
 def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
@@ -218,8 +218,8 @@ def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
     """
     above = []
     found = False
-    while not found and (top := hook_stack.top()) is not None:
-        hook_stack.pop()
+    while not found and (top := autograd_hooks.top()) is not None:
+        autograd_hooks.pop()
         found = getattr(top[0], "__self__", None) is hooks
         if not found:
             above.append(top)
@@ -228,4 +228,4 @@ def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
         if last is not None:
             above.remove(last)
     for pair in reversed(above):
-        hook_stack.push(pair)
+        autograd_hooks.push(pair)

@@ -52,7 +52,7 @@ from infinity.prefetch.engine import PrefetchEngine
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT
 from infinity.tiers.slab import slab_name
-from infinity.tiers.volume_record import SlabRecord, VolumeRecord
+from infinity.tiers.striping import SlabRecord, VolumeRecord
 
 if TYPE_CHECKING:  # a runtime of one rank does not import the package
     from infinity.distributed.communicator import Communicator

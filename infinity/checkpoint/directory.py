@@ -24,7 +24,7 @@ from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab import lock_directory
-from infinity.tiers.volume_record import VolumeRecord
+from infinity.tiers.striping import VolumeRecord
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
     from infinity.distributed.communicator import Communicator

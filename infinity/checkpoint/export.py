@@ -38,7 +38,7 @@ from infinity.checkpoint.tensor_files import (
 )
 from infinity.config import Size
 from infinity.errors import ConfigError
-from infinity.formats.master_weights import join
+from infinity.formats.encodings import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.adapters import base_model, has_adapters
 from infinity.layout.chunks import Piece

@@ -21,10 +21,10 @@ import torch
 from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checkpoint.typed_json import LARGEST, Json, Row, short
 from infinity.checksum import crc32c
-from infinity.formats.moments import DTYPES as MOMENT_DTYPES
+from infinity.formats.encodings import DTYPES as MOMENT_DTYPES
 from infinity.formats.optimizer_rules import StateArray, state_arrays
 from infinity.layout.strides import is_dense
-from infinity.tiers.volume_record import VolumeRecord
+from infinity.tiers.striping import VolumeRecord
 
 if TYPE_CHECKING:  # a manifest is read without pages
     from infinity.pages.optimizer_page import States
@@ -66,7 +66,7 @@ class OptimizerRule:
     moments: tuple[str, ...]
     """The keys of the moments in torch's state."""
     states: str
-    """The format of moments: "fp32", "bf16" or "int8" (infinity/formats/moments.py)."""
+    """The format of moments: "fp32", "bf16" or "int8" (infinity/formats/encodings.py)."""
     averaged: int | None = None
     """Number of steps of which running averages of masters have the values. With more than 0, all ranges of
     trainable parameters have the array "average". None if the run keeps no averages.

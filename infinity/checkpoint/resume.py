@@ -21,7 +21,7 @@ from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, ReadablePart
 from infinity.checkpoint.manifest import BLOCK, VALUES
 from infinity.checkpoint.restore import ranges_at_home
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.shards import PageShard, kept_chunks, kept_pieces
 from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States

@@ -17,7 +17,7 @@ from rich.text import Text
 from infinity import __version__, aio, cpu_adam
 from infinity.cli.command import Output, add_json
 from infinity.config import format_size
-from infinity.cpu_adam.stream_speed import stream_speed
+from infinity.cpu_adam.pool import stream_speed
 from infinity.errors import InfinityError
 from infinity.system import machine
 from infinity.system.directory import free_bytes

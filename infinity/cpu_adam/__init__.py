@@ -21,19 +21,24 @@ Arrays are contiguous CPU tensors, or `MemorySpan` objects. The pool keeps them 
 them until the ticket is done.
 """
 
-from infinity.cpu_adam.form import UpdateForm
-from infinity.cpu_adam.hyper import SGD, Adagrad, Adam, AdamW, Hyper, Lion, NativeHyper
 from infinity.cpu_adam.placement import default_cpus
-from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, runnable_isas
+from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, UpdateForm, runnable_isas
 from infinity.cpu_adam.work import (
     AVERAGED,
     BLOCK,
     CODE_BLOCK,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
     Array,
     AverageStep,
     Gradient,
     GradientResult,
+    Hyper,
+    Lion,
     MemorySpan,
+    NativeHyper,
     Segment,
     Stream,
     Update,

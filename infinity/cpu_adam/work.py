@@ -1,4 +1,6 @@
-"""Work for a thread pool, and its results: `Update`, `Gradient` (passes over gradients) and `Stream`."""
+"""Work for a thread pool, and its results: `Update`, `Gradient` (passes over gradients) and `Stream`;
+and the hyper-parameters of updates, named as in torch.optim.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,105 @@ import numpy.typing as npt
 import torch
 
 from infinity import _cpu_adam
-from infinity.cpu_adam.hyper import Hyper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam with L2 weight decay (arXiv:1412.6980, algorithm 1), as torch.optim.Adam computes it."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int
+    """The number of the update, counted from 1 at the first update of the parameter."""
+    maximize: bool = False
+
+    _decoupled = False
+
+    def native(self) -> _cpu_adam.AdamHyper:
+        return _cpu_adam.AdamHyper(
+            self._decoupled, self.lr, *self.betas, self.eps, self.weight_decay, self.step, self.maximize
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Adam):
+    """Adam with decoupled weight decay (arXiv:1711.05101, algorithm 2), as in torch.optim.AdamW."""
+
+    weight_decay: float = 1e-2
+
+    _decoupled = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """SGD as in torch.optim.SGD, with its momentum buffer in `cpu_adam.Update.first_moment`."""
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    first_step: bool
+    """Whether the momentum buffer is empty. The update then stores the gradient in it, without dampening."""
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.SgdHyper:
+        return _cpu_adam.SgdHyper(
+            self.lr,
+            self.momentum,
+            self.dampening,
+            self.weight_decay,
+            self.nesterov,
+            self.first_step,
+            self.maximize,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad:
+    """Adagrad as in torch.optim.Adagrad, with the sum of squared gradients in
+    `cpu_adam.Update.second_moment`.
+
+    Before the first update the caller fills this array with the initial accumulator value.
+    """
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+    step: int
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.AdagradHyper:
+        return _cpu_adam.AdagradHyper(
+            self.lr, self.lr_decay, self.eps, self.weight_decay, self.step, self.maximize
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    """Lion (arXiv:2302.06675, algorithm 2), with decoupled weight decay. A gradient or mean that is not
+    finite makes the parameter NaN. `cpu_adam.Update.first_moment` is the mean of gradients.
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    maximize: bool = False
+
+    def native(self) -> _cpu_adam.LionHyper:
+        return _cpu_adam.LionHyper(self.lr, *self.betas, self.weight_decay, self.maximize)
+
+
+Hyper: TypeAlias = Adam | SGD | Adagrad | Lion
+
+NativeHyper: TypeAlias = (
+    _cpu_adam.AdamHyper | _cpu_adam.SgdHyper | _cpu_adam.AdagradHyper | _cpu_adam.LionHyper
+)
+"""Hyper-parameters as an object of the native core, made by `Hyper.native`."""
+
 
 BLOCK: int = _cpu_adam.BLOCK
 """Number of elements for which one sum of squares is computed. Segments may split a parameter only at
@@ -79,7 +179,7 @@ class Update:
     Both moments have the same format. bfloat16 moments are rounded stochastically, to one of the two
     neighbouring values with probabilities that preserve the mean. int8 moments are codes relative to the
     largest magnitude in each block of CODE_BLOCK elements, and are rounded stochastically too
-    ([Note: int8 codes] in csrc/cpu_adam/moments.inl; infinity/formats/moments.py decodes them). With int8
+    ([Note: int8 codes] in csrc/cpu_adam/moments.inl; infinity/formats/encodings.py decodes them). With int8
     moments, the start and the index of every segment are multiples of CODE_BLOCK, and one non-finite element
     makes all elements of its block NaN. In every format, moments whose bytes are all zero have the value
     zero.

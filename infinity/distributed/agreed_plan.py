@@ -19,7 +19,7 @@ from infinity.distributed import claims
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.option_digests import option_digests
 from infinity.errors import ConfigError, RankDivergence
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.names import named_buffers, named_parameters
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION

@@ -16,7 +16,7 @@ import torch
 from infinity.distributed.communicator import Communicator
 from infinity.distributed.exchange import Exchange
 from infinity.distributed.message import Message
-from infinity.formats.master_weights import rounds_to
+from infinity.formats.encodings import rounds_to
 from infinity.layout.strides import in_memory_order
 from infinity.pages.optimizer_page import States
 

@@ -1,4 +1,8 @@
-"""Optimizer rules: the state arrays and the hyper-parameters of each optimizer."""
+"""Optimizer rules: the state arrays and the hyper-parameters of each optimizer.
+
+Optimizers of other packages that have a rule are recognised by the names of their classes. No package is
+imported: an optimizer that exists has imported its own.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,7 @@ import torch
 from infinity.config import round_up
 from infinity.cpu_adam import CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper, Lion
 from infinity.errors import ConfigError, UnsupportedOptimizer
-from infinity.formats import other_optimizers
-from infinity.formats.moments import DTYPES
+from infinity.formats.encodings import DTYPES
 from infinity.formats.muon import Muon
 from infinity.tiers import PAGE_ALIGNMENT
 
@@ -37,7 +40,7 @@ class StateArray:
 
     name: str
     """"master": the fp32 masters of fp16 parameters. "remainder": the low 16 bits of fp32 masters, which bf16
-    parameters lack (infinity/formats/master_weights.py). A moment's key in torch's state, such as "exp_avg":
+    parameters lack (infinity/formats/encodings.py). A moment's key in torch's state, such as "exp_avg":
     the moment; with ".scale" appended, the exponents of its int8 codes. AVERAGE: the running averages of
     masters.
     """
@@ -157,20 +160,20 @@ class Rule:
 
         An 8-bit optimizer of bitsandbytes has moments in "int8". Raises UnsupportedOptimizer if the
         optimizer's type is not exactly AdamW, Adam, SGD, Adagrad or Muon of torch.optim or one of
-        `other_optimizers.NAMES`, or if an option is not implemented here. Raises ConfigError if the value of
-        an option is out of range, and the errors of `other_optimizers.recognised`.
+        `OTHERS`, or if an option is not implemented here. Raises ConfigError if the value of
+        an option is out of range, and the errors of `recognised`.
         """
         known = [each for each in ("AdamW", "Adam", "SGD", "Adagrad", "Muon") if hasattr(torch.optim, each)]
         kind = type(optimizer)
         if kind in [getattr(torch.optim, each) for each in known]:
             name = kind.__name__
-        elif (found := other_optimizers.recognised(optimizer, states)) is not None:
+        elif (found := recognised(optimizer, states)) is not None:
             name, states = found
         else:
             raise UnsupportedOptimizer(
                 f"The optimizer is a {kind.__module__}.{kind.__qualname__}, which is not implemented here.",
                 f"Use one of torch.optim's {', '.join(known)} itself, not a subclass, or one of "
-                f"{', '.join(other_optimizers.NAMES)}.",
+                f"{', '.join(OTHERS)}.",
             )
         if average is not None and not (type(average) in (int, float) and 0 <= average <= 1):
             raise ConfigError(f"The decay of averages is {average!r}.", "Give average= a number from 0 to 1.")
@@ -442,3 +445,72 @@ def _number(name: str, value: Any, *, least: float = 0.0, below: float = math.in
         at_least = "" if least == -math.inf else f" and at least {least:g}"
         raise ConfigError(f"A group's {name} is {value}.", f"Give a finite number{at_least}{limits}.")
     return float(value)
+
+
+_BITSANDBYTES = {
+    f"bitsandbytes.optim.{name.lower()}.{paged}{name}{bits}": name
+    for name in ("AdamW", "Lion")
+    for paged in ("", "Paged")
+    for bits in ("", "8bit", "32bit")
+}
+_LION_PYTORCH = {f"lion_pytorch.{module}.Lion": "Lion" for module in ("lion_pytorch", "foreach")}
+
+OTHERS = ("lion_pytorch's Lion", "bitsandbytes' AdamW and Lion (8 or 32 bits, paged or not)")
+"""The optimizers of other packages that `recognised` knows, in words."""
+
+
+def recognised(optimizer: torch.optim.Optimizer, states: str) -> tuple[str, str] | None:
+    """Return (the name of the optimizer's rule, the format of its moments); None for an unknown class.
+
+    The format is "int8" for an 8-bit optimizer of bitsandbytes, and otherwise `states`, which is as in
+    `Precision.states`. Raises UnsupportedOptimizer for an option that has no equivalent here, and ConfigError
+    if the optimizer of bitsandbytes has taken a step, or if it has 8 bits and `states` is "bf16".
+    """
+    path = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if path in _LION_PYTORCH:
+        _refuse_option(path, "decoupled_weight_decay", getattr(optimizer, "decoupled_wd", False), False)
+        return _LION_PYTORCH[path], states
+    if path not in _BITSANDBYTES:
+        return None
+    # Options outside the groups. Some versions lack some of them.
+    options: Any = getattr(optimizer, "args", None)
+    for name, plain in (("percentile_clipping", 100), ("max_unorm", 0.0), ("skip_zeros", False)):
+        _refuse_option(path, name, getattr(options, name, plain), plain)
+    _check_overrides(optimizer, path)
+    if optimizer.state:
+        raise ConfigError(
+            f"The {path} has taken a step, and its states are not torch's.",
+            "Give infinity.offload the optimizer before its first step.",
+        )
+    eight = getattr(options, "optim_bits", 32) == 8
+    if eight and states == "bf16":
+        raise ConfigError(
+            f'The {path} has states of 8 bits, but Precision(states="bf16") was given.',
+            "Leave states= out, or use an optimizer with 32 bits.",
+        )
+    return _BITSANDBYTES[path], "int8" if eight else states
+
+
+def _check_overrides(optimizer: Any, path: str) -> None:
+    """Refuse options that bitsandbytes' GlobalOptimManager has for single parameters. The number of bits is
+    accepted: all moments have one format here.
+    """
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    manager = getattr(optimizer, "mng", None)
+    named = dict(getattr(manager, "pid2config", {}))
+    for module, name, config in getattr(manager, "module_weight_config_triple", ()):
+        named[id(getattr(module, name))] = config
+    for key, config in named.items():
+        if key in parameters and config.keys() - {"optim_bits", "min_8bit_size"}:
+            raise UnsupportedOptimizer(
+                f"The {path} has options of single parameters ({', '.join(sorted(config))}) in "
+                "bitsandbytes' GlobalOptimManager, which are not implemented here.",
+                "Put these parameters into a group with these options.",
+            )
+
+
+def _refuse_option(path: str, name: str, value: object, plain: object) -> None:
+    if value != plain:
+        raise UnsupportedOptimizer(
+            f"{path} with {name}={value!r} is not implemented here.", f"Use {name}={plain!r}."
+        )

@@ -18,13 +18,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.hooks import RemovableHandle
 
-from infinity.casts.inputs import InputCast
-from infinity.casts.operands import CastOperands, cast_sequences, hook_recomputation, hook_sequences
 from infinity.errors import ConfigError
+from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
 from infinity.layout.names import named_modules
-from infinity.model.open_calls import OpenCalls
 from infinity.model.paged_parameter import PagedParameter
-from infinity.model.pager import Pager
+from infinity.model.pager import OpenCalls, Pager
 from infinity.model.transforms import admit
 
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)

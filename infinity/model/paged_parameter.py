@@ -5,7 +5,7 @@ because optimizers, tied weights and nn.LSTM's list of flat weights refer to the
 torch calls `__torch_function__` with each operation on a paged parameter and its arguments. The pages of all
 paged parameters among them, also in nested lists, tuples and dictionaries, are fetched together. Then the
 operation runs as if these parameters were plain, with operands cast to their dtype where it demands equal
-dtypes (infinity/casts/operands.py).
+dtypes (infinity/formats/casts.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
-from infinity.casts.operands import EQUAL_DTYPES, cast_operands
 from infinity.errors import ConfigError
+from infinity.formats.casts import EQUAL_DTYPES, cast_operands
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.paged_gradient import PagedGradient, StoredGradients
 from infinity.pages.parameter_page import ParameterPage

@@ -18,7 +18,7 @@ import torch
 from infinity.config import format_size
 from infinity.errors import BudgetError, DeviceError, InfinityError
 from infinity.tiers.driver import Driver, current, driver_of
-from infinity.tiers.region import adopt, tensor_over
+from infinity.tiers.pool import adopt, tensor_over
 
 _NAN_BYTE = 0xFF
 """Repeated, it reads as NaN in all IEEE-like types, bfloat16 and OCP float8 too."""

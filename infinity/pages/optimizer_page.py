@@ -16,8 +16,8 @@ import torch
 from infinity.checksum import crc32c
 from infinity.cpu_adam import CODE_BLOCK
 from infinity.errors import ConfigError
-from infinity.formats import moments
-from infinity.formats.master_weights import join, rounded, rounds_to, split
+from infinity.formats import encodings
+from infinity.formats.encodings import join, rounded, rounds_to, split
 from infinity.formats.optimizer_rules import AVERAGE, Rule, StateArray, StateFormat, scale_of
 from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
 from infinity.layout.shards import kept_chunks, kept_pieces
@@ -363,8 +363,8 @@ class States:
         stores the moment -> the entries of the array.
         """
         if self.rule.states != "int8":
-            return {moment: values.to(moments.DTYPES[self.rule.states])}
-        codes, exponents = moments.encode(values, self.span(moment))
+            return {moment: values.to(encodings.DTYPES[self.rule.states])}
+        codes, exponents = encodings.encode(values, self.span(moment))
         return {moment: codes, scale_of(moment): exponents}
 
     def _moment(self, page: StatePage, parameter: int, moment: str) -> torch.Tensor:
@@ -373,11 +373,11 @@ class States:
         if self.rule.states != "int8":
             return stored.to(torch.float32)
         exponents = self._read(page, parameter, scale_of(moment))
-        return moments.decode(stored, exponents, self.span(moment))
+        return encodings.decode(stored, exponents, self.span(moment))
 
     def span(self, moment: str) -> int:
-        """Return the span of a moment in the int8 format; see infinity/formats/moments.py."""
-        return moments.FIRST_SPAN if moment == self.rule.first_moment else moments.SECOND_SPAN
+        """Return the span of a moment in the int8 format; see infinity/formats/encodings.py."""
+        return encodings.FIRST_SPAN if moment == self.rule.first_moment else encodings.SECOND_SPAN
 
     def _read(self, page: StatePage, parameter: int, name: str) -> torch.Tensor:
         """Read a parameter's entries of the array `name`, and return a flat copy in memory order."""

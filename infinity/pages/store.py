@@ -23,7 +23,7 @@ import torch
 from infinity.config import Budget, round_up
 from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
 from infinity.errors import InfinityError
-from infinity.formats.moments import DTYPES
+from infinity.formats.encodings import DTYPES
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest
 from infinity.pages.ledger import Ledger
@@ -33,12 +33,12 @@ from infinity.system.disk_files import injected_faults, injected_files
 from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
-from infinity.tiers.cap import MemoryShare, capped
 from infinity.tiers.copy_streams import open_link
+from infinity.tiers.device import MemoryShare, capped
 from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.volume_record import VolumeRecord
+from infinity.tiers.striping import VolumeRecord
 
 
 class Store:

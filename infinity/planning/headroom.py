@@ -7,7 +7,7 @@ this memory. On the CPU holes in the C library's heap do (infinity/activations/h
 
 [Note: reserved bytes]
 Torch's allocator takes segments from CUDA and cuts tensors out of these segments. The allocator's limit
-(infinity/tiers/cap.py) and `torch.cuda.memory_reserved` count segments. A tensor of up to 1 MiB lies in a
+(infinity/tiers/device.py) and `torch.cuda.memory_reserved` count segments. A tensor of up to 1 MiB lies in a
 segment of 2 MiB, and a tensor of less than 10 MiB in a segment of 20 MiB. A larger tensor has a segment of
 its own, a multiple of 2 MiB. When room is short, a segment goes back to CUDA only if no tensor lies in it.
 cuBLAS keeps a workspace, a tensor of torch's, for each handle and stream. Each thread that multiplies

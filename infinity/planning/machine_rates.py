@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity.cpu_adam.stream_speed import stream_speed
+from infinity.cpu_adam.pool import stream_speed
 from infinity.system.cache import JsonFile
 from infinity.tiers.probes import disk_speed, link_speed
 from infinity.tiers.trial_file import MODES

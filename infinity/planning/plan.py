@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, round_up
-from infinity.device_update.workspace import workspace_of
+from infinity.device_update.table import workspace_of
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
 from infinity.layout.shards import ALONE, Share, part_bytes

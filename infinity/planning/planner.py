@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from infinity.config import Budget, Precision
-from infinity.device_update.workspace import largest_workspace
+from infinity.device_update.table import largest_workspace
 from infinity.errors import ConfigError
 from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.layout.shards import ALONE, Share
 from infinity.layout.units import survey
 from infinity.planning import twin_flow

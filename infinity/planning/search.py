@@ -35,8 +35,7 @@ from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, state_format
-from infinity.layout.chunks import RegionSize, build, page_bytes, region_sizes
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division, RegionSize, build, page_bytes, region_sizes
 from infinity.layout.shards import Share
 from infinity.layout.units import Grouping, Survey
 from infinity.planning.placement import LEAST, LEAST_IN_RAM, WORKING_ROOMS, Kind, Placement, Room, WorkingRoom

@@ -7,8 +7,8 @@ from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTi
 from infinity.tiers.nvme import NvmeExtent, NvmeLease, NvmeTier
 from infinity.tiers.pool import Lease, Pool, PoolCounters
 from infinity.tiers.slab import Slab, remove_slab
+from infinity.tiers.striping import SlabRecord, VolumeRecord
 from infinity.tiers.tier import PAGE_ALIGNMENT, MemoryTier, Tier, aligned_ram
-from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 __all__ = [
     "PAGE_ALIGNMENT",

@@ -19,8 +19,8 @@ from infinity.config import format_size
 from infinity.errors import DeviceError
 from infinity.system import machine
 from infinity.tiers.driver import Driver, current, driver_of, has_driver
+from infinity.tiers.pool import tensor_over
 from infinity.tiers.probes import LinkSpeed, link_speed
-from infinity.tiers.region import tensor_over
 from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
 
 _PROBE_BYTES = 64 << 20

@@ -25,9 +25,8 @@ from infinity.tiers.arena import HostArena
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.probes import disk_speed
 from infinity.tiers.slab import Slab, find_slab, lock_directory
-from infinity.tiers.striping import Striping, choose_striping
+from infinity.tiers.striping import SlabRecord, Striping, VolumeRecord, choose_striping
 from infinity.tiers.tier import PAGE_ALIGNMENT, Tier
-from infinity.tiers.volume_record import SlabRecord, VolumeRecord
 
 _PROBE_BYTES = 128 << 20
 

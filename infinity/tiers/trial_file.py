@@ -19,7 +19,7 @@ from infinity.errors import StorageError, storage_error
 from infinity.system.closing import Closing
 from infinity.system.directory import nameless_file, preallocate
 from infinity.system.io_settings import IoSettings
-from infinity.tiers.region import tensor_over
+from infinity.tiers.pool import tensor_over
 
 MODES = ("read", "write", "mixed")
 """Names of the kinds of trials. "mixed" means that reads and writes alternate, half of the bytes each, as

@@ -17,7 +17,7 @@ import torch
 
 from infinity import aio
 from infinity.config import Size, format_size, parse_size
-from infinity.cpu_adam.stream_speed import stream_speed
+from infinity.cpu_adam.pool import stream_speed
 from infinity.errors import ConfigError, StorageFull
 from infinity.planning import machine_rates
 from infinity.system import machine

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import infinity
 from infinity import ConfigError, Precision
-from infinity.casts.inputs import InputCast
+from infinity.formats.casts import InputCast
 
 X = torch.tensor([1.0, 0.5])
 """Values that bf16 has."""

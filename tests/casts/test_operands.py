@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.casts.operands import EQUAL_DTYPES, CastOperands
+from infinity.formats.casts import EQUAL_DTYPES, CastOperands
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BUDGET = infinity.Budget(host="64MiB")

@@ -18,7 +18,7 @@ from moment_codes import code_step
 
 from infinity.cpu_adam import BLOCK, CODE_BLOCK, SGD, AdamW, Segment, ThreadPool, Update, runnable_isas
 from infinity.errors import ConfigError
-from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
+from infinity.formats.encodings import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 FORMATS = ("bf16", "int8")
 SPANS = {"first_moment": FIRST_SPAN, "second_moment": SECOND_SPAN}

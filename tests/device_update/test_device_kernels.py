@@ -17,8 +17,17 @@ from cover import pairwise
 from homes import needs_cuda
 
 from infinity.device_update import kernels as device_kernels
-from infinity.device_update.kernels import KERNELS, RULES, Kernels, UpdateKind, image, kinds_of, source
-from infinity.device_update.nvrtc import Nvrtc, find_nvrtc
+from infinity.device_update.kernels import (
+    KERNELS,
+    RULES,
+    Kernels,
+    Nvrtc,
+    UpdateKind,
+    find_nvrtc,
+    image,
+    kinds_of,
+    source,
+)
 from infinity.errors import KernelError
 from infinity.system import cache
 

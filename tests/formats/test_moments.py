@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 from moment_codes import code_step
 
 from infinity.cpu_adam import CODE_BLOCK
-from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
+from infinity.formats.encodings import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 SPANS = (FIRST_SPAN, SECOND_SPAN)
 LARGEST = 3.19e38

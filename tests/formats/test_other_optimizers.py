@@ -1,4 +1,4 @@
-"""Tests of infinity.formats.other_optimizers: optimizers of other packages have their rules, or are refused.
+"""Tests of infinity.formats.optimizer_rules: optimizers of other packages have their rules, or are refused.
 
 The classes are stand-ins of equal names (tests/other_optimizers.py). Where the real packages are installed,
 their classes must be recognised too.
@@ -19,8 +19,7 @@ from other_optimizers import bitsandbytes
 import infinity
 from infinity import ConfigError, UnsupportedOptimizer
 from infinity.cpu_adam import AdamW, Lion
-from infinity.formats.optimizer_rules import Rule
-from infinity.formats.other_optimizers import _BITSANDBYTES, _LION_PYTORCH
+from infinity.formats.optimizer_rules import _BITSANDBYTES, _LION_PYTORCH, Rule
 
 ADAMW = ("AdamW", "AdamW8bit", "AdamW32bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit")
 LION = ("Lion", "Lion8bit", "Lion32bit", "PagedLion", "PagedLion8bit", "PagedLion32bit")

@@ -7,8 +7,7 @@ from meta_models import Tied, on_meta
 from planned_models import stack
 
 from infinity.config import Precision
-from infinity.layout.chunks import build
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division, build
 from infinity.layout.units import survey
 
 

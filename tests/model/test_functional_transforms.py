@@ -30,7 +30,7 @@ from torch.func import (
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
-from infinity.activations import hook_stack
+from infinity.activations import autograd_hooks
 from infinity.errors import ConfigError
 
 WIDTH = 12
@@ -166,7 +166,7 @@ def test_training_goes_on_after_a_broken_transform(opened: tuple[Any, Any]) -> N
     with pytest.raises(Broken):
         broken(model)
     check_training(model, runtime)
-    assert hook_stack.top() is None
+    assert autograd_hooks.top() is None
 
 
 def test_a_parameter_in_place_of_another_is_refused(opened: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ from small_runtime import TIED, opened, train_step
 from torch import Tensor, nn
 
 import infinity
-from infinity.formats.moments import FIRST_SPAN, SECOND_SPAN, decode, encode
+from infinity.formats.encodings import FIRST_SPAN, SECOND_SPAN, decode, encode
 
 STATES = ("bf16", "int8")
 RULES: dict[str, Any] = {

@@ -13,7 +13,7 @@ from planned_models import MiB, check, gradients_on_nvme, partly_frozen, planned
 
 from infinity.config import Budget, format_size
 from infinity.errors import BudgetError
-from infinity.layout.division import Division
+from infinity.layout.chunks import Division
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan

@@ -404,7 +404,7 @@ class FakeDriver:
 
 
 def test_events_around_a_copy_tell_its_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.tiers.anchor.time", clock)
+    monkeypatch.setattr("infinity.tiers.copy_streams.time", clock)
     driver: Any = FakeDriver()
     compute: Any = FakeStream()
     link = CopyStreams(driver, lambda: compute)

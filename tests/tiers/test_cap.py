@@ -20,9 +20,8 @@ from torch import nn
 
 import infinity
 from infinity.build import _kept_by_others
-from infinity.tiers import cap
-from infinity.tiers.cap import MemoryShare, advice, capped, fraction_of
-from infinity.tiers.device import left_of
+from infinity.tiers import device
+from infinity.tiers.device import MemoryShare, advice, capped, fraction_of, left_of
 
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE = torch.device("cuda", 7)
@@ -49,9 +48,9 @@ class FakeAllocator:
 
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    cap._watch.cache_clear()
+    device._watch.cache_clear()
     yield FakeAllocator(monkeypatch)
-    cap._watch.cache_clear()
+    device._watch.cache_clear()
 
 
 @pytest.mark.parametrize("total", [FakeAllocator.TOTAL, 150_000_000_001, 85_899_345_920, (1 << 33) + 7])

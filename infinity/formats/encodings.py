@@ -1,12 +1,19 @@
-"""Moments: the formats of an optimizer's moments in pages, and the codec of the int8 format.
+"""Encodings of what the optimizer keeps: the exact split of an fp32 master weight into a bfloat16 parameter
+and an int16 remainder, and the formats of moments with the codec of the int8 format.
 
-The format "fp32" stores float32 values, and "bf16" stores bfloat16 values. The format "int8" stores one byte,
-the code, for each element, and one biased exponent e for each block of CODE_BLOCK elements, counted from the
-parameter's first element. The unit of a block is `s = 2**(e - 127 - span)`. A code c stands for the value `(y
-- 1) * s`, where y is the float32 number whose bits are the bits of 1.0 plus `c << 20`. A code therefore has
-three bits of mantissa. A code of a first moment (span 15) has four bits of exponent, and its highest bit is
-the sign. A code of a second moment (span 31) has five bits of exponent and no sign. This is the mu-law of
-ITU-T G.711 with more segments. If e is 255, all elements of the block are NaN.
+Masters. Let u be the 32 bits of the master as an integer. The bits of the parameter are (u + 0x8000) >> 16:
+the magnitude of the master is rounded to bfloat16, and ties are rounded up. The remainder is the signed
+difference, so that u = (parameter << 16) + remainder for every u. Ties are not rounded to even, because a tie
+that is rounded down would have the remainder 0x8000, which int16 cannot hold. 32-bit arithmetic that wraps
+around is sufficient, because only NaNs overflow, and NaNs are handled separately.
+
+Moments. The format "fp32" stores float32 values, and "bf16" stores bfloat16 values. The format "int8" stores
+one byte, the code, for each element, and one biased exponent e for each block of CODE_BLOCK elements, counted
+from the parameter's first element. The unit of a block is `s = 2**(e - 127 - span)`. A code c stands for the
+value `(y - 1) * s`, where y is the float32 number whose bits are the bits of 1.0 plus `c << 20`. A code
+therefore has three bits of mantissa. A code of a first moment (span 15) has four bits of exponent, and its
+highest bit is the sign. A code of a second moment (span 31) has five bits of exponent and no sign. This is
+the mu-law of ITU-T G.711 with more segments. If e is 255, all elements of the block are NaN.
 
 The update kernels use the same codec, but round stochastically; see [Note: int8 codes] in
 csrc/cpu_adam/moments.inl. The functions here serve reads and writes outside of updates. They round to the
@@ -21,6 +28,52 @@ import torch
 
 from infinity import _cpu_adam
 from infinity.cpu_adam import CODE_BLOCK
+
+_BLOCK = 1 << 17
+"""Number of elements that are converted at a time. Intermediate results of this size stay in the cache."""
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split flat float32 masters into bfloat16 parameters and int16 remainders of the same shape. A NaN
+    becomes a bfloat16 NaN with the remainder 0.
+    """
+    parameter = torch.empty(master.shape, dtype=torch.bfloat16, device=master.device)
+    remainder = torch.empty(master.shape, dtype=torch.int16, device=master.device)
+    for place in _blocks(master.numel()):
+        bits = master[place].contiguous().view(torch.int32)
+        high = (bits + 0x8000).bitwise_right_shift_(16)
+        parameter[place].view(torch.int16).copy_(high)
+        remainder[place].copy_(bits - high.bitwise_left_shift_(16))
+        lost = master[place].isnan()
+        if bool(lost.any()):
+            parameter[place].masked_fill_(lost, float("nan"))
+            remainder[place].masked_fill_(lost, 0)
+    return parameter, remainder
+
+
+def join(parameter: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Join flat bfloat16 parameters and int16 remainders of the same shape to float32 masters."""
+    master = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    for place in _blocks(parameter.numel()):
+        high = parameter[place].contiguous().view(torch.int16).to(torch.int32)
+        master[place].view(torch.int32).copy_(high.bitwise_left_shift_(16).add_(remainder[place]))
+    return master
+
+
+def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round flat float32 masters to parameters of a dtype, as updates do."""
+    return split(master)[0] if dtype == torch.bfloat16 else master.to(dtype)
+
+
+def rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether flat float32 masters round to the values of a parameter of the same shape."""
+    return torch.equal(rounded(master, parameter.dtype), parameter)
+
+
+def _blocks(elements: int) -> Iterator[slice]:
+    for start in range(0, elements, _BLOCK):
+        yield slice(start, start + _BLOCK)
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """The dtype of a moment's elements, by the format's name in `Precision.states`."""

@@ -1,1 +1,0 @@
-"""Casts: conversions of a model's inputs and of operands to the dtype of its parameters."""
