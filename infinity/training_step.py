@@ -197,7 +197,7 @@ class TrainingStep:
             return self._step()
         finally:
             if self._eager is not None and self._gradients.lost:
-                self._eager.stepped()  # `step` cannot succeed, and `zero_grad` may go on
+                self._eager.ended = True  # `step` cannot succeed, and `zero_grad` may go on
 
     def _step(self) -> bool:
         parts, gradients = self._components, self._gradients
@@ -222,7 +222,7 @@ class TrainingStep:
                 done = "nothing was updated"
                 if self._eager is not None:
                     done = self._eager.done
-                    self._eager.stepped()
+                    self._eager.ended = True
                     self._check_whole_updates(self._eager)
                 raise NonFiniteGradient(
                     f"A gradient is infinite, NaN or lost; {done}.",
@@ -232,7 +232,7 @@ class TrainingStep:
                 parts.meter.skipped()
             self.open = False
             if self._eager is not None:
-                self._eager.stepped()
+                self._eager.ended = True
             parts.scale.step_was(finite=finite)
             if parts.scale.dynamic:
                 parts.meter.scaled(parts.scale.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -102,18 +101,10 @@ class Ballots:
         return error
 
     def _post(self, number: int, call: str, facts: Any) -> None:
-        """Cast a ballot: to all other ranks, or to none if Ctrl-C comes before its number is set."""
-        left = deque(self._ranks.peers)
-        try:
-            self.number = number
-            while left:
-                self._wire.post(left[0], MessageKind.BALLOT, number, call, facts)
-                left.popleft()
-        except BaseException:
-            if self.number == number:
-                for peer in left:  # the first may get it twice, which changes nothing
-                    self._wire.post(peer, MessageKind.BALLOT, number, call, facts)
-            raise
+        """Cast a ballot to all other ranks."""
+        self.number = number
+        for peer in self._ranks.peers:
+            self._wire.post(peer, MessageKind.BALLOT, number, call, facts)
 
     def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}

@@ -17,9 +17,9 @@ are never used twice, for the same reason.
 
 [Note: one vote]
 A rank votes once for each commit, for another vote could reach some ranks after they have freed slots, and
-others before. Ctrl-C can end save() on one rank anywhere. If its thread of the commit has voted by then, the
-commit goes on; else the rank's vote is that it is not ready. A rank that was interrupted while ranks agree to
-begin a commit does not know its number. So votes go by the number of that agreement, which all ranks count.
+others before. An error can end save() on one rank. If its thread of the commit has voted by then, the commit
+goes on; else the rank's vote is that it is not ready. A rank whose agreement on a commit fails does not know
+the commit's number. So votes go by the number of that agreement, which all ranks count.
 """
 
 from __future__ import annotations

@@ -143,17 +143,12 @@ class Gradients:
         """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
 
         parameter: the index in the unit of the parameter that the gradient belongs to. Returns at once if the
-        gradient does not go through the ring. If the wait raises an exception, the gradients of this step
-        are lost, and `check` raises an error until `clear`.
+        gradient does not go through the ring.
         """
         if self._ring is None or self.on_device(unit):
             return
         counts = [piece.count for _, piece in self.pages[unit].layout.pieces(parameter)]
-        try:
-            self._ring.await_room(counts, fresh.dtype.itemsize)
-        except Exception as error:
-            self.lose(error)
-            raise
+        self._ring.await_room(counts, fresh.dtype.itemsize)
 
     @contextmanager
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:

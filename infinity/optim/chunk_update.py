@@ -30,7 +30,7 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.tiers.link import ARRIVED, Transfer, User
+from infinity.tiers.link import ARRIVED, Joined, Transfer, User
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """An empty uint8 tensor, in the place of memory that an update does not have or does not need."""
@@ -95,7 +95,7 @@ class ChunkUpdate:
     `cancel` gives the staging of such an update up: READING or AHEAD -> IDLE. Nothing has been changed by
     then, so nothing is lost. A failed read of a decided update leads back by `put_back`: READING -> READY.
 
-    The first computation is described to the update threads in full. Later ones pass only what differs.
+    What is equal in all computations of a chunk is described to the update threads once (`UpdateForm`).
     """
 
     def __init__(
@@ -325,14 +325,7 @@ class ChunkUpdate:
 
         Raises StorageError if a read failed; the caller then calls `put_back`.
         """
-        failure: InfinityError | None = None
-        for read in self._reads:
-            try:
-                read.wait()
-            except InfinityError as error:
-                failure = failure or error.again()
-        if failure is not None:
-            raise failure.again()  # a variable that holds what is raised keeps the frames alive
+        Joined(self._reads).wait()
         self._reads.clear()
 
     def put_back(self) -> None:
@@ -418,9 +411,8 @@ class ChunkUpdate:
 
     def end(self) -> None:
         """Wait until nothing uses the update's memory. Failures of reads are ignored."""
-        for read in self._reads:
-            with contextlib.suppress(InfinityError):
-                read.wait()
+        with contextlib.suppress(InfinityError):
+            Joined(self._reads).wait()
         if self.ticket is not None:
             self.ticket.wait()
         self.copy.wait()
@@ -531,7 +523,8 @@ class ChunkUpdate:
             return self._threads.submit(self._work(decision, memory, averages), awaited=awaited)
         segments += averages
         if self._form is None:
-            return self._submit_first(self._work(decision, memory, segments), memory, awaited)
+            self._form = cpu_adam.UpdateForm.of(self._work(decision, memory, segments), memory)
+            self._addresses = self._form.addresses(memory) if self.in_ram else None
         return self._threads.submit_again(
             self._form,
             self._form.addresses(memory) if self._addresses is None else self._addresses,
@@ -542,13 +535,6 @@ class ChunkUpdate:
             owners=memory,
             awaited=awaited,
         )
-
-    def _submit_first(
-        self, work: cpu_adam.Update, memory: Memory, awaited: bool
-    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
-        self._form = cpu_adam.UpdateForm.of(work, memory)
-        self._addresses = self._form.addresses(memory) if self.in_ram else None
-        return self._threads.submit(work, awaited=awaited)
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]

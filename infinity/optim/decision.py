@@ -199,7 +199,8 @@ class EagerStep:
         """Number of units that eager updates have updated in this step."""
         self._broken = False
         """Whether a gradient of this step was not finite. No further unit is updated then."""
-        self._stepped = False
+        self.ended = False
+        """Whether `optimizer.step()` has ended the step. Its gradients stay in use until `clear`."""
 
     def admits(self, unit: int) -> bool:
         """Whether to update a unit now: it has all gradients of the step, and all gradients were finite so
@@ -238,7 +239,7 @@ class EagerStep:
         groups: the optimizer's param groups. Raises ConfigError if their options have changed since the
         first of these updates, or if `optimizer.step()` was called before with the same gradients.
         """
-        if self._stepped:
+        if self.ended:
             raise ConfigError(
                 "step() was called again for gradients that eager updates have used.",
                 "Call runtime.optimizer.zero_grad() after step(), and a backward before the next one.",
@@ -254,21 +255,10 @@ class EagerStep:
                 'update="lazy".',
             )
 
-    def stepped(self) -> None:
-        """Note that `optimizer.step()` has ended the step. Its gradients stay in use until `clear` is
-        called.
-        """
-        self._stepped = True
-
     @property
     def begun(self) -> bool:
         """Whether a unit was updated in this step, so that its options are copied."""
         return self._options is not None
-
-    @property
-    def ended(self) -> bool:
-        """Whether `stepped` was called for this step."""
-        return self._stepped
 
     def clear(self) -> None:
         """Forget this step, so that the next step can begin. Called when the step's gradients have been
@@ -276,7 +266,7 @@ class EagerStep:
         """
         self._options = None
         self._updated = 0
-        self._broken = self._stepped = False
+        self._broken = self.ended = False
 
     @property
     def done(self) -> str:

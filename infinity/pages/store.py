@@ -276,10 +276,7 @@ class Store:
 
         Raises StorageError if the write fails. Later calls do not raise the error again.
         """
-        self._end_write(home, self._begin_write(home, offset, source, None, spare))
-
-    def _end_write(self, home: Home, transfer: Transfer) -> None:
-        """Wait for the write to a home that was begun last. Raises StorageError, which no later call does."""
+        transfer = self._begin_write(home, offset, source, None, spare)
         if home.nvme_lease is None:
             transfer.wait()
         else:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -33,7 +34,7 @@ from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
-from infinity.tiers.link import Joined, Lane, Transfer
+from infinity.tiers.link import ARRIVED, Joined, Lane, Transfer
 
 _OVERDUE = -60.0
 """Seconds from the request of a demanded page to the I/O deadline of its reads: in the past."""
@@ -146,25 +147,25 @@ class Arrival:
         freed = False
         while self._buffers and (block or self._buffers[0].transfer.done()):
             buffer = self._buffers[0]
+            if not buffer.up:
+                self._copy_up(buffer)
+                continue
             buffer.transfer.wait()
-            if buffer.up:
-                self._buffers.popleft()
-                freed = True
-                block = False
-            else:
-                buffer.transfer = self._send_up(buffer.start, buffer.memory)
-                buffer.up = True
+            self._buffers.popleft()
+            freed, block = True, False
         for buffer in self._buffers:
             if not buffer.up and buffer.transfer.done():
-                buffer.transfer.wait()
-                buffer.transfer = self._send_up(buffer.start, buffer.memory)
-                buffer.up = True
+                self._copy_up(buffer)
         while self._todo:
             memory = self._store.try_transit_buffer()
             if memory is None:
                 break
             self._read(memory)
         return freed
+
+    def _copy_up(self, buffer: _Buffer) -> None:
+        buffer.transfer.wait()
+        buffer.transfer, buffer.up = self._send_up(buffer.start, buffer.memory), True
 
     def waits_for_buffer(self) -> bool:
         """Make the page urgent. Returns whether it still has no transit buffer because none is free.
@@ -197,11 +198,8 @@ class Arrival:
         """
         self._todo.clear()
         transfers = [each.transfer for each in self._buffers]
-        for transfer in (*transfers, *([self.final] if self.final is not None else [])):
-            try:
-                transfer.wait()
-            except InfinityError:
-                continue  # the page's memory will not be read, so the error does not matter
+        with suppress(InfinityError):
+            Joined([*transfers, self.final or ARRIVED]).wait()
         self._buffers.clear()
 
     def _read(self, memory: torch.Tensor) -> None:
