@@ -32,6 +32,8 @@ from infinity.layout.names import plain_name
 _MOST_OBJECTS = 5_000_000
 _MOST_ARRAY_BYTES = 256 << 20
 """Limits of a copy: objects, and bytes of numpy arrays. A hook may lead to a whole data set."""
+_LONGEST_TEXT = 4096
+"""Characters or bytes up to which texts are copied and not shared."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, dict, tuple, set})
 _CONSTANT = (
@@ -89,7 +91,7 @@ class Copier(pickle.Pickler):
         self._objects += 1
         if self._objects > _MOST_OBJECTS:
             raise CannotCopy(f"more than {_MOST_OBJECTS} objects belong to the model or to its hooks")
-        if kind in _PLAIN:
+        if kind in _PLAIN and not (kind in (str, bytes) and len(it) > _LONGEST_TEXT):
             return None
         if kind is types.FunctionType:
             self.globals[id(it.__globals__)] = it.__globals__
