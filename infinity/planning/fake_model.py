@@ -342,17 +342,17 @@ def same_globals(copier: Copier) -> Iterator[None]:
     and all to which they lead, but nothing of torch, numpy, Python itself, and packages that are only
     imported. A functools.lru_cache anywhere is cleared if it holds a fake tensor.
     """
-    kept = _Kept()
     kinds = {kind for each in copier.classes for kind in each.__mro__ if _is_users(kind.__module__)}
     modules = {kind.__module__ for kind in kinds}
     spaces = [vars(sys.modules[name]) for name in modules if name in sys.modules]
     spaces += [each for each in copier.globals.values() if _is_users(each.get("__name__"))]
-    for each in (*kinds, *spaces):
-        kept.keep(each, _DEPTH)
+    kept = _Kept()
     try:
-        yield
+        with kept:
+            for each in (*kinds, *spaces):
+                kept.keep(each, _DEPTH)
+            yield
     finally:
-        kept.restore()
         frozen = kept.caches  # of gc.freeze(), which hides objects
         for each in {*(it for it in gc.get_objects() if type(it) is _FUNCTION_CACHE), *frozen}:
             if each.cache_info().currsize and _leads_to_fakes(each):
@@ -363,33 +363,13 @@ def _is_users(module: object) -> bool:
     return isinstance(module, str) and module.partition(".")[0] not in _FOREIGN
 
 
-class _Kept:
-    """The contents of containers, to be put back by `restore`."""
+class _Kept(ExitStack):
+    """Puts back, at its end, what containers, objects and generators held."""
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], object]] = []
+        super().__init__()
         self._seen: set[int] = set()
         self.caches: list[Any] = []
-
-    def restore(self) -> None:
-        with ExitStack() as stack:
-            for each in self._undo:
-                stack.callback(each)
-
-    def attributes(self, kind: type, depth: int) -> None:
-        """Save the attributes of a class."""
-        before = dict(vars(kind))
-
-        def undo() -> None:
-            for name in list(vars(kind)):
-                if name not in before:
-                    type.__delattr__(kind, name)
-            for name, value in before.items():
-                if vars(kind).get(name) is not value:
-                    type.__setattr__(kind, name, value)
-
-        self._undo.append(undo)
-        self._inside(before.values(), depth)
 
     def keep(self, it: Any, depth: int) -> None:
         """Save what `it` holds, to a depth of containers within each other."""
@@ -400,54 +380,55 @@ class _Kept:
             it = it.__func__
         if isinstance(it, type):
             if _is_users(it.__module__):
-                self._seen.add(id(it))
-                self.attributes(it, depth)
+                self._note(it, _restore_class, it, dict(vars(it)))
+                self._inside(vars(it).values(), depth)
         elif isinstance(it, types.ModuleType):
             if _is_users(it.__name__) and "site-packages" not in (getattr(it, "__file__", None) or ""):
                 self.keep(vars(it), depth)
         elif isinstance(it, types.FunctionType):
             self._seen.add(id(it))
             for cell in it.__closure__ or ():
-                self._cell(cell, depth)
+                for contents in _contents(cell):
+                    self.callback(setattr, cell, "cell_contents", contents)
+                    self.keep(contents, depth - 1)
             self._inside([*(it.__defaults__ or ()), *(it.__kwdefaults__ or {}).values()], depth)
         elif type(it) is _FUNCTION_CACHE:
             self.caches.append(it)
         elif type(it) in _DICTS:
-            self._note(it, functools.partial(_restore_dict, it, dict(it)))
+            self._note(it, _restore_dict, it, dict(it))
             self._inside(it.values(), depth)
-        elif type(it) in (list, deque):
-            self._note(it, functools.partial(_restore_list, it, list(it)))
+        elif type(it) in (list, deque, set):
+            self._note(it, _restore_items, it, list(it))
             self._inside(it, depth)
-        elif type(it) is set:
-            self._note(it, functools.partial(_restore_set, it, set(it)))
-        elif isinstance(it, torch.Generator):
-            self._note(it, functools.partial(it.set_state, it.get_state()))
         elif isinstance(it, random.Random):
-            self._note(it, functools.partial(it.setstate, it.getstate()))
-        elif numpy is not None and isinstance(it, numpy.ndarray) and it.nbytes <= _MOST_SAVED_BYTES:
-            self._note(it, functools.partial(_restore_array, it, it.copy()))
-        elif numpy is not None and isinstance(it, numpy.random.RandomState):
-            self._note(it, functools.partial(it.set_state, it.get_state()))
+            self._note(it, it.setstate, it.getstate())
+        elif isinstance(it, torch.Generator) or (numpy and isinstance(it, numpy.random.RandomState)):
+            self._note(it, it.set_state, it.get_state())
         elif numpy is not None and isinstance(it, numpy.random.Generator):
-            bits = it.bit_generator
-            self._note(it, functools.partial(setattr, bits, "state", bits.state))
+            self._note(it, setattr, it.bit_generator, "state", it.bit_generator.state)
+        elif numpy is not None and isinstance(it, numpy.ndarray) and it.nbytes <= _MOST_SAVED_BYTES:
+            self._note(it, _restore_array, it, it.copy())
         elif _is_users(type(it).__module__) and isinstance(getattr(it, "__dict__", None), dict):
-            self._note(it, lambda: None)
+            self._seen.add(id(it))
             self.keep(it.__dict__, depth)
 
-    def _cell(self, cell: types.CellType, depth: int) -> None:
-        for contents in _contents(cell):
-            self._undo.append(functools.partial(setattr, cell, "cell_contents", contents))
-            self.keep(contents, depth - 1)
-
-    def _note(self, it: Any, undo: Callable[[], object]) -> None:
+    def _note(self, it: Any, undo: Callable[..., object], *args: Any) -> None:
         self._seen.add(id(it))
-        self._undo.append(undo)
+        self.callback(undo, *args)
 
     def _inside(self, values: Any, depth: int) -> None:
         if len(values) <= _MOST_NESTED or depth == _DEPTH:
             for each in list(values):
                 self.keep(each, depth - 1)
+
+
+def _restore_class(kind: type, before: dict[str, Any]) -> None:
+    for name in list(vars(kind)):
+        if name not in before:
+            type.__delattr__(kind, name)
+    for name, value in before.items():
+        if vars(kind).get(name) is not value:
+            type.__setattr__(kind, name, value)
 
 
 def _restore_dict(it: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -459,16 +440,10 @@ def _restore_dict(it: dict[Any, Any], before: dict[Any, Any]) -> None:
             it[key] = value
 
 
-def _restore_list(it: Any, before: list[Any]) -> None:
-    if len(it) != len(before) or any(a is not b for a, b in zip(it, before, strict=True)):
+def _restore_items(it: Any, before: list[Any]) -> None:
+    if [*map(id, it)] != [*map(id, before)]:
         it.clear()
-        it.extend(before)
-
-
-def _restore_set(it: set[Any], before: set[Any]) -> None:
-    if it != before:
-        it.clear()
-        it.update(before)
+        (it.update if type(it) is set else it.extend)(before)
 
 
 def _restore_array(it: Any, before: Any) -> None:
