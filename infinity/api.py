@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.build import carry_out
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.resume import division_of
+from infinity.checkpoint.restore import division_of
 from infinity.config import Budget, Precision, node_cache_limit
 from infinity.errors import ConfigError
 from infinity.formats.casts import InputCast

@@ -26,7 +26,7 @@ from torch import nn
 import infinity
 from infinity import api
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.resume import division_of
+from infinity.checkpoint.restore import division_of
 from infinity.config import Precision
 from infinity.layout.chunks import Division
 from infinity.layout.units import survey

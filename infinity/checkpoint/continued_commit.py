@@ -28,7 +28,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import Agree, commit_directories, find_parts, name_of
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import CommitSource, Read, ReadablePart, open_slabs, reader_of
-from infinity.checkpoint.resume import has_all_kept
+from infinity.checkpoint.restore import has_all_kept
 from infinity.config import Budget
 from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan

@@ -13,7 +13,7 @@ from infinity.checkpoint import commit_files
 from infinity.checkpoint.agreed_commit import commit_directories, directory_of, write_run
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.continued_commit import ContinuedCommit
-from infinity.checkpoint.resume import is_cut_alike, lie_in
+from infinity.checkpoint.restore import is_cut_alike
 from infinity.config import Budget
 from infinity.errors import ConfigError, InfinityError
 from infinity.layout.shards import ALONE
@@ -23,7 +23,7 @@ from infinity.system.directory import check_directory, make_directory, unmake
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
-from infinity.tiers.slab import lock_directory
+from infinity.tiers.slab import lock_directory, slab_paths
 from infinity.tiers.striping import VolumeRecord
 
 if TYPE_CHECKING:  # a run of one rank does not import the package
@@ -115,9 +115,10 @@ class Checkpoint(Closing):
         commit, saved = self.continued, self.saved
         if commit is None or saved is None or not (self.continues and commit.adoptable):
             return None
-        paths = [str(self.directory)] if plan.slab_directory is not None else [*budget.nvme_bytes]
-        alike = is_cut_alike(saved, plan) and lie_in(saved, paths, self._share.rank)
-        return saved.manifest.volume if alike else None
+        volume = saved.manifest.volume
+        paths = [self.directory] if plan.slab_directory is not None else [*map(Path, budget.nvme_bytes)]
+        there = all(slab_paths(paths, self._share.rank, slab.uuid) for slab in volume.slabs)
+        return volume if there and is_cut_alike(saved, plan) else None
 
     def begin(self, tier: NvmeTier) -> None:
         """Remove what a crash left to no commit, and note the run's name, where it needs one.

@@ -17,8 +17,7 @@ from torch import nn
 from infinity.activations.heap import HeapGuard
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.restore import ranges_at_home, restore
-from infinity.checkpoint.resume import adopt as adopt_commit
+from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
 from infinity.config import Budget
 from infinity.layout.names import named_parameters, transformers_model
@@ -155,7 +154,7 @@ class InitialPages:
         locks = {**checkpoint.locks, **self.store.nvme.locks}
         self.early += commit.restore(budget, locks, self._restore, adopted=not streamed)
         if not streamed:
-            adopt_commit(saved, self.homes, self.states, self.store)
+            adopt_slabs(saved, self.homes, self.states, self.store)
 
     def _restore(self, source: CommitSource) -> None:
         """Copy what this rank keeps of a commit into the pages. Chunks that other ranks update are fetched

@@ -1,6 +1,6 @@
 """Typed JSON: dataclasses as JSON, and strict reading of JSON that nobody vouches for.
 
-`loads` refuses what JSON parsers usually let pass. `typed` compares a tree with type hints: every field must
+`parse` refuses what JSON parsers usually let pass. `typed` compares a tree with type hints: every field must
 be there with its type, and no other field. It raises CorruptState with the path of what is wrong. Memory is
 bounded by a multiple of the text's size.
 """
@@ -60,11 +60,9 @@ def short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def dumps(value: Any, indent: int | None = None) -> bytes:
-    """JSON in ASCII: dataclasses as objects, or as lists if they are rows. indent: None for a single line."""
-    separators = (",", ":" if indent is None else ": ")
-    text = json.dumps(value, default=_fields, separators=separators, indent=indent, allow_nan=False)
-    return text.encode("ascii")
+def dumps(value: Any) -> bytes:
+    """JSON in ASCII on one line: dataclasses as objects, or as lists if they are rows."""
+    return json.dumps(value, default=_fields, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _fields(value: Any) -> Any:
@@ -72,17 +70,12 @@ def _fields(value: Any) -> Any:
     return list(fields.values()) if isinstance(value, Row) else fields
 
 
-def loads(data: bytes) -> Json:
-    """The tree of a JSON text in UTF-8. Raises ValueError or RecursionError, also if an object has a key
-    twice or a number is NaN or Infinity.
-    """
-    return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-
-
 def parse(data: bytes, where: str) -> Json:
-    """The tree of a JSON text, as `loads` does. where: names the text in errors. Raises CorruptState."""
+    """The tree of a JSON text in UTF-8. where: names the text in errors. Raises CorruptState, also if an
+    object has a key twice or a number is NaN or Infinity.
+    """
     try:
-        return loads(data)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise corrupt(where, f"is not JSON of this format ({short(str(error))})") from None
 

@@ -21,7 +21,7 @@ from infinity.checkpoint.agreed_commit import commit_directories, commits_to_con
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.directory import Checkpoint
-from infinity.checkpoint.resume import division_of
+from infinity.checkpoint.restore import division_of
 from infinity.cli.options import EVERY, check_options, directories
 from infinity.config import Budget, format_size
 from infinity.errors import ConfigError, IncompatibleCheckpoint
