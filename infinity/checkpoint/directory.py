@@ -77,23 +77,19 @@ class Checkpoint(Closing):
                 source = make_directory(there, made) if share.ranks > 1 else check_directory(there)
                 if source not in self.locks:
                     self._lock(source, cleanup)
-                given_source = check_directory(resume)
-                self.continued = ContinuedCommit(communicator, given_source, files, self.locks[source])
+                lock = self.locks[source]
+                self.continued = ContinuedCommit(communicator, check_directory(resume), files, lock)
                 cleanup.callback(self.continued.close)
-            if resume is not None:
                 # A process that was killed may not have synced the name of this commit. The run is going to
                 # write to places of the commit before, to which a power cut must not lead back.
                 files.sync_directory(source)
             self.continues = resume is not None and source == self.directory
             """Whether new commits replace the one that the run continues."""
-            generations = commit_files.generations(self.directory)
             if not self.continues:
                 _check_unused(check_directory(given), self.directory)
-            continued = [self.saved.manifest.generation] if self.saved is not None and self.continues else []
-            self.generation = max([*generations, *continued], default=0)
-            """Number of the newest commit in `directory`, or of the one that is continued; 0 if there is
-            none.
-            """
+            continued = 0 if self.saved is None or not self.continues else self.saved.manifest.generation
+            self.generation = max([continued, *commit_files.generations(self.directory)])
+            """Number of the newest commit in `directory` or of the one that is continued; 0 for none."""
             made.clear()
             self._cleanup = cleanup.pop_all()
 

@@ -144,11 +144,9 @@ class InitialPages:
         commit, layout = checkpoint.continued, self.plan.layout
         assert commit is not None and self.states is not None and self.store.nvme is not None
         saved = commit.saved
+        placed = [[self.places[id(each)] for each in group["params"]] for group in optimizer.param_groups]
         saved.run.check_groups(
-            [
-                [layout.units[unit].parameters[index].names[0] for unit, index in self._placed(group)]
-                for group in optimizer.param_groups
-            ]
+            [[layout.units[unit].parameters[index].names[0] for unit, index in group] for group in placed]
         )
         saved.run.check_buffers(self.model)
         locks = {**checkpoint.locks, **self.store.nvme.locks}
@@ -162,10 +160,7 @@ class InitialPages:
         """
         several = self.communicator is not None
         restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
-        restored.tell(stacklevel=5)
-
-    def _placed(self, group: Mapping[str, Any]) -> list[tuple[int, int]]:
-        return [self.places[id(parameter)] for parameter in group["params"]]
+        restored.tell(stacklevel=6)
 
     def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's

@@ -173,9 +173,9 @@ def restore(
     are left as they are; see [Note: a rank's ranges]. [Note: what may differ] says what is taken over of a
     checkpoint of other pages or frozen parameters, and what the result says.
 
-    RAM holds some MiB. Raises the errors of `match` before
-    anything is written. Raises StorageError, StorageFull, or CorruptState if an array cannot be read or
-    written; then the contents of the pages are a mixture.
+    RAM holds some MiB. Raises the errors of `match` before anything is written. Raises StorageError,
+    StorageFull, or CorruptState if an array cannot be read or written; then the contents of the pages are a
+    mixture.
     """
     found = match(source, layout, states)
     store.link.drain()  # copies of pages on their way to a device still read homes in RAM
@@ -506,12 +506,8 @@ def _note_parts(saved: SavedCommit, homes: Sequence[Home], states: States) -> No
     for unit, home in enumerate(homes):
         page = states.pages[unit]
         for index, each in enumerate(page.layout.parameters):
-            parameter = entries[each.names[0]]
-            page.steps[index] = parameter.step
-            if parameter.moments:
-                page.has_moments.add(index)
-            if parameter.edited:
-                page.edited.add(index)
+            if each.trainable:
+                _note(page, index, entries[each.names[0]])
         for part in (*home.parts, *page.home.parts):
             held = stored.held(part) if part.committed else None
             if held is None:
