@@ -49,15 +49,16 @@ def test_every_write_of_a_copy(home: str, tmp_path: Path, monkeypatch: pytest.Mo
                 for nth in range(1, count + 1):
                     disk.calls, disk.failing = 0, (nth, FULL[nth % 2])
                     with pytest.raises(StorageFull) as caught:
-                        runtime.save(tmp_path / "other", state="copy")
+                        runtime.save(tmp_path / "a" / "b", state="copy")
                     assert caught.value.errno == FULL[nth % 2]
-                    assert caught.value.path.startswith(str(tmp_path / "other"))
+                    assert caught.value.path.startswith(str(tmp_path / "a"))
+                    assert "budget" not in caught.value.cure
                     del caught
                     found = [name for name in names(tmp_path) if name != "copy"]
                     assert (found, names(run.swap), names(run.directory)) == before
             disk.failing = None
-            runtime.save(tmp_path / "other", state="copy")
-            assert len(names(tmp_path / "other")) == len(names(tmp_path / "copy")) == 3
+            runtime.save(tmp_path / "a" / "b", state="copy")
+            assert len(names(tmp_path / "a" / "b")) == len(names(tmp_path / "copy")) == 3
         assert again + run.train(model, runtime, range(2, 4)) == losses
     with run.opened(resume=True) as (model, runtime):
         assert runtime.load() == "two"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from emulated_device import EmulatedDevice
 from faulty import watchdog
 from parity import differences
-from run_copies import changed, copy_to, load_into, offloaded, opened, raw, train
+from run_copies import copy_to, load_into, offloaded, raw, train
 from zoo import entry
 
-from infinity import build
 from infinity.aio import Faults
-from infinity.checkpoint.restore import restore, show
+from infinity.checkpoint.restore import show
 from infinity.errors import StorageError
 
 __all__ = ["watchdog"]
@@ -48,34 +46,6 @@ def test_a_run_that_goes_back(home: str, states: str, tmp_path: Path) -> None:
         load_into(runtime, tmp_path / "start")
         assert train(model, runtime, of, range(3)) == first
         assert differences(raw(runtime, model), middle) == []
-
-
-@pytest.mark.parametrize("home", ["nvme", "unified", "mirrored", "device"])
-def test_before_the_parameters_are_converted(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The homes of pages can be filled while the runtime is being made, as resuming does."""
-    of = entry("tied")
-    for name in ("swap", "other"):
-        (tmp_path / name).mkdir()
-    wire = build._Wiring.runtime
-
-    def filled(wiring: Any, *arguments: Any) -> Any:
-        layout, pages = wiring.plan.layout, wiring.initial
-        restore(opened(tmp_path / "copy")[1], layout, pages.homes, pages.states, pages.store)
-        return wire(wiring, *arguments)
-
-    model, again = of.make(), changed(of.make())
-    with offloaded(model, tmp_path / "swap", states="int8") as runtime:
-        train(model, runtime, of, range(2))
-        copy_to(tmp_path / "copy", runtime)
-        saved = raw(runtime, model)
-        monkeypatch.setattr(build._Wiring, "runtime", filled)
-        with offloaded(again, tmp_path / "other", home=home, states="int8") as resumed:
-            assert differences(raw(resumed, again), saved) == []
-            losses = train(model, runtime, of, range(2, 4))
-            assert train(again, resumed, of, range(2, 4)) == losses
-            assert differences(raw(resumed, again), raw(runtime, model)) == []
 
 
 @pytest.mark.sweep
