@@ -51,7 +51,7 @@ _WINDOW = 16 << 20
 """The most bytes of a file that are asked for at once."""
 
 
-class HeldPart(Closing):
+class LocalPart(Closing):
     """A part of a commit on this rank's node, which this rank reads. Its directory is locked while it is
     open.
     """
@@ -66,8 +66,8 @@ class HeldPart(Closing):
         self._read: Read | None = None
         self._directory = directory
         self._files = files
-        self.lent = lock is None
-        """Whether the part is outside of this rank's own directory."""
+        self.own = lock is not None
+        """Whether the part is in this rank's own directory."""
         self._lock = PathLock(directory, rank=saved.manifest.rank, files=files) if lock is None else lock
 
     def open(self, budget: Budget, shared: Mapping[Path, PathLock]) -> None:
@@ -132,7 +132,7 @@ class HeldPart(Closing):
     def close(self) -> None:
         """Close the slabs, and release the lock if it is the part's own. A second call does nothing."""
         self.close_slabs()
-        if self.lent:
+        if not self.own:
             self._lock.close()
 
 
@@ -157,18 +157,18 @@ class ContinuedCommit(Closing):
         self._path = commit_files.manifest_path(given, parts.name.generation)
         mine = name_of(share.rank, share.ranks)
         with ExitStack() as cleanup:
-            self._held = {
+            self._local = {
                 part: cleanup.enter_context(
-                    HeldPart(
+                    LocalPart(
                         directory, saved, files, lock if name_of(part, len(parts.holders)) == mine else None
                     )
                 )
                 for part, (directory, saved) in parts.read.items()
             }
-            sizes = {str(part): each.sizes() for part, each in self._held.items()}
+            sizes = {str(part): each.sizes() for part, each in self._local.items()}
             heard = self._agree("offload()", sizes=sizes)
             self._sizes = {int(part): each for said in heard.values() for part, each in said["sizes"].items()}
-            self.own = next((each for each in self._held.values() if not each.lent), None)
+            self.own = next((each for each in self._local.values() if each.own), None)
             """This rank's own part, if it is on this node."""
             self.recut = len(self._holders) != share.ranks
             """Whether ranks read each other's parts, because a rank's own part lacks what it keeps now."""
@@ -211,11 +211,11 @@ class ContinuedCommit(Closing):
         mine = (
             []
             if adopted
-            else sorted(takes[self._rank], key=lambda part: (part != self._rank, part not in self._held))
+            else sorted(takes[self._rank], key=lambda part: (part != self._rank, part not in self._local))
         )
-        for part, held in self._held.items():
+        for part, local in self._local.items():
             if part in mine or any(part in takes[rank] for rank in self._ranks if rank != self._rank):
-                held.open(budget, locks if part == self._rank else {})
+                local.open(budget, locks if part == self._rank else {})
         exchange = self._exchange("a commit", {**takes, self._rank: mine})
         if mine:
             restore(CommitSource([self._readable(part, exchange) for part in mine]))
@@ -226,20 +226,20 @@ class ContinuedCommit(Closing):
         follows = {rank: rank % len(self._holders) for rank in self._ranks}
         mine = follows[self._rank]
         exchange = self._exchange("a commit's files", {rank: [part] for rank, part in follows.items()})
-        saved = self._held[mine].saved if mine in self._held else self._fetch(mine, exchange)
+        saved = self._local[mine].saved if mine in self._local else self._fetch(mine, exchange)
         exchange.end()
         return saved
 
     def _readable(self, part: int, exchange: Exchange | NoExchange) -> ReadablePart:
         """A part that is read here, while ranks that wait are served, or one that its holder sends."""
-        if part in self._held:
-            held = self._held[part]
+        if part in self._local:
+            local = self._local[part]
 
             def reading(memory: torch.Tensor, offset: int) -> None:
                 exchange.serve_waiting()
-                held.read(memory, offset)
+                local.read(memory, offset)
 
-            return ReadablePart(held.saved, reading)
+            return ReadablePart(local.saved, reading)
         holder, number = self._holders[part], part * _KINDS + _VOLUME
         saved = self.saved if part == self.saved.manifest.rank else self._fetch(part, exchange)
         return ReadablePart(
@@ -265,7 +265,7 @@ class ContinuedCommit(Closing):
         from infinity.distributed.exchange import Exchange
 
         def give(number: int, first: int, count: int) -> torch.Tensor:
-            return self._held[number // _KINDS].bytes_of(number % _KINDS, first, count)
+            return self._local[number // _KINDS].bytes_of(number % _KINDS, first, count)
 
         servers = {self._holders[part] for part in takes[self._rank]} - {self._rank}
         clients = {
@@ -279,13 +279,13 @@ class ContinuedCommit(Closing):
         """Remove the parts that this rank has read for others: all ranks have committed on their own nodes.
         Raises StorageError.
         """
-        for part in self._held.values():
-            if part.lent:
+        for part in self._local.values():
+            if not part.own:
                 part.remove()
 
     def close(self) -> None:
         """Close all parts. A second call does nothing."""
-        for part in self._held.values():
+        for part in self._local.values():
             part.close()
 
 

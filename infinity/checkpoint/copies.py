@@ -136,7 +136,7 @@ class Copies:
                     run.set_groups(groups)
                 run.set_module_state(source.model, self._scale, store.plan.device)
                 run.set_generators()
-        restored.tell(stacklevel=3)
+        restored.warn(stacklevel=3)
         return user_state
 
     def exchange_averages(self) -> None:

@@ -160,7 +160,7 @@ class InitialPages:
         """
         several = self.communicator is not None
         restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
-        restored.tell(stacklevel=6)
+        restored.warn(stacklevel=6)
 
     def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's

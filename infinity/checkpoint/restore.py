@@ -64,7 +64,7 @@ class Restored:
     left_out: tuple[str, ...]
     """Canonical names of the parameters whose saved states were left out, because they are frozen here."""
 
-    def tell(self, stacklevel: int) -> None:
+    def warn(self, stacklevel: int) -> None:
         """Warn of these parameters, if there are any. stacklevel: of `warnings.warn`, for the caller."""
         if self.fresh:
             warnings.warn(
