@@ -2,6 +2,8 @@
 
     python benchmarks/against.py --against DIR --directory DISK --budget host=1600MiB --rounds 12
 
+With `--unverified` in place of `--against`, B is this checkout with `Budget(verify=False)`.
+
 Three processes keep a model each. A and A' run this checkout; B runs the other checkout, whose native
 modules must be built. In every round each process takes a turn of `--steps` steps, in rotating order. The
 ratios of seconds A / A' and B / A are printed: their medians over the rounds, the smallest and the largest.
@@ -50,7 +52,9 @@ def work(options: argparse.Namespace) -> None:
     runtime = infinity.offload(
         model,
         optimizer,
-        budget=infinity.Budget(device=sizes.get("device"), host=sizes.get("host"), nvme=nvme),
+        budget=infinity.Budget(
+            device=sizes.get("device"), host=sizes.get("host"), nvme=nvme, verify=not options.unverified
+        ),
         precision=infinity.Precision(compute="bf16", states=options.states),
         update=options.update,
         accumulation=1 if options.update == "eager" else None,
@@ -118,6 +122,7 @@ def spread(ratios: list[float]) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--against", type=Path, help="a checkout of another commit, native modules built")
+    parser.add_argument("--unverified", action="store_true", help="do not verify reads from NVMe in B")
     parser.add_argument("--directory", required=True, help="a directory on the disk to use")
     parser.add_argument("--model", default="309m")
     parser.add_argument("--budget", default="host=6GiB", help="such as device=256MiB,host=768MiB,nvme=20GiB")
@@ -135,13 +140,14 @@ def main(arguments: list[str] | None = None) -> None:
         return work(options)
     own = ("model", "budget", "update", "states", "clip", "seq", "steps")
     passed = [part for name in own for part in (f"--{name}", str(getattr(options, name)))]
-    checkouts = {"A": HERE, "A'": HERE, "B": options.against.resolve()}
+    checkouts = {"A": HERE, "A'": HERE, "B": HERE if options.unverified else options.against.resolve()}
     with tempfile.TemporaryDirectory(dir=options.directory) as top:
         contenders = {}
         for name, checkout in checkouts.items():
             directory = Path(top) / str(len(contenders))
             directory.mkdir()
-            contenders[name] = Contender(checkout, passed, str(directory))
+            unverified = ["--unverified"] * (options.unverified and name == "B")
+            contenders[name] = Contender(checkout, passed + unverified, str(directory))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         losses: dict[str, list[float]] = {name: [] for name in contenders}
         names = list(contenders)

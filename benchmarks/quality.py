@@ -9,7 +9,7 @@ the rounding differs.
     python benchmarks/quality.py --directory DISK [--model 30m --steps 300 --batch 4 --seq 128]
         [--seeds 3 --states fp32,bf16,int8] [--results DIR] [--json]
 
-`--results DIR`: writes quality-MODEL.md, .json and .svg to DIR after each run (the plot needs matplotlib).
+`--results DIR`: writes quality-MODEL.md and .json to DIR after each run.
 `--json`: the last line of stdout is one JSON object. The exit code is 1 if a loss of an all-NVMe run has
 other bits. benchmarks/quality_report.py explains the comparisons, and when a difference is "within noise".
 """
@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from machine_facts import machine_facts
-from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, plot, same_bits, summary, table
+from quality_report import FOREACH, PLAIN, Run, all_device, all_nvme, same_bits, summary, table
 
 import infinity
 from infinity.build import carry_out
-from infinity.formats.encodings import DTYPES, split
+from infinity.formats.encodings import DTYPES
 from infinity.lm.data import Batches, find_text
 from infinity.lm.loop import HeldOut, Recipe, RunRanks, Training, make_optimizer, warm_up_and_cosine
 from infinity.lm.model import LanguageModel, language_model
@@ -123,26 +123,6 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
     )
 
 
-def start(options: argparse.Namespace) -> dict[str, Any]:
-    """Compute the loss of the initial parameters in plain PyTorch, rounded to bf16 as infinity rounds them.
-
-    Torch rounds an fp32 master that lies exactly between two bf16 values differently. Returns a dictionary:
-    "loss" is the loss of the first batch with seed 0, "elements" the number of elements of all parameters,
-    and "ties" the number of elements that torch rounds to another value than infinity.
-    """
-    chosen, batches, _ = job(options, 0)
-    masters = [each.detach() for each in real(chosen, 0).parameters()]
-    chosen.model = real(chosen, 0).bfloat16()
-    ties = 0
-    with torch.no_grad():
-        for parameter, master in zip(chosen.model.parameters(), masters, strict=True):
-            rounded = split(master.flatten())[0].view_as(parameter)
-            ties += int((rounded != parameter).sum())
-            parameter.copy_(rounded)
-    loss = chosen.loss(batches.training(0, 0)).item()
-    return {"elements": sum(each.numel() for each in masters), "ties": ties, "loss": loss}
-
-
 def job(options: argparse.Namespace, seed: int) -> tuple[LanguageModel, Batches, Recipe]:
     """Return (model, batches, hyper-parameters) for the preset, sizes and steps in `options`.
 
@@ -209,12 +189,11 @@ def compared(facts: dict[str, Any], states: list[str], runs: list[Run]) -> dict[
 
 
 def write(report: dict[str, Any], runs: list[Run], results: Path) -> None:
-    """Write the report into the folder `results`: the files quality-MODEL.md, .json and .svg."""
+    """Write the report into the folder `results`: the files quality-MODEL.md and .json."""
     results.mkdir(parents=True, exist_ok=True)
     stem = results / f"quality-{report['model']}"
     stem.with_suffix(".md").write_text(table(report, runs))
     stem.with_suffix(".json").write_text(json.dumps(report) + "\n")
-    plot(report, runs, stem.with_suffix(".svg"))
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -250,7 +229,6 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine_facts(),
         **{name: getattr(options, name) for name in ("model", "steps", "batch", "seq", "seeds", "states")},
         "planned": len(planned),
-        "start": start(options),
     }
     runs: list[Run] = []
     report: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Report of the runs of benchmarks/quality.py: means, differences compared with noise, a table and a plot.
+"""Report of the runs of benchmarks/quality.py: means, differences compared with noise, and a table.
 
 Runs are grouped into variants: "all-device" (infinity, with every page in RAM) and "all-NVMe" (no page in
 RAM), each with a format of moments, and plain PyTorch; see benchmarks/quality.py. All-device runs and runs in
@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 PLAIN = "plain PyTorch"
@@ -25,8 +23,6 @@ FOREACH = "plain PyTorch, foreach"
 DEVICE, NVME = "all-device", "all-NVMe"
 LAST = 20
 """Number of last steps over which the final loss is averaged."""
-SMOOTH = 10
-"""Number of steps in the running mean that is plotted."""
 
 
 @dataclass(frozen=True)
@@ -179,28 +175,7 @@ def table(report: dict[str, Any], runs: Sequence[Run]) -> str:
     for states, same in report["same_bits"].items():
         verdict = "the same bits in every loss, and on held-out text" if same else "DIFFERENT"
         lines += [f"All-NVMe and all-device, {states} moments: {verdict}.", ""]
-    return "\n".join(lines + _start(report["start"], runs) + _variants(report) + _differences(report)) + "\n"
-
-
-def _start(start: dict[str, Any], runs: Sequence[Run]) -> list[str]:
-    """Return lines that compare the first losses of infinity and of plain PyTorch, both with seed 0.
-
-    They say whether the difference is due to fp32 masters exactly between two bf16 values, which infinity
-    and torch round differently. start: the dictionary that the function `start` of benchmarks/quality.py
-    returns. If one of the two runs is missing, the list is empty.
-    """
-    firsts = {run.variant: run.losses[0] for run in reversed(runs) if run.seed == 0}
-    ours = next((loss for name, loss in firsts.items() if name.startswith(DEVICE)), None)
-    if ours is None or PLAIN not in firsts:
-        return []
-    explained = "has the same bits as here" if start["loss"] == ours else f"is NOT that of here, {ours:.9f}"
-    return [
-        f"First losses of seed 0: {ours:.6f} here, {firsts[PLAIN]:.6f} in plain PyTorch. The masters are "
-        f"the same; {start['ties']} of {start['elements']} are rounded otherwise, halfway between two "
-        "bf16 values: up here, to even by torch. With those rounded up, plain PyTorch's first loss "
-        f"{explained}.",
-        "",
-    ]
+    return "\n".join(lines + _variants(report) + _differences(report)) + "\n"
 
 
 def _variants(report: dict[str, Any]) -> list[str]:
@@ -247,56 +222,3 @@ def _differences(report: dict[str, Any]) -> list[str]:
 def _plus_minus(told: dict[str, Any], name: str, sign: str = "") -> str:
     mean = f"{told['mean']:{sign}.4f}"
     return mean if told.get(name) is None else f"{mean} ± {told[name]:.4f}"
-
-
-def running_mean(losses: Sequence[float]) -> list[float]:
-    """For each step, the mean loss of up to SMOOTH steps that end with this step."""
-    return [statistics.fmean(losses[max(0, end - SMOOTH) : end]) for end in range(1, len(losses) + 1)]
-
-
-def plot(report: dict[str, Any], runs: Sequence[Run], path: Path) -> None:
-    """Draw the losses of all variants into the SVG file `path`.
-
-    The upper plot has the mean curve of each variant, over a band from the lowest to the highest curve of
-    plain PyTorch. The lower plot has the same curves minus the mean of plain PyTorch.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        print("no plot: matplotlib is not installed", file=sys.stderr)
-        return
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    smooth = {(run.variant, run.seed): running_mean(run.losses) for run in runs}
-    plain = [curve for (name, _), curve in smooth.items() if name == PLAIN]
-    if not plain:
-        return
-    middle = [statistics.fmean(each) for each in zip(*plain, strict=True)]
-    figure, axes = plt.subplots(2, figsize=(8, 7), layout="constrained", sharex=True)
-    for axis, base in zip(axes, ([0.0] * len(middle), middle), strict=True):
-        steps = range(1, len(middle) + 1)
-        low = [min(each) - less for *each, less in zip(*plain, base, strict=True)]
-        high = [max(each) - less for *each, less in zip(*plain, base, strict=True)]
-        axis.fill_between(
-            steps, low, high, alpha=0.25, color="gray", linewidth=0, label=f"{PLAIN}, all seeds"
-        )
-        for name in report["variants"]:
-            curves = [curve for (variant, _), curve in smooth.items() if variant == name]
-            # A variant with fewer seeds is in the table only: its mean cannot be compared with the others.
-            if len(curves) == len(plain):
-                mean = [statistics.fmean(each) - less for *each, less in zip(*curves, base, strict=True)]
-                color = "black" if name == PLAIN else None
-                axis.plot(steps, mean, linewidth=1.2, label=_label(name, report["same_bits"]), color=color)
-        axis.grid(alpha=0.3)
-    title = f"{report['model']}: mean of {len(plain)} seeds, running mean of {SMOOTH} steps"
-    axes[0].set(ylabel="loss (nats per byte)", title=title)
-    axes[0].legend()
-    axes[1].set(xlabel="step", ylabel=f"less the mean of {PLAIN}")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
-def _label(name: str, same: dict[str, bool]) -> str:
-    told = any(each and name == all_device(states) for states, each in same.items())
-    return f"{name} (all-NVMe: the same bits)" if told else name

@@ -159,6 +159,12 @@ def test_overhead(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["sum"] == row["python"] + row["c"] > 0 for row in rows)
 
 
+def test_overhead_counts_three_ways(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run("overhead", disk, capsys, "--ways")["results"]
+    assert {"forward, RAM", "step(), NVMe", "save()"} <= set(found)
+    assert all(each["calls"] > each["files"] > each["folders"] > 0 for each in found.values())
+
+
 def test_quality_trains_each_variant_to_the_same_bits(
     disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,11 +233,12 @@ def test_train_reports_a_budget_that_is_too_small(disk: Path, capsys: pytest.Cap
     assert "BudgetError" in report["failures"]["infinity host=4KiB"]
 
 
-def test_verified_reads(disk: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "verified_reads.py"), "--quick", "--json"]
+def test_against_compares_equal_checkouts(disk: Path) -> None:
+    options = ["--model", "10m", "--budget", "host=32MiB,nvme=1GiB", "--seq", "8", "--rounds", "1"]
+    command = [sys.executable, str(BENCHMARKS / "against.py"), "--unverified", *options]
     done = subprocess.run([*command, "--directory", str(disk)], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
-    assert set(report["ratios"]) == {"on/off", "again/off", "again/on"} and report["step_seconds"] > 0
+    assert report["equal_losses"] and set(report["ratios"]) == {"A / A'", "B / A"}
     assert list(disk.iterdir()) == []
 
 
