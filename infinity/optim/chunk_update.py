@@ -434,10 +434,7 @@ class ChunkUpdate:
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
     def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
-        """Find the parameter slice in RAM, or begin to read it into the beginning of `memory`.
-
-        Returns the rest of `memory`, which is unused.
-        """
+        """Find the parameter slice in RAM, or begin to read it into `memory`, whose rest is returned."""
         home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
@@ -479,11 +476,7 @@ class ChunkUpdate:
             self._reads.append(self._store.read(self._state_page.home, self._state_offset, memory[:nbytes]))
 
     def _drop_reads(self) -> None:
-        """End the reads that have begun, and give up the staging.
-
-        Their homes list them until the next request there, and reads that nobody has waited for keep their
-        memory.
-        """
+        """End the reads that have begun, and give up the staging."""
         self.end()
         self._let_go()
 

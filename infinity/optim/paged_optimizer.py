@@ -29,7 +29,7 @@ _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 
 
 class OptimizerCore(Protocol):
-    """The part of the runtime that updates parameters and keeps their states.
+    """The part of the runtime that updates parameters and keeps their states (infinity/training_step.py).
 
     Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
     (a float32 scalar; not for SGD) and the optimizer's moments, such as "exp_avg" (float32, in the
@@ -38,22 +38,13 @@ class OptimizerCore(Protocol):
     update has written yet is left out.
     """
 
-    def step(self) -> bool:
-        """Update all parameters that have gradients. Returns False if the update was skipped, since gradients
-        overflowed in fp16. Raises errors of infinity/errors.py.
-        """
-        ...
+    def step(self) -> bool: ...
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget all gradients. set_to_none: if False, each parameter that had one has one of zeros then."""
+    def zero_grad(self, *, set_to_none: bool) -> None: ...
 
-    def has_state(self, parameter: Tensor) -> bool:
-        """Whether the parameter has a state, so that `read_state` would not return {}. Reads no state."""
-        ...
+    def has_state(self, parameter: Tensor) -> bool: ...
 
-    def read_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return copies of the entries of a parameter's state, on the CPU. Returns {} if it has no state."""
-        ...
+    def read_state(self, parameter: Tensor) -> dict[str, Tensor]: ...
 
     def write_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         """Replace the state of a parameter. With {} the parameter's next update counts as its first.
@@ -70,11 +61,9 @@ class OptimizerCore(Protocol):
         another rank is about to write other states.
         """
 
-    def loaded(self) -> None:
-        """Called when states have been replaced by `write_state`."""
+    def loaded(self) -> None: ...
 
-    def check_capacity(self, nbytes: int) -> None:
-        """Raise BudgetError if RAM has no room for copies of states that take `nbytes` bytes in all."""
+    def check_capacity(self, nbytes: int) -> None: ...
 
 
 class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):

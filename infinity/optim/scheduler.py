@@ -128,11 +128,7 @@ class UpdateScheduler(Updates):
         self._ahead = self._make_read_ahead()
 
     def _make_read_ahead(self) -> ReadAhead | None:
-        """Make the object that chooses which optimizer states are read before their update is decided.
-
-        Returns None, so that no states are read ahead, if no states are on disk, if updates are "sync", or if
-        the number of backwards in a step was not declared.
-        """
+        """None if no states are on disk, updates are "sync", or a step's backwards were not declared."""
         plan = self._store.plan
         on_disk = any(update.states_on_disk for each in self._units for update in each.chunks)
         whole = plan.rule is not None and plan.rule.matrix  # no chunk update uses the states
@@ -256,10 +252,8 @@ class UpdateScheduler(Updates):
         self._begin_updates((unit,))
 
     def _count_elsewhere(self, options: StepOptions) -> None:
-        """Count the step of parameters whose units were updated early, and which other ranks update.
-
-        An early update begins when the parameters that this rank updates have their
-        gradients. Of the unit's other parameters it may not know yet that they get gradients in this step.
+        """Count the step of parameters of units updated early which other ranks update: when the early update
+        began, their gradients may not have been known here.
         """
         for unit, counted in self._early.items():
             page = self._gradients.pages[unit]
@@ -380,13 +374,9 @@ class UpdateScheduler(Updates):
     # --- what is decided --------------------------------------------------------------------------------
 
     def _decide(self, unit: int, options: StepOptions) -> Set[int]:
-        """Decide the update of a unit, and count it as one more step in the optimizer states of the
-        parameters that it changes.
-
-        If the device updates the unit, the update is queued there. Otherwise the chunk updates are READY
-        afterwards, or READING if they go on with states that they have read ahead. Does nothing if no
-        parameter of the unit has both a gradient and a param group. Returns the indices of the parameters
-        that it counts.
+        """Decide the update of a unit, if one of its parameters has both a gradient and a param group: queue
+        it on the device, or make chunk updates READY (READING, if they have read states ahead). Returns the
+        parameters whose step it counts.
         """
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
@@ -415,11 +405,7 @@ class UpdateScheduler(Updates):
         return counted
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
-        """Queue the update of a unit on the device, without waiting for it.
-
-        The update sees the results of work that was queued on the device before, and work that is queued
-        later sees the new parameters. decision: which parameters to update, and with which hyper-parameters.
-        """
+        """Queue the update of a unit on the device's stream, without waiting for it."""
         started = time.perf_counter()
         updates = {
             parameter: ParameterUpdate(decision.hypers[hyper], seed)
@@ -433,9 +419,8 @@ class UpdateScheduler(Updates):
         return self._store.ledger.blocks((update.unit, update.chunk_index))
 
     def _free_place(self, update: ChunkUpdate) -> ChunkUpdate:
-        """Make sure that there is a slot on disk for the results of an update, which is returned.
-
-        If commits hold both slots, the pending commit is completed before the update gets staging.
+        """Wait for the pending commit if the update, which is returned, has no slot on disk for its
+        results.
         """
         if self._held_up(update):
             self._cancel_all()  # no staging is held meanwhile
@@ -445,10 +430,8 @@ class UpdateScheduler(Updates):
     # --- what is begun ----------------------------------------------------------------------------------
 
     def _begin_updates(self, units: Iterable[int]) -> None:
-        """Begin the updates of these units, which have just been decided, as far as staging has room.
-
-        Where the CPU computes the model too, updates whose inputs are all in host RAM end before this call
-        returns.
+        """Begin updates that have just been decided, as far as staging has room. Where the CPU computes the
+        model too, those whose inputs are all in host RAM end before this call returns.
         """
         self.advance()
         for unit in units:
@@ -463,11 +446,8 @@ class UpdateScheduler(Updates):
         self._update_in_ram(updates)
 
     def _update_in_ram(self, updates: Sequence[ChunkUpdate]) -> None:
-        """Compute READY updates whose inputs are all in host RAM and wait for them, at most _MOST_RUNNING at
-        a time.
-
-        Those that have begun meanwhile are skipped. After every _MOST_RUNNING of them the other updates are
-        advanced, so that their reads go on.
+        """Compute READY updates whose inputs are all in host RAM and wait for them, _MOST_RUNNING at a time;
+        between these batches other updates are advanced, so that their reads go on.
         """
         for first in range(0, len(updates), _MOST_RUNNING):
             batch = updates[first : first + _MOST_RUNNING]
@@ -490,11 +470,9 @@ class UpdateScheduler(Updates):
                 self.advance()
 
     def _can_begin(self, unit: int) -> bool:
-        """Whether the update of a unit can begin before a caller waits for the unit.
-
-        False after a failed read. On a device that shares the host's RAM, an update takes the parameters
-        from the memory where the model computes. So the unit's parameter page must be in that memory or on
-        its way there, unless the model uses the page at its home in RAM.
+        """Whether the update of a unit can begin before a caller waits for the unit: not after a failed read,
+        and not while the memory in which it would update the parameters, where the model computes, has no
+        page.
         """
         if self._units[unit].unread:
             return False
@@ -515,10 +493,8 @@ class UpdateScheduler(Updates):
         return None
 
     def _poll(self) -> None:
-        """Advance all active updates as far as possible without waiting for a read, a write or a copy.
-
-        Where the CPU computes the model too, this call waits for the updates whose inputs have arrived, and
-        helps to compute them.
+        """Advance all active updates without waiting for a read, a write or a copy. Where the CPU computes
+        the model too, it helps to compute those whose inputs have arrived, and waits for them.
         """
         while self._copies and self._copies[0][1].done():
             self._copies.popleft()
@@ -552,10 +528,7 @@ class UpdateScheduler(Updates):
         self._store.meter.submitted(ticket, update.numel)
 
     def _compute_quietly(self, update: ChunkUpdate) -> None:
-        """Submit an update whose reads have ended.
-
-        If a read failed, the update is READY again, and is tried again when a caller waits for its unit.
-        """
+        """Submit an update whose reads have ended. After a failed one it is tried again by `complete`."""
         try:
             update.gather()
         except InfinityError:
@@ -573,10 +546,8 @@ class UpdateScheduler(Updates):
         update.write()
 
     def _end(self, update: ChunkUpdate) -> None:
-        """Wait for the reads and the computation of an active update, and begin its writes.
-
-        If a read fails, the update is READY again, and reads again when it next acquires staging. Raises
-        StorageError, but not for a failed read of an update that has read its states ahead.
+        """Wait for the reads and the computation of an active update, and begin its writes. After a failed
+        read it is READY again; of states that were read ahead such a failure is not raised.
         """
         if update.state is UpdateState.READING:
             try:
@@ -606,11 +577,7 @@ class UpdateScheduler(Updates):
         self._deliver(update)
 
     def _deliver(self, update: ChunkUpdate) -> None:
-        """Record that an update is computed, so that the model can use the new parameters.
-
-        If the new parameters are being copied to the device, work that is queued on the compute stream from
-        now on waits for this copy.
-        """
+        """Let the model use the results of an update, behind their copy to the device if there is one."""
         self._units[update.unit].left -= 1
         copy = update.finish()
         if copy is not ARRIVED:
@@ -619,10 +586,7 @@ class UpdateScheduler(Updates):
                 self._copies.append((update.unit, copy))
 
     def _put_back(self, update: ChunkUpdate) -> None:
-        """Make an update READY again because one of its reads failed. It is then first of all READY updates.
-
-        It has changed no parameters and no states.
-        """
+        """Make an update whose read failed the first of all READY updates again."""
         update.put_back()
         self._active.remove(update)
         queue = self._ready.pop(update.unit, deque())
@@ -644,10 +608,8 @@ class UpdateScheduler(Updates):
         return memory
 
     def _try_acquire(self, update: ChunkUpdate) -> bool:
-        """Lease staging for a READY update and begin its reads if there is room now. Returns whether it has
-        begun.
-
-        If all its memory is at home in host RAM, it needs no staging and begins to compute at once.
+        """Lease staging for a READY update and begin its reads, or compute it if it needs none. Returns False
+        if there is no room now.
         """
         if update.in_ram:
             self._compute(update)
@@ -661,10 +623,7 @@ class UpdateScheduler(Updates):
         return True
 
     def _acquire(self, update: ChunkUpdate) -> None:
-        """Lease staging for a READY update and begin its reads, as soon as staging has room for all of them.
-
-        Waits until then; see [Note: room]. Raises the errors of `take`.
-        """
+        """Do what `_try_acquire` does, and make room until it succeeds. Raises the errors of `take`."""
         while not self._try_acquire(update):
             if self._make_room(update):
                 continue
@@ -676,10 +635,7 @@ class UpdateScheduler(Updates):
             return
 
     def _read_ahead(self, ahead: ReadAhead) -> None:
-        """Begin to read the states of updates that are not decided yet, as long as staging has room to spare.
-
-        Ends at the first group of candidates for which staging has too little room. See [Note: room].
-        """
+        """Begin to read states of updates that are not decided yet, until staging has no room to spare."""
         spared = max(self._pool.nbytes // _SPARED, self._store.plan.chunk_update_bytes)
         for updates in ahead.candidates(self.pending):
             sizes = [update.needed_ahead for update in updates]
@@ -696,10 +652,7 @@ class UpdateScheduler(Updates):
                     self._active.append(update)
 
     def _cancel(self, update: ChunkUpdate) -> None:
-        """Take the staging from an update that has read states ahead and is not decided yet.
-
-        It is IDLE then, and its states are read again later.
-        """
+        """Take the staging from an update that is not decided; its states are read again later."""
         update.cancel()
         self._active.remove(update)
 
@@ -728,11 +681,8 @@ class UpdateScheduler(Updates):
             return lease.residency()
 
     def _make_room(self, asking: ChunkUpdate | None = None) -> bool:
-        """Make some room in staging: wait for one transfer or one update to end, or, if there is none, take
-        the staging of one update or one gradient.
-
-        asking: the READY update that needs the room, and whose own gradient stays staged; None: a gradient
-        needs the room. Returns False if nothing is left to wait for or to take. Raises StorageError.
+        """Make some room in staging, in the order of [Note: room]. asking: the READY update that needs it,
+        and whose own gradient stays staged. Returns False if nothing is left to wait for or to take.
         """
         if self._store.finish_oldest_write():
             return True
@@ -755,10 +705,7 @@ class UpdateScheduler(Updates):
         return self._gradients.staged.write_back_oldest(kept)
 
     def _put_gradient_home(self, update: ChunkUpdate) -> None:
-        """Write a READY update's gradient from staging home, so that its staging is free again.
-
-        The gradient is read back when the update acquires staging for all its inputs.
-        """
+        """Write a READY update's gradient from staging home, to be read back with the other inputs."""
         assert update.taken is not None
         self._gradients.staged.write_back_now(update.unit, update.chunk_index, update.taken)
 

@@ -230,10 +230,8 @@ class GradientRing:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
-        """Wait until `ready()` is true or the ring is closed.
-
-        ready: is called again after each change, under `_changed`. room: True if the caller waits for room
-        in the ring, False if it waits for copies; telemetry counts the two apart.
+        """Wait until `ready()`, which is called under `_changed`, is true or the ring is closed. room:
+        whether the caller waits for room in the ring, and not for copies.
         """
         with self._changed:
             if ready() or self._closed:
@@ -244,10 +242,7 @@ class GradientRing:
                 self._changed.wait(_SLICE)
 
     def _take(self, job: RingJob, nbytes: int) -> None:
-        """Wait for `nbytes` free bytes of the ring, give them to the job, and queue the job for the worker.
-
-        Raises the error in `failure`, if there is one.
-        """
+        """Wait for `nbytes` free bytes of the ring, give them to the job, and queue it. Raises `failure`."""
 
         def room() -> int | None:
             return placed(nbytes, job.dtype.itemsize, self._size, self._jobs)
@@ -267,9 +262,7 @@ class GradientRing:
                         self._start_worker()
 
     def _start_worker(self) -> None:
-        """Start the worker for the job that was queued last. If that fails, take the job out again, because
-        nothing would ever end it.
-        """
+        """Start the worker, or take the job that was queued last out again: nothing would end it."""
         try:
             threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
         except Exception:
@@ -291,10 +284,7 @@ class GradientRing:
                 self._changed.notify_all()
 
     def _next(self) -> int:
-        """Wait until a job is ready. Returns the number of jobs to copy together, from the oldest on.
-
-        Returns 0 if the worker is to end.
-        """
+        """Wait for a job. Returns the number of jobs to copy together; 0 if the worker is to end."""
         with self._changed:
             while not self._closed:
                 if self._jobs and self._jobs[0].ready:
@@ -307,10 +297,7 @@ class GradientRing:
             return 0
 
     def _neighbours(self) -> int:
-        """Number of jobs to copy together: the oldest job and the ready jobs that follow it without a gap.
-
-        All of them together have at most one block of bytes (`plan.ring_block_bytes`).
-        """
+        """The number of ready jobs that lie side by side in the ring, from the oldest on, up to a block."""
         first = end = self._jobs[0].start
         count = 0
         for job in self._jobs:
@@ -321,10 +308,7 @@ class GradientRing:
         return count
 
     def _bring_down(self, count: int) -> None:
-        """Copy the bytes of the oldest `count` jobs to host RAM, and call the jobs' functions.
-
-        An error is not raised but kept; see [Note: failures].
-        """
+        """Copy the oldest `count` jobs to host RAM, and call their functions; see [Note: failures]."""
         jobs = [self._jobs[index] for index in range(count)]
         try:
             if self._failure is None:

@@ -401,11 +401,7 @@ class Store:
         return self.durable if home.parts else None
 
     def _bounce_buffer(self, nbytes: int) -> torch.Tensor:
-        """Return the first `nbytes` bytes, uint8, of the bounce buffer, a transit buffer in host RAM that is
-        set aside for reads and writes of single parameters.
-
-        nbytes: at most transit_buffer_bytes. Every call returns the same memory.
-        """
+        """The first `nbytes` bytes, up to transit_buffer_bytes, of the bounce buffer."""
         assert self.bounce is not None
         return self.bounce[:nbytes]
 
@@ -491,10 +487,8 @@ class Store:
             self._writes.remove(write)
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, end) of bytes of a home that together cover [offset, offset + nbytes).
-
-        Starts and ends are multiples of 4096, so the first and the last range may cover more. Each range fits
-        the bounce buffer.
+        """Yield ranges (start, end) of whole 4 KiB blocks of a home, which fit the bounce buffer, that
+        together cover [offset, offset + nbytes).
         """
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)
@@ -505,10 +499,7 @@ class Store:
 
 
 def _kinds(plan: Plan) -> set[UpdateKind]:
-    """Return the kinds of kernels that must be compiled for the plan's updates on the device.
-
-    They follow from the plan's optimizer and the dtypes of parameters, gradients and moments.
-    """
+    """The kinds of kernels that the plan's updates on the device need."""
     assert plan.rule is not None
     moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
     regions = {
