@@ -157,11 +157,7 @@ class _Survey:
 def _survey(
     directories: Mapping[str, Path], files: DiskFiles, rank: int, agree: Agree, *, node: int
 ) -> _Survey:
-    """Look at all commits of a directory on all nodes. All ranks call this.
-
-    directories: `commit_directories` on this rank's node, which is `node`. Raises IncompatibleCheckpoint for
-    a commit that this infinity cannot read, or that lies in the directory of another rank.
-    """
+    """Look at all commits of a directory, on all nodes. directories: `commit_directories` on this `node`."""
     survey = _Survey()
     heard = agree("offload()", node=node, holds=sorted(directories))
     said = []
@@ -190,11 +186,7 @@ def _survey(
 
 
 def _read_all(directory: Path, name: str, files: DiskFiles) -> tuple[list[SavedCommit], dict[int, str]]:
-    """Read all commits of a directory. Returns those that are whole, and by number what is wrong with others,
-    the newest one first.
-
-    name: of the directory, as in `commit_directories`.
-    """
+    """The whole commits of a directory, newest first, and what is wrong with others, by number."""
     found, faults = [], {}
     for generation in reversed(commit_files.generations(directory)):
         try:

@@ -139,10 +139,7 @@ def write(
 def _undo(
     directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None
 ) -> None:
-    """Remove a commit's files before its manifest has its name, or after that was taken back.
-
-    tier: has the slabs if no other commit needs them; None otherwise. Raises StorageError.
-    """
+    """Remove a commit's files while no manifest has a name. tier: with slabs that no other commit needs."""
     if tier is not None:
         tier.uncommit()
     files.remove(_temporary_path(directory, generation))
@@ -324,11 +321,7 @@ def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tu
 
 
 def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of the identity of each block: uint32 (count,), by its index in the table of checksums.
-
-    count: the number of checksums. An entry to which no array refers is 0. Raises CorruptState if the arrays
-    refer to checksums past the end of the table, or to more than there are.
-    """
+    """The CRC-32C of each block's identity: uint32 (count,), by index in the table; 0 for no block's."""
     found = np.zeros(count, dtype=np.uint32)
     referred = 0
     for parameter in manifest.parameters:
@@ -358,9 +351,7 @@ def _label(manifest: Manifest, array: str, parameter: str) -> bytes:
 
 
 def _followed(label: bytes) -> int:
-    """By what the CRC-32C of 8 bytes differs from that of `label` followed by the same bytes: a CRC is
-    linear, so it is the same for any 8 bytes.
-    """
+    """By what the CRC of `label` and any 8 bytes differs from that of the 8 bytes: a CRC is linear."""
     return crc32c(bytes(8), crc32c(label)) ^ crc32c(bytes(8))
 
 

@@ -185,9 +185,7 @@ class CommitSource:
     def _read(
         self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> torch.Tensor:
-        """Do what `_compared` does for elements that need not begin or end with a block of the range, and
-        raise CorruptState if bytes differ.
-        """
+        """Do what `_compared` does for elements that need not be whole blocks. Raises CorruptState, too."""
         first, end = elements
         low = first - (first - within.first) % BLOCK
         high = min(within.first + within.count, low + round_up(end - low, BLOCK))

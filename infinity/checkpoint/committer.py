@@ -178,9 +178,7 @@ class Committer:
     def _save(
         self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object
     ) -> Commit:
-        """Do what `save` does for a commit that all ranks begin. number: its generation. created: its time,
-        in UTC and ISO 8601.
-        """
+        """Do what `save` does for a commit that all ranks begin, with this number and time."""
         self._edits.sync_edits()
         for unit in self._in_device:
             self._scheduler.complete(unit)
@@ -290,10 +288,7 @@ class Committer:
             self._ledger.give_up(self._health.failure)  # nobody completes the updates now
 
     def _prepare(self, parts: Iterable[Part]) -> None:
-        """Copy parts at home in device memory to disk, and learn the checksums of parts at home on NVMe.
-
-        The commit's thread writes the parts at home in other memory.
-        """
+        """Copy parts at home on the device to disk, and learn the checksums of those at home on NVMe."""
         for part in parts:
             if part.home.nvme_lease is not None:
                 self._durable.learn(part)
@@ -318,9 +313,7 @@ class Committer:
             self._ledger.end(commit, failure)
 
     def _outcome(self, commit: Commit, draft: SavedCommit) -> InfinityError | None:
-        """Make this rank's part of a commit durable, and find out whether the commit counts; see [Note:
-        commits of ranks]. Returns the error by which it fails, if it does.
-        """
+        """Make this rank's part durable. Returns the error by which the commit fails, on any rank."""
         others, first = self._others, not self._durable.nvme.keep
         try:
             self._make_durable(commit, draft)
@@ -398,10 +391,7 @@ class Committer:
             raise
 
     def _remove_old(self, generation: int) -> None:
-        """Remove what the new commit replaces. Errors are ignored: the newest commit wins in any case.
-
-        generation: of the new commit.
-        """
+        """Remove what the new commit replaces. Errors are ignored: the newest commit wins in any case."""
         with contextlib.suppress(InfinityError):
             if self._superseded is not None:
                 self._superseded()

@@ -212,9 +212,7 @@ class Copies:
 
 
 def _exchange(page: ParameterPage, index: int, states: States, store: Store) -> None:
-    """Exchange the master of a parameter with its running average, bit by bit, at home. RAM holds them a few
-    times in fp32.
-    """
+    """Exchange a parameter's master with its running average, bit by bit, at home."""
     layout = page.layout.parameters[index]
     if not layout.numel:
         return

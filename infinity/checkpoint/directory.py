@@ -166,10 +166,7 @@ class Checkpoint(Closing):
 
 
 def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
-    """A name that all ranks of a new run have, and no other run; None for any other run.
-
-    See [Note: a run without a commit] in infinity/checkpoint/agreed_commit.py.
-    """
+    """A name that all ranks of a new run have, and no other run; None with one rank or resume=."""
     if communicator is None or resume is not None:
         return None
     found: str = communicator.agree("offload()", run=uuid.uuid4().hex)[0]["run"]
@@ -177,10 +174,7 @@ def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[st
 
 
 def _check_unused(given: Path, directory: Path) -> None:
-    """Check that no run has its commits where a new run is to have them.
-
-    given: the directory that the user gives. directory: this rank's. Raises ConfigError.
-    """
+    """Raise ConfigError if another run has commits in `given`, or in this rank's directory."""
     used = {*commit_directories(given).values(), directory}
     used = {each for each in used if commit_files.generations(each)}
     if used:

@@ -353,10 +353,7 @@ def merged(model: nn.Module, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _merge(layer: Any, key: str, name: str, known: Mapping[int, Entry]) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor of a layer's base after the merge, in row-major order.
-
-    key, name: the tensor's names in the base layer and in the model. known: the entries of tensors by id().
-    """
+    """Yield a tensor of a layer's base after the merge. known: the entries of tensors by id()."""
     memo: dict[int, Any] = {}
     for tensor in _tensors(layer).values():
         if id(tensor) in known:

@@ -155,9 +155,7 @@ class InitialPages:
             adopt_slabs(saved, self.homes, self.states, self.store)
 
     def _restore(self, source: CommitSource) -> None:
-        """Copy what this rank keeps of a commit into the pages. Chunks that other ranks update are fetched
-        from these later.
-        """
+        """Copy what this rank keeps of a commit. Chunks of other ranks are fetched from these later."""
         several = self.communicator is not None
         restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
         restored.warn(stacklevel=6)
@@ -186,10 +184,7 @@ class InitialPages:
         self.early += states.write(given)
 
     def _write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a parameter's optimizer state to its optimizer page.
-
-        state: tensors by name, as in OptimizerCore.write_state.
-        """
+        """Write a parameter's optimizer state, as OptimizerCore.write_state does."""
         assert self.states is not None
         unit, index = self.places[id(parameter)]
         self.states.write(unit, index, state)
@@ -198,9 +193,7 @@ class InitialPages:
             self.states.restore(unit, index, values, state["master"])
 
     def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
-        """Return elements [first, first + count) of a parameter's values in its page: (count,), as in memory,
-        and in the dtype of the page. The home must have them, in one range.
-        """
+        """Values [first, first + count) of a parameter in its page, which the home has in one range."""
         layout = self.plan.layout.units[unit]
         dtype = layout.parameters[index].dtype
         if not count:

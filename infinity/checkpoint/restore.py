@@ -274,11 +274,7 @@ def _write(
     *,
     into: str | None = None,
 ) -> None:
-    """Write a parameter's entries of an array to its optimizer page, as far as this rank keeps them.
-
-    read: function (array, first, count) that reads them. into: AVERAGE if running averages begin with the
-    parameter's values; None: they go into the same array.
-    """
+    """Write what this rank keeps of an array. into: AVERAGE if averages begin with these values."""
     for chunk_index, piece in page.pieces(parameter):
         for part in piece.parts(WINDOW):
             offset, _ = page.place(chunk_index, into or array, part)
@@ -303,9 +299,7 @@ def _note(page: StatePage, parameter: int, saved: ParameterEntry) -> None:
 
 
 def _begin(states: States, page: StatePage, store: Store) -> None:
-    """Record which chunks have moments or averages, and give those of their parameters without any moments
-    initial ones.
-    """
+    """Record which chunks have moments or averages; parameters there without moments get initial ones."""
     for chunk_index in page.kept:
         chunk = page.layout.chunks[chunk_index]
         page.begun[chunk_index] = states.keeps_averages or any(

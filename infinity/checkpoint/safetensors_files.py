@@ -296,11 +296,7 @@ def loadable(model: nn.Module) -> dict[int, Registered]:
 
 
 def _renamings(model: nn.Module, wanted: dict[int, Registered], known: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs (prefix in the model, prefix in the weights) to try, the likeliest first.
-
-    A name in the model becomes the name of a weight when the second prefix replaces the first. wanted: the
-    model's tensors by id(). known: names of the weights.
-    """
+    """Yield (prefix in the model, prefix in the weights that replaces it) to try, the likeliest first."""
     yield "", ""
     base = getattr(model, "base_model_prefix", "")
     prefixes = [f"{base}."] if isinstance(base, str) and base else []

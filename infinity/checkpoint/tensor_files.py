@@ -200,11 +200,7 @@ def shard_index(entries: Sequence[Entry], files: dict[str, list[Entry]]) -> byte
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """Encode the header of a safetensors file: the dtypes, shapes and offsets of the tensors `entries`.
-
-    Offsets are counted from the end of the header. The header also has the metadata that transformers
-    requires. The first 8 bytes of the result are the length of the rest.
-    """
+    """The header of a safetensors file, behind 8 bytes with its length."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:

@@ -165,22 +165,16 @@ class Verification(Closing):
         """
         paths = _directories(directory, others)
         with ExitStack() as cleanup:
-            locks: dict[Path, PathLock] = {}
-
-            def lock(rank: int, paths: Sequence[Path]) -> None:
-                for path in paths:
-                    if path not in locks or locks[path].rank != rank:
-                        locks[path] = cleanup.enter_context(_locked(path, rank, files))
-
-            rank = rank_of(paths[0])
-            lock(rank, paths[:1])  # a run that is in progress would replace the commit
+            # A run that is in progress would replace the commit.
+            held = cleanup.enter_context(_locked(paths[0], rank_of(paths[0]), files))
             self.saved = _read(paths[0], generation, files)
             """The commit."""
-            if self.saved.manifest.rank != rank:
-                rank = self.saved.manifest.rank
-                lock(rank, paths[:1])
+            rank = self.saved.manifest.rank
+            if rank != held.rank:  # the directory was renamed
+                held = cleanup.enter_context(_locked(paths[0], rank, files))
                 self.saved = _read(paths[0], generation, files)
-            lock(rank, paths)
+            others_held = {path: cleanup.enter_context(_locked(path, rank, files)) for path in paths[1:]}
+            locks = {paths[0]: held, **others_held}
             slabs = tuple(find_slabs(self.saved, paths, files))
             missing = [slab.uuid for slab in slabs if slab.path is None]
             if missing:
