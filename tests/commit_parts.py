@@ -13,7 +13,7 @@ from commit_states import FILES, missing_elements, wrong_arrays, wrong_scalars
 from committed_runs import Shot
 from ranked_commits import Job, Node, expected
 
-from infinity.checkpoint import agreed_commit, commit_files
+from infinity.checkpoint import commit_files, continued_commit
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
 
@@ -66,7 +66,7 @@ def newest_parts(places: Sequence[Places], nodes: Sequence[int]) -> list[FoundPa
             names = {f"rank-{each}": path for each, path in here.items()}
             arguments = (names, next(iter(here.values())), FILES, rank)
             calls.append(
-                threads.submit(meeting.attend, rank, agreed_commit.find_parts, *arguments, node=node)
+                threads.submit(meeting.attend, rank, continued_commit.find_parts, *arguments, node=node)
             )
     # A rank that was left alone has a BrokenBarrierError, and the one that left it has the reason.
     calls.sort(key=lambda call: isinstance(call.exception(), threading.BrokenBarrierError))

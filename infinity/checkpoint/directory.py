@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import commit_directories, directory_of, write_run
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.continued_commit import ContinuedCommit
+from infinity.checkpoint.continued_commit import ContinuedCommit, commit_directories, directory_of, write_run
 from infinity.checkpoint.restore import is_cut_alike
 from infinity.config import Budget
 from infinity.errors import ConfigError, InfinityError

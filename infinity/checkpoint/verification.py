@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import rank_directories, rank_of
 from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.commit_source import Checked, CommitSource, ReadablePart, open_slabs, reader_of
+from infinity.checkpoint.continued_commit import rank_directories, rank_of
 from infinity.checkpoint.manifest import CommitName, array_bytes
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
 from infinity.system.closing import Closing

@@ -17,9 +17,9 @@ import torch
 from infinity import __version__, cpu_adam
 from infinity.api import checkpoint_of, plan_for, plan_with_others
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import commit_directories, commits_to_continue, directory_of
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
+from infinity.checkpoint.continued_commit import commit_directories, commits_to_continue, directory_of
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
 from infinity.cli.options import EVERY, check_options, directories

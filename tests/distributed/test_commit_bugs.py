@@ -13,8 +13,8 @@ from crash_states import Disk
 from ranked_commits import Job
 from recorded_ranks import Recorded, Run, record
 
-from infinity.checkpoint import agreed_commit, commit_files
-from infinity.checkpoint.agreed_commit import Parts, no_commit
+from infinity.checkpoint import commit_files, continued_commit
+from infinity.checkpoint.continued_commit import Parts, no_commit
 from infinity.system.disk_files import DiskFiles
 
 ROUNDS, STATES = 20, 100
@@ -66,5 +66,5 @@ def test_a_restart_at_the_newest_part_of_each_rank_is_caught(
         return Parts(saved.manifest.name, (0, 1), {rank: (directory, saved)})
 
     (made,) = record([(WHOLE, tmp_path / "run", None)])
-    monkeypatch.setattr(agreed_commit, "find_parts", careless)
+    monkeypatch.setattr(continued_commit, "find_parts", careless)
     assert "are of the commits" in str(violation(WHOLE, made, tmp_path / "state"))

@@ -13,7 +13,7 @@ import pytest
 from commit_parts import Meeting
 
 from infinity.checkpoint import commit_files
-from infinity.checkpoint.agreed_commit import commits_to_continue, write_run
+from infinity.checkpoint.continued_commit import commits_to_continue, write_run
 from infinity.errors import IncompatibleCheckpoint, StorageError
 from infinity.layout.shards import Share
 from infinity.system.disk_files import DiskFiles
