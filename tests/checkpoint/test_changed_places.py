@@ -166,6 +166,7 @@ def check_range(name: str, first: int, end: int, array: tuple[Any, Any, Any], of
     assert first <= element < end
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_resumed_run_never_uses_changed_bytes(home: str, tmp_path: Path) -> None:
     """A bit flipped before a resumption is an error there or at the first use, or changes nothing at all."""

@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("home", "child"), CASES)
 def test_the_parent_s_commit_lands(home: str, child: str, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_every_write_of_a_copy(home: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert run.train(model, runtime, range(2, 4)) == losses[2:]
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
 def test_every_write_of_a_commit(home: str, tmp_path: Path) -> None:
     """`wait` says it, the run goes on, the commit before is whole, and the next commit is made."""
@@ -99,6 +100,7 @@ def test_every_write_of_a_commit(home: str, tmp_path: Path) -> None:
         assert runtime.load() == len(cases) - 1
 
 
+@pytest.mark.sweep(most=3)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("home", ["nvme", "unified", "mixed"])
 def test_a_name_that_the_first_commit_cannot_give_a_slab(home: str, code: int, tmp_path: Path) -> None:

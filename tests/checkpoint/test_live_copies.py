@@ -101,6 +101,7 @@ def test_buffers_that_are_not_persistent_and_extra_state(tmp_path: Path) -> None
         assert (model.calls, held.tolist()) == (5, [0, 7, 0])
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_run_with_commits_is_rolled_back_and_committed(home: str, tmp_path: Path) -> None:
     """Commits before and after a load, and one that is pending while it loads, hold what they must."""

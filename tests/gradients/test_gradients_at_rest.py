@@ -66,6 +66,7 @@ def test_every_bit_is_that_of_gradients_in_fp32(
         assert min(single.norms) > clip
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("update", ["eager", "sync"])
 @pytest.mark.parametrize("home", ["nvme", "unified-nvme", "mixed"])
 def test_every_bit_whenever_updates_run(home: str, update: str, tmp_path: Path) -> None:
@@ -76,6 +77,7 @@ def test_every_bit_whenever_updates_run(home: str, update: str, tmp_path: Path) 
     assert differences(vars(wide), vars(single)) == []
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("name", ["convnet", "checkpointed", "frozen"])
 def test_every_bit_of_parameters_of_two_dtypes_recomputed_and_frozen(name: str, tmp_path: Path) -> None:
     recipe = Recipe(compute="bf16", clip=0.05)
@@ -86,6 +88,7 @@ def test_every_bit_of_parameters_of_two_dtypes_recomputed_and_frozen(name: str, 
     assert differences(vars(wide), vars(single)) == []
 
 
+@pytest.mark.sweep(most=3)
 @covered({"home": ("host", "nvme", "mirrored"), "compute": ("bf16", "fp16"), "threads": (False, True)})
 def test_every_bit_of_gradients_that_leave_through_the_ring(
     home: str, compute: str, threads: bool, tmp_path: Path

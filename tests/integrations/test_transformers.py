@@ -59,6 +59,7 @@ PAIRS = [(name, case) for name in MODELS for case in CASES if (name, case) not i
 FIRST = [("llama", "accumulation"), ("llama", "load best"), ("mixtral", "checkpointing"), ("lora", "no clip")]
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize(
     ("name", "case"),
     [pytest.param(*pair, marks=() if pair in FIRST else pytest.mark.slow) for pair in PAIRS],
@@ -111,6 +112,7 @@ class _End(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self._step
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize(
     ("name", "commits", "options"),
     [
