@@ -96,7 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = cases[0].get_closest_marker("sweep")
         assert mark is not None
         strength, most = mark.kwargs.get("strength", 1), mark.kwargs.get("most")
-        quick = chosen_of([each.callspec.indices for each in cases], strength, most)
+        values = [{name: id(value) for name, value in each.callspec.params.items()} for each in cases]
+        quick = chosen_of(values, strength, most)
         for at in set(range(len(cases))) - set(quick):
             cases[at].add_marker(pytest.mark.slow)
 

@@ -134,7 +134,7 @@ def each_value(cases: Sequence[Case], count: int) -> list[Case]:
 def chosen_of(cases: Sequence[Mapping[str, int]], strength: int, most: int | None) -> list[int]:
     """Return the indices of few of the cases, in order, for the mark `sweep` (tests/conftest.py).
 
-    cases: a case is the number of each factor's value. strength: any so many values of different factors that
+    cases: a case has a number for each factor's value. strength: any so many values of different factors that
     occur together in a case occur together in a chosen one. most: the chosen ones are thinned out to so many,
     at equal distances; None: they are not.
     """
