@@ -168,7 +168,7 @@ def check_placement(entry: Entry, case: dict[str, Any], device: str, placed: Pla
         assert differences(vars(run), vars(base) | unseen) == []
 
 
-@pytest.mark.sweep(most=40)
+@pytest.mark.sweep(most=30)
 @pytest.mark.parametrize("entry, case", cases())
 def test_matrix(entry: Entry, case: dict[str, Any], placed: Placed, tmp_path: Path) -> None:
     check_placement(entry, case, "cpu", placed, tmp_path)
@@ -291,7 +291,7 @@ def test_the_optimizers_state_dict_is_torchs(name: str, optimizer: str, placed: 
             )
 
 
-@pytest.mark.sweep(most=3)
+@pytest.mark.sweep(most=2)
 @one_home_each(*HOMES)
 def test_fifty_steps_follow_pytorch(entry: Entry, home: str, tmp_path: Path) -> None:
     recipe = Recipe(steps=50)

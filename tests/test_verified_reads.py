@@ -101,6 +101,7 @@ CASES = [("nvme", False), ("unified-nvme", True), ("mixed", False)]
 """Homes of pages, and whether commits are on."""
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("home, commits", CASES)
 def test_damage_is_found_and_never_used(
     home: str, commits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +124,7 @@ def test_a_thousand_damages(
     assert found.total() == 60 and found["noticed"] >= 30, found
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("nbytes", [0, 2048], ids=["dropped", "torn"])
 @pytest.mark.parametrize("home, commits", CASES[:2])
 def test_writes_that_the_disk_loses(home: str, commits: bool, nbytes: int, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_other_pages_are_written_as_the_plan_says(
     assert len(written) == STEPS + before_steps
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("states", ["fp32", "int8"])
 @pytest.mark.parametrize("name", ["tied", "frozen"])
 def test_pages_in_several_tiers(name: str, states: str, tmp_path: Path) -> None:

@@ -221,13 +221,13 @@ if sys.argv[3] == "failing":
 """
 
 
-def test_a_commit_at_the_end_of_a_script_lands(tmp_path: Path) -> None:
+def test_a_commit_at_the_end_of_a_script_lands(warm: None, tmp_path: Path) -> None:
     end_of_script(tmp_path, "nvme", "whole")
     with Run(tmp_path, of=TIED, home="nvme").opened(resume=True) as (_, runtime):
         assert runtime.load() == "last"
 
 
-def test_a_commit_that_fails_at_the_end_of_a_script_is_told(tmp_path: Path) -> None:
+def test_a_commit_that_fails_at_the_end_of_a_script_is_told(warm: None, tmp_path: Path) -> None:
     assert "The last commit was not made: Could not" in end_of_script(tmp_path, "nvme", "failing")
     assert [*(tmp_path / "swap").iterdir()] == []
 

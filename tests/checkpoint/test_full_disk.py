@@ -26,6 +26,7 @@ COMMIT = {"create": 2, "write": 2, "sync": 2, "rename": 1}
 """The operations of a commit's two files that a full disk can refuse, with their numbers."""
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", ["nvme", "unified"])
 def test_every_write_of_a_copy(home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left behind, the losses are those of a run without it, and the commit before is whole."""

@@ -31,6 +31,7 @@ def objects() -> Counter[str]:
     return Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", ["nvme", "ram"])
 def test_what_a_run_holds_does_not_grow(home: str, tmp_path: Path) -> None:
     torch.manual_seed(3)

@@ -108,6 +108,7 @@ def test_a_run_in_ram_adopts_slabs_on_other_paths(tmp_path: Path) -> None:
     moved.resume("a", "b", adopted=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "to, paths, adopted",
     [
@@ -234,6 +235,7 @@ DAMAGES: dict[Callable[[Moved], None], Any] = {
 """What is done to slabs, and the errors that it leads to."""
 
 
+@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize(
     "damage, error, streamed",
     [

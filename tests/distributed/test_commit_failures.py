@@ -96,7 +96,7 @@ def ended(found: list[Outcome], plan: Plan, error: str) -> None:
 @pytest.mark.parametrize(
     ("function", "rank", "home"),
     [
-        ("pages_not_synced", 1, "unified"),
+        pytest.param("pages_not_synced", 1, "unified", marks=SLOW),
         pytest.param("pages_not_synced", 0, "unified", marks=SLOW),
         ("name_not_synced", 0, "unified"),
         pytest.param("name_not_synced", 1, "unified", marks=SLOW),
@@ -145,7 +145,7 @@ def test_a_save_of_one_rank_alone(function: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "nth", [pytest.param(nth, marks=() if nth in (2, 5) else SLOW) for nth in range(len(INTERRUPTS))]
+    "nth", [pytest.param(nth, marks=() if nth == 5 else SLOW) for nth in range(len(INTERRUPTS))]
 )
 def test_an_interrupt_in_save_ends_all_ranks(nth: int, tmp_path: Path) -> None:
     plan = Plan(str(tmp_path), rank=1, nth=nth)

@@ -94,6 +94,7 @@ def offloaded(model: nn.Module, directory: Path | None = None) -> Any:
     return infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -115,6 +115,7 @@ def test_an_edit_between_steps_comes_after_the_update_before_it(
         assert bool((model.state_dict()[WIDE] == 0.5).all())
 
 
+@pytest.mark.sweep(most=4)
 @both_homes
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_load_state_dict_reaches_what_the_optimizer_updates(

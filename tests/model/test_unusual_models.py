@@ -180,6 +180,7 @@ def test_what_torch_makes_by_default_changes_nothing(default: str, home: str, tm
     assert differences(*results) == []
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("part", ["the model", "a module"])
 def test_torch_compile_leaves_the_runtime_alone(part: str, backend: str, tmp_path: Path) -> None:

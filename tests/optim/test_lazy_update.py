@@ -147,6 +147,7 @@ def test_whatever_comes_between_steps_sees_the_update_done(home: str, act: Any, 
     assert differences(lazy, train(home, tmp_path / "sync", "sync", act)) == []
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", HOMES)
 def test_gradients_that_nobody_resets_go_on_growing(home: str, tmp_path: Path) -> None:
     def train(update: str) -> Any:
@@ -190,6 +191,7 @@ def test_a_unit_that_the_next_forward_leaves_out_is_updated_by_the_next_step(tmp
     assert differences(train("lazy"), train("sync")) == []
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_view_that_code_holds_is_updated_before_step_returns(home: str, tmp_path: Path) -> None:
     with opened(home, tmp_path) as (model, runtime, _):
@@ -213,6 +215,7 @@ def test_what_rests_in_host_ram_is_updated_at_once(tmp_path: Path) -> None:
         assert pending(runtime) == []
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("home", HOMES)
 def test_a_runtime_closes_with_updates_due(home: str, tmp_path: Path) -> None:
     faults = Faults()

@@ -108,6 +108,7 @@ def trained(directory: Path, home: str, **precisions: str) -> tuple[list[float],
         return losses, found
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.filterwarnings("ignore:Saved activations")
 @pytest.mark.parametrize(
     "home",

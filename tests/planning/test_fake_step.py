@@ -92,6 +92,7 @@ def test_nothing_of_a_model_changes_and_its_bytes_are_right(each: Entry) -> None
         assert found.activations == real or (each.name == "recurrent" and found.activations is not None)
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("name", ["checkpointed", "reentrant", "convnet", "recurrent"])
 def test_example_inputs_change_nothing_of_training(name: str) -> None:
     after = []

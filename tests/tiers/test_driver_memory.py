@@ -176,6 +176,7 @@ def test_a_chunk_that_is_no_whole_granule_is_refused(device: EmulatedDevice) -> 
     assert device.left == []
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("home", ["host", "mixed", "device", "nvme"])
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 def test_a_training_registers_and_maps_through_the_driver_and_leaves_nothing(home: str, update: str) -> None:
