@@ -37,6 +37,7 @@ from infinity.formats.encodings import DTYPES
 from infinity.lm.data import Batches, find_text
 from infinity.lm.loop import HeldOut, Recipe, RunRanks, Training, make_optimizer, warm_up_and_cosine
 from infinity.lm.model import LanguageModel, language_model
+from infinity.ranks import SingleRank
 from infinity.tiers import Tier
 
 CLIP = 1.0
@@ -74,7 +75,7 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
         budget = infinity.Budget(host=least + chosen.parameters, nvme={directory: NVME})
         plan = on_nvme(planned(budget))
     print(f"{name}\n{plan}\n", flush=True)
-    with carry_out(plan, chosen.model, optimizer, budget=budget) as runtime:
+    with carry_out(plan, chosen.model, optimizer, budget=budget, ranks=SingleRank()) as runtime:
         started = time.perf_counter()
         losses = [report.loss for report in Training(chosen, runtime, batches, recipe, RunRanks()).steps()]
         seconds = time.perf_counter() - started

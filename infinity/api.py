@@ -21,7 +21,6 @@ from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.adapters import keep_adapters
 from infinity.layout.chunks import Division
-from infinity.layout.shards import ALONE, Share
 from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
 from infinity.planning.fake_step import run_fake_step
@@ -29,6 +28,7 @@ from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
+from infinity.ranks import SingleRank
 from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
 from infinity.system.directory import path_text
@@ -37,8 +37,6 @@ from infinity.tiers.tier import usable_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from infinity.distributed.communicator import Communicator
 
 
 def offload(
@@ -111,113 +109,63 @@ def offload(
     budget, precision = check_kinds(budget, precision)
     stage = stage_of(partition)
     close_dropped()
-    if several_ranks(mesh):
-        if average is not None:
-            raise ConfigError(
-                "Running averages were asked for with several ranks, for which they are not implemented.",
-                "Leave average= out; torch.optim.swa_utils.AveragedModel averages the masters of a model "
-                "that fits in RAM.",
-            )
-        return _offload_with_others(
-            model,
-            optimizer,
-            mesh,
-            stage,
-            budget=budget,
-            precision=precision,
-            device=device,
-            weights=weights,
-            example_inputs=example_inputs,
-            update=update,
-            accumulation=accumulation,
-            checkpoint=checkpoint,
-            resume=resume,
-        )
-    check_model(model, optimizer)
     with ExitStack() as cleanup:
-        commits = None
-        if checkpoint is not None or resume is not None:
-            check_commits(optimizer, weights, resume)
-            commits = cleanup.enter_context(Checkpoint(checkpoint, resume, injected_files()))
-        made = plan_for(
-            model,
-            optimizer,
-            budget=budget,
-            precision=precision,
-            example_inputs=example_inputs,
-            device=device,
-            update=update,
-            accumulation=accumulation,
-            average=average,
-            slab_directory=None if commits is None else str(commits.directory),
-            prefer=None if commits is None or commits.saved is None else division_of(commits.saved),
-        )
-        runtime = carry_out(made, model, optimizer, budget=budget, weights=weights, checkpoint=commits)
-        cleanup.pop_all()
-    return runtime
-
-
-def _offload_with_others(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    mesh: DeviceMesh | None,
-    stage: int,
-    *,
-    budget: Budget,
-    precision: Precision,
-    device: torch.device | str | None,
-    weights: str | os.PathLike[str] | None,
-    checkpoint: str | os.PathLike[str] | None,
-    resume: str | os.PathLike[str] | None,
-    **options: Any,
-) -> Runtime:
-    """Do what `offload` does, on one of several ranks. An error on one rank becomes an error on all.
-
-    stage: of ZeRO. options: those of `plan_for`.
-    """
-    from infinity.distributed.communicator import Communicator
-
-    launcher.location()  # refuses an environment that is none before others are waited for
-    usual = f"cuda:{launcher.local_rank()}" if torch.cuda.is_available() else "cpu"
-    target = usable_device(device or usual)
-    with ExitStack() as cleanup:
-        communicator = cleanup.enter_context(Communicator(mesh, stage, cuda=target.type == "cuda"))
+        ranks = cleanup.enter_context(meet(mesh, stage, device))
         try:
-            communicator.find_place()
             check_model(model, optimizer)
             commits = None
             if checkpoint is not None or resume is not None:
                 check_commits(optimizer, weights, resume)
-                commits = cleanup.enter_context(checkpoint_of(communicator, checkpoint, resume))
-            made = plan_with_others(
-                communicator,
+                commits = cleanup.enter_context(checkpoint_of(ranks, checkpoint, resume))
+            made = plan_for(
+                ranks,
                 model,
                 optimizer,
                 budget=budget,
                 precision=precision,
-                device=target,
+                example_inputs=example_inputs,
+                update=update,
+                accumulation=accumulation,
+                average=average,
                 weights=weights,
                 commits=commits,
-                **options,
             )
             runtime = carry_out(
-                made,
-                model,
-                optimizer,
-                budget=budget,
-                weights=weights,
-                checkpoint=commits,
-                communicator=communicator,
+                made, model, optimizer, budget=budget, weights=weights, checkpoint=commits, ranks=ranks
             )
         except BaseException as error:
-            communicator.fail(error)
+            ranks.fail(error)
             raise
         cleanup.pop_all()
     return runtime
 
 
+def meet(mesh: DeviceMesh | None, stage: int, device: torch.device | str | None) -> SingleRank:
+    """Connect this process with the other ranks of its run, if there are any. They all call this.
+
+    mesh, device: as in `offload`; "cuda" is a GPU of its own for each rank of a node. stage: of ZeRO. Raises
+    ConfigError, RankDivergence and RankFailure.
+    """
+    if not several_ranks(mesh):
+        return SingleRank(device)
+    from infinity.distributed.communicator import Communicator
+
+    launcher.location()  # refuses an environment that is none before others are waited for
+    usual = f"cuda:{launcher.local_rank()}" if torch.cuda.is_available() else "cpu"
+    target = usable_device(usual if device is None or str(device) == "cuda" else device)
+    with ExitStack() as cleanup:
+        communicator = cleanup.enter_context(Communicator(mesh, stage, target))
+        try:
+            communicator.find_place()
+        except BaseException as error:
+            communicator.fail(error)
+            raise
+        cleanup.pop_all()
+    return communicator
+
+
 def checkpoint_of(
-    communicator: Communicator,
+    ranks: SingleRank,
     checkpoint: str | os.PathLike[str] | None,
     resume: str | os.PathLike[str] | None,
 ) -> Checkpoint:
@@ -226,60 +174,8 @@ def checkpoint_of(
     All ranks call this. Raises the errors of `Checkpoint`, and RankDivergence if ranks differ in what they
     give.
     """
-    communicator.same("offload()", checkpoint=checkpoint is not None, resume=resume is not None)
-    return Checkpoint(checkpoint, resume, injected_files(), communicator)
-
-
-def plan_with_others(
-    communicator: Communicator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    budget: Budget,
-    precision: Precision,
-    device: torch.device,
-    weights: str | os.PathLike[str] | None,
-    commits: Checkpoint | None,
-    **options: Any,
-) -> Plan:
-    """Make the plan of one of several ranks, all of which call this and divide the model alike.
-
-    weights: as in `offload`. commits: where commits go; None if they are off. options: the others of
-    `plan_for`. Raises RankDivergence if the ranks have different models, optimizers or precisions, and the
-    errors of `infinity.distributed.agreed_plan`.
-    """
-    from infinity.distributed.agreed_plan import agreed_plan, check_equal
-
-    check_equal(
-        communicator, model, optimizer, precision=precision, weights=weights is None, commits=commits is None
-    )
-    draft = functools.partial(
-        plan_for,
-        model,
-        optimizer,
-        budget=budget,
-        precision=precision,
-        device=device,
-        slab_directory=None if commits is None else str(commits.directory),
-        share=communicator.share,
-        on_node=communicator.place.ranks,
-        **options,
-    )
-    usual = None if commits is None or commits.saved is None else division_of(commits.saved)
-
-    def adopts(made: Plan) -> bool:
-        if commits is None:
-            return False
-        if commits.continued is not None:
-            commits.continued.divide(made)
-        return commits.adopted(made, budget) is not None
-
-    return agreed_plan(
-        communicator,
-        budget,
-        lambda prefer: draft(prefer=prefer or usual),
-        adopts=adopts,
-    )
+    ranks.same("offload()", checkpoint=checkpoint is not None, resume=resume is not None)
+    return Checkpoint(checkpoint, resume, injected_files(), ranks)
 
 
 def plan(
@@ -313,12 +209,12 @@ def plan(
     checkpoint: the directory of commits, as in `offload`, which is not touched; None: commits are off.
     """
     return plan_for(
+        SingleRank(device),
         model_or_config,
         optimizer,
         budget=budget,
         precision=precision,
         example_inputs=example_inputs,
-        device=device,
         update=update,
         accumulation=accumulation,
         average=average,
@@ -328,36 +224,45 @@ def plan(
 
 
 def plan_for(
+    ranks: SingleRank,
     model_or_config: Any,
     optimizer: torch.optim.Optimizer | None,
     *,
     budget: Budget | None,
     precision: Precision | None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None,
-    device: torch.device | str | None,
     update: str,
     accumulation: int | None,
-    slab_directory: str | None,
     average: float | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    commits: Checkpoint | None = None,
+    slab_directory: str | None = None,
     prefer: Division | None = None,
-    share: Share = ALONE,
-    on_node: int = 1,
     machine: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Make the plan of `plan`, or of a run that continues a commit; the first half of `offload`.
+    """Make the plan of `plan` or `offload`. Several ranks all call this, and divide the model alike.
 
-    slab_directory: `checkpoint` of `plan`. prefer: the division of the commit that is continued, so that its
-    pages can stay where they lie; None for a new run. share: the rank for which the plan is made.
-    on_node: number of ranks that share this node's RAM, where no budget is given.
-    `infinity.build.carry_out` is the other half.
+    ranks: connects with the other ranks; its device is where the model computes. commits: where commits go;
+    None if they are off, or if nothing will be moved. slab_directory: where slabs will be then. prefer: the
+    division of a commit that will be continued then, so that its pages can stay where they lie.
+    Raises the errors of `plan`, and of SingleRank.agreed_plan. `infinity.build.carry_out` carries the plan
+    out.
     """
     budget, precision = check_kinds(budget, precision)
+    ranks.check_equal(
+        model_or_config,
+        optimizer,
+        precision=precision,
+        weights=weights is None,
+        commits=commits is None,
+        average=average,
+    )
     chosen = update_time(update, accumulation, precision)
     other = None if machine is None else Machine.read(machine)
     if other is None:
-        target = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        target = usable_device(ranks.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     else:
-        target = other.device(device)
+        target = other.device(ranks.device)
     model = as_model(model_or_config)
     precision = keep_adapters(precision, model)
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
@@ -376,36 +281,55 @@ def plan_for(
                 f"Eager updates were asked for with {rule.name}, which updates whole matrices.",
                 'Give update="lazy".',
             )
-    draft = functools.partial(
+    if commits is not None:
+        slab_directory = str(commits.directory)
+        prefer = None if commits.saved is None else division_of(commits.saved)
+    on_node = ranks.place.ranks
+    available = Available.now(target, on_node) if other is None else Available.of(other, on_node)
+    make = functools.partial(
         make_plan,
         model,
         rule,
         budget=budget,
         precision=precision,
         device=target,
-        available=Available.now(target, on_node) if other is None else Available.of(other, on_node),
+        available=available,
         update=chosen,
         accumulation=accumulation,
         commits=slab_directory is not None,
         slab_directory=slab_directory,
-        prefer=prefer,
-        share=share,
+        share=ranks.share,
         node_cache=node_cache_limit(),
         machine=None if other is None else other.text,
     )
-    if example_inputs is None:
-        return draft()
-    estimate = run_fake_step(
-        model, example_inputs, precision=precision, device=target, train=rule is not None
-    )
-    if estimate.unknown is not None:
-        return draft(activations_unknown=estimate.unknown)
-    draft(activations=estimate.activations)  # if the model cannot fit, this raises before any measurement
-    if other is None:
-        speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype, estimate.work.flops)
-    else:
-        speeds = other.rates(len(budget.nvme_bytes), on_node)
-    return draft(activations=estimate.activations, work=estimate.work, speeds=speeds)
+    estimate = None
+    if example_inputs is not None:
+        estimate = run_fake_step(
+            model, example_inputs, precision=precision, device=target, train=rule is not None
+        )
+
+    def draft(agreed: Division | None) -> Plan:
+        made = functools.partial(make, prefer=agreed or prefer)
+        if estimate is None:
+            return made()
+        if estimate.unknown is not None:
+            return made(activations_unknown=estimate.unknown)
+        made = functools.partial(made, activations=estimate.activations)
+        made()  # if the model cannot fit, this raises before any measurement
+        if other is None:
+            speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype, estimate.work.flops)
+        else:
+            speeds = other.rates(len(budget.nvme_bytes), on_node)
+        return made(work=estimate.work, speeds=speeds)
+
+    def adopts(made: Plan) -> bool:
+        if commits is None:
+            return False
+        if commits.continued is not None:
+            commits.continued.divide(made)
+        return commits.adopted(made, budget) is not None
+
+    return ranks.agreed_plan(budget, draft, adopts)
 
 
 def check_commits(

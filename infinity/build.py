@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.checkpoint.record import Recorder
-from infinity.components import Components
 from infinity.config import Budget
 from infinity.errors import ConfigError
 from infinity.gradients.device import DeviceUnits
@@ -31,24 +31,22 @@ from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
 from infinity.optim.paged_optimizer import PagedOptimizer, retire
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.pages.edits import EditTracker, alone
+from infinity.pages.edits import EditTracker
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.health import Health
+from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.prefetch.engine import PrefetchEngine, Updates
 from infinity.prefetch.trace import Trace
+from infinity.ranks import SingleRank
 from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.system.directory import check_directory
-from infinity.system.lock import RuntimeLock
 from infinity.telemetry.meter import Meter
-
-if TYPE_CHECKING:  # a runtime of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
 
 _GUARD_MARGIN = 16 << 20
 """The heap guard limits the growth of resident memory to the RAM budget less a margin. The margin is this
@@ -56,6 +54,32 @@ many bytes, or a sixteenth of the budget if that is less.
 
 With a budget of 160 MiB, memory grew by 4 to 6 MiB between two checks of the guard.
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """The connected parts of one runtime. `gradients`, `states` and `scheduler` are None for inference.
+
+    The model is not among them: its hooks refer to the runtime, and components may outlive the runtime.
+    `committer` and `checkpoint` are None if commits are off.
+    """
+
+    plan: Plan
+    health: Health
+    store: Store
+    meter: Meter
+    threads: cpu_adam.ThreadPool
+    scale: LossScale
+    pages: list[ParameterPage]
+    edits: EditTracker
+    prefetch_engine: PrefetchEngine
+    pager: Pager
+    gradients: Gradients | None
+    states: States | None
+    scheduler: UpdateScheduler | None
+    ranks: SingleRank
+    committer: Committer | None
+    checkpoint: Checkpoint | None
 
 
 def carry_out(
@@ -66,14 +90,13 @@ def carry_out(
     budget: Budget,
     weights: str | os.PathLike[str] | None = None,
     checkpoint: Checkpoint | None = None,
-    communicator: Communicator | None = None,
+    ranks: SingleRank,
 ) -> Runtime:
     """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
     checkpoint: where commits go and which one is continued; None if commits are off. It is closed with the
-    runtime, or if this call fails. communicator: connects with the other ranks, and is closed with the
-    runtime; None with one rank.
+    runtime, or if this call fails. ranks: connects with the other ranks, and is closed with the runtime.
     """
     heap, filling = _guard(plan), _limited(plan)
     with ExitStack() as cleanup:
@@ -81,12 +104,11 @@ def carry_out(
             cleanup.callback(checkpoint.close)
         for directory in budget.nvme_bytes:  # also of a budget that no page needs now
             check_directory(directory)
-        meter = Meter() if communicator is None else communicator.meter
         adopted = None if checkpoint is None else checkpoint.adopted(plan, budget)
         store = Store(
             plan,
             budget,
-            meter,
+            ranks.meter,
             others=_kept_by_others(model, plan.device),
             adopted=adopted,
             locks=None if checkpoint is None else checkpoint.locks,
@@ -95,7 +117,7 @@ def carry_out(
         if checkpoint is not None:
             assert store.nvme is not None
             checkpoint.begin(store.nvme)
-        pages = InitialPages(model, plan, store, communicator)
+        pages = InitialPages(model, plan, store, ranks)
         if checkpoint is not None and checkpoint.saved is not None:
             assert optimizer is not None
             pages.resume(checkpoint, optimizer, budget, streamed=adopted is None)
@@ -103,8 +125,8 @@ def carry_out(
             pages.fill(weights, filling)
             if optimizer is not None:
                 pages.adopt_states(optimizer)
-        threads = cleanup.enter_context(_threads(plan, communicator))
-        runtime = _Wiring(pages, checkpoint).runtime(meter, threads, heap)
+        threads = cleanup.enter_context(_threads(plan, ranks))
+        runtime = _Wiring(pages, checkpoint).runtime(threads, heap)
         cleanup.pop_all()
     if optimizer is not None:
         _take_over(optimizer, runtime)
@@ -119,12 +141,12 @@ class _Wiring:
         self.initial = initial
         self.checkpoint = checkpoint
         self.model, self.plan, self.store = initial.model, initial.plan, initial.store
-        self.communicator, self.remote = initial.communicator, initial.remote
+        self.ranks = initial.ranks
 
-    def runtime(self, meter: Meter, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
+    def runtime(self, threads: cpu_adam.ThreadPool, heap: HeapGuard) -> Runtime:
         """Convert the parameters to paged parameters, and make and connect all components.
 
-        meter: counts bytes moved and waits. threads: the pool that computes updates. heap: the heap guard.
+        threads: the pool that computes updates. heap: the heap guard.
         """
         checkpoint = self.checkpoint
         plan, store, states = self.plan, self.store, self.initial.states
@@ -135,7 +157,7 @@ class _Wiring:
         addresses: dict[int, ParameterPage] = {}
         pages = self._converted(addresses)
         self._move_buffers()
-        lock = RuntimeLock() if self.communicator is None else self.communicator.lock
+        lock = self.ranks.lock
         health = Health(lock)
         gradients, scheduler = None, None
         if states is not None:
@@ -146,10 +168,25 @@ class _Wiring:
             scheduler = UpdateScheduler(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
-        agree = alone if self.communicator is None else self.communicator.ballots.agree
-        edits = EditTracker(pages, store, states, health=health, agree=agree)
+        edits = EditTracker(
+            pages,
+            store,
+            states,
+            health=health,
+            agree=self.ranks.gather,
+            free=self.ranks.edited_freely(len(pages)),
+        )
         resumed = checkpoint is not None and checkpoint.saved is not None
-        engine = self._engine(pages, meter, scheduler or Updates(), edits, resumed=resumed)
+        engine = PrefetchEngine(
+            pages,
+            store,
+            Trace(),
+            meter=self.ranks.meter,
+            updates=scheduler or Updates(),
+            edits=edits,
+            remote=self.initial.remote,
+            resumed=resumed,
+        )
         pager = Pager(
             pages,
             addresses,
@@ -180,30 +217,14 @@ class _Wiring:
                 lock=lock,
                 generation=checkpoint.generation,
                 superseded=checkpoint.superseded,
-                **self._over_ranks(),
-            )
-        peers = None
-        if self.communicator is not None:
-            from infinity.distributed.peers import Peers
-
-            peers = Peers(
-                self.communicator,
-                self.remote,
-                pages=pages,
-                states={} if states is None else states.pages,
-                engine=engine,
-                gradients=gradients,
-                scheduler=scheduler,
-                store=store,
-                health=health,
-                drive=(lambda _: None) if committer is None else committer.wanted,
-                early=self.initial.early,
+                votes=self.ranks.commit_votes(),
+                released=self.ranks.released,
             )
         parts = Components(
             plan=plan,
             health=health,
             store=store,
-            meter=meter,
+            meter=self.ranks.meter,
             threads=threads,
             scale=scale,
             pages=pages,
@@ -213,39 +234,13 @@ class _Wiring:
             gradients=gradients,
             states=states,
             scheduler=scheduler,
-            peers=peers,
+            ranks=self.ranks,
             committer=committer,
             checkpoint=checkpoint,
         )
-        runtime = Runtime(parts, self.model)
+        runtime = Runtime(parts, self.model, self.ranks.serve(parts))
         pager.gradients = runtime.training_step
         return runtime
-
-    def _over_ranks(self) -> dict[str, Any]:
-        """The arguments of Committer by which it commits with other ranks; none with one rank."""
-        if self.communicator is None:
-            return {}
-        return {"others": self.communicator.commit_votes(), "released": self.communicator.lock.released}
-
-    def _engine(
-        self,
-        pages: list[ParameterPage],
-        meter: Meter,
-        updates: Updates,
-        edits: EditTracker,
-        *,
-        resumed: bool,
-    ) -> PrefetchEngine:
-        return PrefetchEngine(
-            pages,
-            self.store,
-            Trace(),
-            meter=meter,
-            updates=updates,
-            edits=edits,
-            remote=self.remote,
-            resumed=resumed,
-        )
 
     def _converted(self, addresses: dict[int, ParameterPage]) -> list[ParameterPage]:
         """Make the parameter pages, and put placeholders in place of the Parameters' own memory.
@@ -309,11 +304,9 @@ def _kept_by_others(model: nn.Module, device: torch.device) -> int:
     return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
 
 
-def _threads(plan: Plan, communicator: Communicator | None) -> cpu_adam.ThreadPool:
-    openmp = plan.device.type == "cpu"
-    if communicator is None:
-        return cpu_adam.ThreadPool(openmp=openmp)
-    return cpu_adam.ThreadPool(openmp=openmp, cpus=communicator.node_share(cpu_adam.default_cpus()))
+def _threads(plan: Plan, ranks: SingleRank) -> cpu_adam.ThreadPool:
+    cpus = ranks.node_share(cpu_adam.default_cpus())
+    return cpu_adam.ThreadPool(openmp=plan.device.type == "cpu", cpus=cpus)
 
 
 def _guard(plan: Plan) -> HeapGuard:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 from infinity.accumulation.vertical import Accumulator
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
-from infinity.components import Components
 from infinity.config import Size, format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.casts import InputCast
@@ -34,6 +33,7 @@ from infinity.pages.ledger import Commit, copied
 from infinity.pages.optimizer_page import States
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
+from infinity.ranks import SingleStep
 from infinity.system import machine
 from infinity.system.closing import Closing
 from infinity.system.lock import undivided
@@ -41,13 +41,17 @@ from infinity.telemetry.stats import Stats
 from infinity.telemetry.timeline import Timeline
 from infinity.training_step import TrainingStep
 
+if TYPE_CHECKING:
+    from infinity.build import Components
+
 
 class Runtime(Closing):
     """A model whose parameters, gradients and optimizer states are in pages. `infinity.offload` makes it. A
     context manager, which closes the runtime at its end.
     """
 
-    def __init__(self, parts: Components, model: nn.Module) -> None:
+    def __init__(self, parts: Components, model: nn.Module, step: SingleStep | None) -> None:
+        """step: the ranks, as a training step sees them; None for inference."""
         self._components = parts
         self._model = model
         self._refuse = parts.health.check
@@ -65,8 +69,8 @@ class Runtime(Closing):
             check_copy=self._check_copy,
             forward_done=self._forward_done,
         )
-        if parts.gradients is not None:
-            self.training_step = TrainingStep(parts, functools.partial(_check_capacity, parts.health))
+        if step is not None:
+            self.training_step = TrainingStep(parts, step, functools.partial(_check_capacity, parts.health))
             parts.pager.read_master = self.training_step.read_master
         self._end_scaling = scale_backwards(parts.scale) if parts.scale.dynamic else None
         arrived = undivided(weakly(self._gradient_arrived))
@@ -76,7 +80,7 @@ class Runtime(Closing):
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
         ]
-        if parts.peers is None:
+        if parts.ranks.closes_dropped:
             _opened.append((weakref.ref(self), _Remains(parts)))
 
     # --- public ----------------------------------------------------------------------------------------
@@ -149,16 +153,12 @@ class Runtime(Closing):
         another timeline of the runtime is being recorded.
         """
         with ExitStack() as inside:
-            timeline = to if isinstance(to, Timeline) else inside.enter_context(self._new_timeline(to))
+            timeline = to
+            if not isinstance(timeline, Timeline):
+                timeline = inside.enter_context(self._components.ranks.timeline(os.fspath(timeline)))
             inside.enter_context(self._components.store.link.timed())
             inside.enter_context(self._components.meter.recording(timeline))
             yield timeline
-
-    def _new_timeline(self, path: str | os.PathLike[str]) -> Timeline:
-        peers = self._components.peers
-        if peers is None:
-            return Timeline(path)
-        return Timeline(path, rank=self.plan.share.rank, since=peers.communicator.met)
 
     def accumulate(
         self,
@@ -463,6 +463,8 @@ class Runtime(Closing):
             kept = self._plain_parameters() if keep else None
             scaling = [] if self._end_scaling is None else [self._end_scaling]
             hooks = functools.partial(self._hooks.remove, all_of_them=keep)
+            if not parts.health.closed:
+                parts.ranks.leave()
             ends = [*(handle.remove for handle in self._handles), *scaling, hooks]
             _end(parts, ends, finally_=None if kept is None else kept.give_back)
 
@@ -476,14 +478,13 @@ class Runtime(Closing):
         if parts.scheduler is not None:
             parts.scheduler.complete_all()
         parts.edits.sync_edits()
-        on_node = 1 if parts.peers is None else parts.peers.communicator.place.ranks
-        return PlainParameters(self._model, parts.pager, on_node)
+        return PlainParameters(self._model, parts.pager, parts.ranks.place.ranks)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._components.peers is not None and not self._components.health.closed:
-            self._components.peers.fail(error)
+        if error is not None and not self._components.health.closed:
+            self._components.ranks.fail(error)
         self.close()
 
     # --- called by hooks -------------------------------------------------------------------------------
@@ -533,7 +534,7 @@ class Runtime(Closing):
             committer=parts.committer,
             scale=parts.scale,
             health=parts.health,
-            communicator=None if parts.peers is None else parts.peers.communicator,
+            ranks=parts.ranks,
         )
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -631,14 +632,12 @@ def _end(
     with parts.pager.lock:
         if parts.health.closed:
             return
-        if parts.peers is not None:
-            parts.peers.leave()
         parts.health.closed = True
         with ExitStack() as ends:  # runs the callbacks from last to first, even if one fails
             ends.callback(parts.pager.lock.close)
             if finally_ is not None:
                 ends.callback(finally_)
-            for owner in (parts.peers, parts.checkpoint, parts.store, parts.threads, parts.gradients):
+            for owner in (parts.ranks, parts.checkpoint, parts.store, parts.threads, parts.gradients):
                 if owner is not None:
                     ends.callback(owner.close)
             ends.callback(parts.pager.forget)

@@ -11,14 +11,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from infinity.accumulation.vertical import Accumulator
-from infinity.components import Components
 from infinity.config import format_size
-from infinity.distributed.single import GRADIENT_CURE, SingleStep
 from infinity.errors import ConfigError, InfinityError, NonFiniteGradient
 from infinity.formats.encodings import rounded
 from infinity.formats.muon import Muon
@@ -28,8 +26,12 @@ from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, 
 from infinity.optim.decision import EagerStep, StepOptions
 from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
+from infinity.ranks import GRADIENT_CURE, SingleStep
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
+
+if TYPE_CHECKING:
+    from infinity.build import Components
 
 _CHECKED = 1 << 20
 """Bytes of a master from which on its copy is checked against free RAM. Asking for that takes 0.2 ms."""
@@ -42,15 +44,14 @@ class TrainingStep:
     updates parameters and reads and writes their states.
     """
 
-    def __init__(self, parts: Components, check_capacity: Callable[[int], None]) -> None:
-        """parts: the runtime's components. check_capacity: called before optimizer states are copied for the
-        user, with their number of bytes; raises BudgetError if the copies do not fit in RAM.
+    def __init__(self, parts: Components, ranks: SingleStep, check_capacity: Callable[[int], None]) -> None:
+        """parts: the runtime's components. ranks: those that take the step. check_capacity: called before
+        optimizer states are copied for the user, with their number of bytes; raises BudgetError if the copies
+        do not fit in RAM.
         """
         assert parts.gradients is not None and parts.states is not None and parts.scheduler is not None
         self.check_capacity = check_capacity
         self._components = parts
-        ranks = SingleStep(parts.gradients) if parts.peers is None else parts.peers.step
-        assert ranks is not None
         self._ranks = ranks
         self._refuse = parts.health.check
         self._pager = parts.pager

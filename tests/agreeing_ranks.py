@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import rank_processes
+import torch
 
 from infinity.distributed.ballots import Ballots
 from infinity.distributed.bell import Bell
@@ -125,7 +126,7 @@ def host_stopped() -> list[Any]:
 
 def crosswise() -> list[Any]:
     """The ranks close two runtimes in different orders, and wait for each other at the first."""
-    both = [Communicator(None, 3, cuda=False) for _ in range(2)]
+    both = [Communicator(None, 3, torch.device("cpu")) for _ in range(2)]
     for each in both[:: 1 - 2 * both[0].ranks.rank]:
         each.leave()
         each.close()

@@ -29,7 +29,7 @@ from infinity.aio import Faults
 from infinity.checkpoint import initial_pages
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.commit_votes import CommitVotes
-from infinity.distributed.peers import Peers
+from infinity.distributed.communicator import Communicator
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.ledger import Commit
@@ -49,7 +49,7 @@ OPERATIONS = {
 BEFORE: dict[str, tuple[Any, str]] = {
     "before the vote": (CommitVotes, "decide"),
     "before old places are free": (Committer, "_remove_old"),
-    "closing": (Peers, "leave"),
+    "closing": (Communicator, "leave"),
 }
 """Point -> (owner, name) of the function with whose call it is reached."""
 AFTER: dict[str, tuple[Any, str]] = {

@@ -211,7 +211,7 @@ def slow_disk() -> dict[str, Any]:
     with started() as run:
         run.step()
         run.save().wait()
-        bell = run.runtime._components.peers.communicator.bell
+        bell = run.runtime._components.ranks.bell
         for waits in (True, False):
             run.step()
             if run.failing:
@@ -272,7 +272,7 @@ def state_of_one_rank() -> dict[str, Any]:
 def saved_by_one_rank() -> None:
     with started() as run:
         run.step()
-        run.runtime._components.peers.communicator.bell.timeout = 1.0
+        run.runtime._components.ranks.bell.timeout = 1.0
         if run.failing:
             run.save()
         run.step()
@@ -281,7 +281,7 @@ def saved_by_one_rank() -> None:
 def saved_by_one_rank_while_others_sleep() -> None:
     with started() as run:
         run.step()
-        run.runtime._components.peers.communicator.bell.timeout = 1.0
+        run.runtime._components.ranks.bell.timeout = 1.0
         if not run.failing:
             time.sleep(2.0)
         run.save()
@@ -352,7 +352,7 @@ def await_end(commit: Commit) -> None:
 def waited_for_early() -> dict[str, Any]:
     """One rank is slow to come out of the agreement by which a commit is begun, for which others wait."""
     with started() as run:
-        ballots = run.runtime._components.peers.communicator.ballots
+        ballots = run.runtime._components.ranks.ballots
         released = ballots._released
 
         @contextlib.contextmanager
@@ -384,15 +384,15 @@ def updates_not_read() -> dict[str, Any]:
         commit = run.save()
         with parts.pager.lock:
             parts.prefetch_engine.land_all()
-        parts.peers.communicator.agree("nobody reads")
+        parts.ranks.agree("nobody reads")
         if run.failing:
             run.faults.fail("read", 1, errno.EIO, times=None)
-        parts.peers.communicator.agree("nobody can read")
+        parts.ranks.agree("nobody can read")
         if run.failing:
             await_end(commit)
         run.fails(commit.wait)
         run.faults.clear()
-        parts.peers.communicator.agree("all can read")
+        parts.ranks.agree("all can read")
         run.step()
         run.save().wait()
         return run.told()

@@ -31,8 +31,7 @@ from infinity.aio import Faults
 from infinity.cli.command import first_error
 from infinity.distributed import agreed_plan, mesh
 from infinity.distributed.communicator import Communicator
-from infinity.distributed.initial_values import InitialValues
-from infinity.distributed.peers import Peers
+from infinity.distributed.exchange import Exchange
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError
 from infinity.pages.store import Store
@@ -50,10 +49,10 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("meeting", Communicator, "__init__"),
     ("agreeing", Communicator, "agree"),
     ("opening tiers", Store, "__init__"),
-    ("taking values", InitialValues, "take"),
-    ("having values", InitialValues, "done"),
-    ("serving", Peers, "__init__"),
-    ("leaving", Peers, "leave"),
+    ("taking values", Exchange, "take"),
+    ("having values", Exchange, "end"),
+    ("serving", Communicator, "serve"),
+    ("leaving", Communicator, "leave"),
     ("closing tiers", Store, "release"),
     ("closing the wire", Wire, "close"),
 )

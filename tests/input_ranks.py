@@ -21,6 +21,7 @@ from infinity.distributed.communicator import Communicator
 from infinity.errors import BudgetError
 from infinity.layout.chunks import Division
 from infinity.layout.shards import PageShard, Share
+from infinity.ranks import SingleRank
 from infinity.runtime import Runtime
 from infinity.tiers import Tier
 
@@ -78,7 +79,7 @@ def uncaught() -> None:
 
 def place() -> list[Any]:
     """Where this rank runs, its part of four CPUs, and its host budget if none is given."""
-    with Communicator(None, 3, cuda=False) as communicator:
+    with Communicator(None, 3, torch.device("cpu")) as communicator:
         communicator.find_place()
         found = [list(communicator.place), list(communicator.node_share([10, 11, 12, 13]))]
     model = nn.Linear(64, 64)
@@ -113,16 +114,14 @@ def _on_nvme(directory: str) -> int:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     precision = infinity.Precision(compute="fp32")
     smallest = plan_for(
+        SingleRank("cpu", share=Share(RANK, 2, 3)),
         model,
         None,
         budget=infinity.Budget(device="64MiB", host="64MiB", nvme={directory: "64MiB"}),
         precision=precision,
         example_inputs=None,
-        device="cpu",
         update="auto",
         accumulation=None,
-        slab_directory=None,
-        share=Share(RANK, 2, 3),
     ).smallest
     budget = infinity.Budget(
         device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme={directory: "64MiB"}
@@ -143,17 +142,15 @@ def from_a_file() -> dict[str, float]:
     options: dict[str, Any] = {
         "budget": infinity.Budget(host="64MiB"),
         "precision": infinity.Precision(compute="fp32"),
-        "device": "cpu",
     }
     share = Share(RANK, int(os.environ["WORLD_SIZE"]), 3)
     drafted = plan_for(
+        SingleRank("cpu", share=share),
         model,
         None,
         example_inputs=None,
         update="auto",
         accumulation=None,
-        slab_directory=None,
-        share=share,
         **options,
     )
     kept = {
@@ -175,7 +172,7 @@ def from_a_file() -> dict[str, float]:
         return values
 
     Weights.read = read_own  # type: ignore[method-assign]
-    with infinity.offload(model, None, weights=os.environ["WEIGHTS"], **options) as runtime:
+    with infinity.offload(model, None, weights=os.environ["WEIGHTS"], device="cpu", **options) as runtime:
         assert Division.of(runtime.plan.layout) == Division.of(drafted.layout)
         found = {name: float(each.double().sum()) for name, each in model.state_dict().items()}
     return {**found, "hidden": hidden / total}

@@ -24,6 +24,7 @@ import infinity
 from infinity.api import plan_for
 from infinity.config import Precision
 from infinity.layout.shards import ALONE, Share
+from infinity.ranks import SingleRank
 from infinity.runtime import Runtime
 from infinity.tiers import Tier
 
@@ -136,17 +137,16 @@ def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, direct
     if case.home == "unified":
         return infinity.Budget(host=case.roomy)
     nvme = {str(directory): case.roomy}
+    share = ALONE if place.alone else Share(place.rank, place.ranks, case.stage)
     smallest = plan_for(
+        SingleRank("cpu", share=share),
         model,
         optimizer,
         budget=infinity.Budget(device=case.roomy, host=case.roomy, nvme=nvme),
         precision=precision_of(case),
         example_inputs=None,
-        device="cpu",
         update=case.update,
         accumulation=_backwards(case, place) if case.declared else None,
-        slab_directory=None,
-        share=ALONE if place.alone else Share(place.rank, place.ranks, case.stage),
     ).smallest
     if case.home == "device":
         return infinity.Budget(device=case.roomy, host=smallest[Tier.HOST])

@@ -26,6 +26,7 @@ import infinity
 from infinity.api import plan_for
 from infinity.checkpoint.run_state import generators, set_generators
 from infinity.layout.shards import Share
+from infinity.ranks import SingleRank
 from infinity.tiers import Tier
 
 RANKS = 2
@@ -133,14 +134,13 @@ def opened(job: Job, node: Node, rank: int, *, resume: bool = False) -> Iterator
     host = ROOMY
     if job.home == "nvme":
         roomy = plan_for(
+            SingleRank("cpu", share=Share(rank, RANKS, job.stage)),
             model,
             optimizer,
             budget=infinity.Budget(host=ROOMY, nvme=nvme),
             precision=precision,
             example_inputs=None,
-            device="cpu",
             slab_directory=str(node.commits),
-            share=Share(rank, RANKS, job.stage),
             **options,
         )
         host = int(roomy.smallest[Tier.HOST])  # so that no page can rest there

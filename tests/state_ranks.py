@@ -14,7 +14,8 @@ from ranked_cases import PARTITIONS, digest
 from torch import nn
 
 import infinity
-from infinity.distributed import initial_states
+from infinity.distributed import exchange
+from infinity.distributed.communicator import Communicator
 from infinity.distributed.exchange import Exchange
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -131,7 +132,7 @@ def states_and_bits() -> list[Any]:
     parameters after two steps.
     """
     torch.set_num_threads(1)
-    initial_states._WINDOW = 4096  # several ranges for each piece
+    exchange._STATES = 4096  # several ranges for each piece
     return [_trained(case) for case in CASES]
 
 
@@ -167,7 +168,7 @@ def bytes_taken() -> list[int]:
     _, runtime = opened(Case(3))
     with runtime:
         parts = runtime._components
-        received = parts.peers.communicator.wire.traffic().received["initial states"]
+        received = parts.ranks.wire.traffic().received["initial states"]
         pages = parts.states.pages.values()
         elements = sum(
             piece.count
@@ -198,17 +199,17 @@ def frozen_state() -> None:
 
 
 def early_rank_1() -> bool:
-    """Rank 1 has its states and begins a forward while rank 0 still waits for rank 2 to have its own. So rank
-    0 gets requests for pages before its runtime is made, and must answer them later.
+    """Rank 1 begins a forward before rank 0's runtime is made. So rank 0 gets requests for pages that it must
+    answer later.
     """
-    end = Exchange.end
+    serve = Communicator.serve
 
-    def late(self: Exchange) -> Any:
-        if RANK == 2 and self._label == "initial states":
+    def late(self: Communicator, parts: Any) -> Any:
+        if RANK == 0:
             time.sleep(0.2)
-        return end(self)
+        return serve(self, parts)
 
-    Exchange.end = late  # type: ignore[method-assign]
+    Communicator.serve = late  # type: ignore[method-assign]
     model, runtime = opened(Case(3))
     with runtime, torch.no_grad():
         return bool(model(torch.ones(2, WIDTH)).isfinite().all())

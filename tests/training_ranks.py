@@ -216,7 +216,7 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     the model has; "pieces", "all pieces": the numbers of pieces in which they are.
     """
     with opened(case, place, directory) as (model, runtime):
-        communicator = runtime._components.peers.communicator
+        communicator = runtime._components.ranks
         layouts = runtime.plan.layout.units
         fetches = _counted_fetches(runtime)
         _steps(case, place, model, runtime)
@@ -267,7 +267,7 @@ def timeline(case: Case, place: Place, directory: Path) -> dict[str, Any]:
 
 def _settled_traffic(runtime: Any) -> Any:
     """The wire's counters while nothing is under way between two ranks, which both call this."""
-    communicator = runtime._components.peers.communicator
+    communicator = runtime._components.ranks
     wire = communicator.wire
     _land_all(runtime)
     communicator.agree("nothing is asked for")
@@ -287,7 +287,7 @@ def _land_all(runtime: Any) -> None:
 
 def _counted_fetches(runtime: Any) -> list[int]:
     """A list that counts, from now on, the bytes of each unit that this rank asks others for."""
-    remote = runtime._components.peers.remote
+    remote = runtime._components.ranks.remote
     fetches = [0] * len(runtime.plan.layout.units)
     fetch = remote.fetch
 

@@ -279,7 +279,7 @@ def half_updated() -> list[list[str]]:
         if RANK == 0:
             model[0].first.register_hook(lambda gradient: gradient * float("nan"))
         else:
-            contributions = training.runtime._components.peers.step.contributions
+            contributions = training.runtime.training_step._ranks.contributions
             while not contributions._turns._done[0] or contributions._asked or contributions._ready:
                 time.sleep(0.01)  # until all gradients of rank 0 are added
         micro_batches(training, 0)

@@ -20,6 +20,7 @@ from infinity.checkpoint.directory import Checkpoint
 from infinity.pages.ledger import Commit
 from infinity.planning.fake_step import run_fake_step
 from infinity.planning.placement import Kind
+from infinity.ranks import SingleRank
 from infinity.system import machine
 from infinity.system.disk_files import DiskFiles
 from infinity.telemetry.stats import Edge
@@ -55,8 +56,12 @@ class Ours:
         self._clip = task.clip
         self._plan = figures(plan) | {"rss_base": base, "rss_planning": planning_peak}
         started = time.perf_counter()
-        commits = None if task.checkpoint is None else Checkpoint(task.checkpoint, None, DiskFiles())
-        self.runtime = carry_out(plan, self.model, optimizer, budget=budget, checkpoint=commits)
+        commits = (
+            None if task.checkpoint is None else Checkpoint(task.checkpoint, None, DiskFiles(), SingleRank())
+        )
+        self.runtime = carry_out(
+            plan, self.model, optimizer, budget=budget, ranks=SingleRank(), checkpoint=commits
+        )
         self._plan["filled_seconds"] = time.perf_counter() - started
         self._commits = commits is not None
         self._commit: Commit | None = None

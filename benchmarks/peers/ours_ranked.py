@@ -20,6 +20,7 @@ import infinity
 from infinity.api import plan_for
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.layout.shards import Share
+from infinity.ranks import SingleRank
 from peers import world
 from peers.budgets import host_budget
 from peers.ours import activation_bytes, figures
@@ -82,15 +83,14 @@ class OursRanked:
         budget: infinity.Budget,
     ) -> infinity.Plan:
         """The plan of this rank under `budget`, made without the other ranks and without activations."""
+        others = {name: value for name, value in options.items() if name != "device"}
         return plan_for(
+            SingleRank(options.get("device"), share=share, on_node=share.ranks),
             self._model,
             optimizer,
             budget=budget,
             example_inputs=None,
-            slab_directory=None,
-            share=share,
-            on_node=share.ranks,
-            **options,
+            **others,
         )
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
@@ -106,9 +106,8 @@ class OursRanked:
         """The plan, and what the runtime has counted so far: the bytes sent to other ranks, by purpose
         ("sent"), and those received from ranks on other nodes ("crossed").
         """
-        peers = self._runtime._components.peers
-        assert peers is not None
-        traffic, share = peers.communicator.wire.traffic(), self._runtime.plan.share
+        ranks: Any = self._runtime._components.ranks
+        traffic, share = ranks.wire.traffic(), self._runtime.plan.share
         crossed = sum(
             nbytes
             for (source, _), nbytes in traffic.received_from.items()

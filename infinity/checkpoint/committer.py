@@ -35,10 +35,10 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
@@ -53,10 +53,8 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
 from infinity.pages.store import Store
+from infinity.ranks import SingleVotes
 from infinity.tiers.link import Transfer
-
-if TYPE_CHECKING:
-    from infinity.distributed.commit_votes import CommitVotes
 
 _SLICE = 0.05
 """Seconds after which a waiting thread looks again, so that signals are handled meanwhile."""
@@ -82,13 +80,13 @@ class Committer:
         lock: AbstractContextManager[Any],
         generation: int,
         superseded: Callable[[], None] | None,
-        others: CommitVotes | None = None,
-        released: Callable[[], AbstractContextManager[None]] = nullcontext,
+        votes: SingleVotes,
+        released: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number
         of the newest commit in the directory, 0 if there is none. superseded: called once, after the first
-        commit of this runtime, to remove what it replaces; errors of storage are ignored. others: the other
-        ranks; None with one. released: makes a context without the lock, for waits for other ranks.
+        commit of this runtime, to remove what it replaces; errors of storage are ignored. votes: make commits
+        together with the other ranks. released: makes a context without the lock, for waits for other ranks.
         """
         assert store.durable is not None
         self.directory = directory
@@ -108,7 +106,7 @@ class Committer:
         self._recorder = recorder
         self._lock = lock
         self._superseded = superseded
-        self._others = others
+        self._votes = votes
         self._released = released
         self._number = generation
         """The largest number that a commit has had, whether it was made or not."""
@@ -144,7 +142,7 @@ class Committer:
             number, created = self._begin()
             commit = self._save(number, created, state, generators() if rng is None else rng, identity)
         except Exception as error:
-            refused = self._others is not None and self._others.refuse(error)
+            refused = self._votes.refuse(error)
             if refused and self.last is not None and self.last is not before:
                 self.last.reported = True  # by this error
             raise
@@ -164,15 +162,9 @@ class Committer:
                 self.last.report()
             self._health.check()
         except InfinityError as error:
-            if self._others is None:
-                raise
             failure = error.again()
-        now = datetime.now(timezone.utc)
-        if self._others is None:
-            return self.generation + 1, now.isoformat(timespec="seconds")
-        self._number, created = self._others.begin(
-            self._number + 1, now.isoformat(timespec="microseconds"), failure
-        )
+        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
+        self._number, created = self._votes.begin(self._number + 1, now, failure)
         return self._number, created
 
     def _save(
@@ -306,25 +298,21 @@ class Committer:
                 self._remove_old(commit.generation)
         except BaseException as error:  # a bug must not leave others waiting
             failure = ConfigError(f"A commit failed by {error!r}.", "Report it, with the traceback.")
-            if self._others is not None:
-                self._others.refuse(failure)
+            self._votes.refuse(failure)
             raise
         finally:
             self._ledger.end(commit, failure)
 
     def _outcome(self, commit: Commit, draft: SavedCommit) -> InfinityError | None:
         """Make this rank's part durable. Returns the error by which the commit fails, on any rank."""
-        others, first = self._others, not self._durable.nvme.keep
+        first = not self._durable.nvme.keep
         try:
             self._make_durable(commit, draft)
         except InfinityError as error:
-            if others is not None:
-                others.refuse(error)
+            self._votes.refuse(error)
             return error.again()
-        if others is None:
-            return None
         try:
-            failure = others.decide(commit.generation, lambda: commit.wanted)
+            failure = self._votes.decide(commit.generation, lambda: commit.wanted)
         except InfinityError as error:
             return error.again()  # the others may have the commit, so a restart may continue it
         if failure is not None:

@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,20 +49,17 @@ from infinity.checkpoint.restore import has_all_kept
 from infinity.checkpoint.typed_json import CURE
 from infinity.config import Budget
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError, storage_errors
-from infinity.layout.shards import ALONE, Share
+from infinity.layout.shards import Share
 from infinity.planning.plan import Plan
+from infinity.ranks import SingleExchange, SingleRank
 from infinity.system.closing import Closing
 from infinity.system.directory import path_text
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, aligned_ram, remove_slab
 from infinity.tiers.path_lock import PathLock
 
-if TYPE_CHECKING:  # a run of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
-    from infinity.distributed.exchange import Exchange
-
 Agree = Callable[..., dict[int, dict[str, Any]]]
-"""`Communicator.agree`: function (call, **facts) that returns the facts of all ranks, by rank."""
+"""`SingleRank.agree`: function (call, **facts) that returns the facts of all ranks, by rank."""
 
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
 _RUN = "run"
@@ -282,15 +279,15 @@ def _no_common(given: Path, survey: _Survey) -> InfinityError:
     )
 
 
-def commits_to_continue(communicator: Communicator, given: str | os.PathLike[str], files: DiskFiles) -> bool:
+def commits_to_continue(ranks: SingleRank, given: str | os.PathLike[str], files: DiskFiles) -> bool:
     """Whether a directory has commits, on any node of these ranks. All ranks call this.
 
     given: the directory that the user gives. Parts of a run of which no commit has counted are removed; see
     [Note: a run without a commit]. Raises IncompatibleCheckpoint if some parts of all commits are missing,
     and it is not certain that no commit has counted, and StorageError (EBUSY) for parts that are in use.
     """
-    share, node = communicator.share, communicator.place.node
-    survey = _survey(commit_directories(given), files, share.rank, communicator.agree, node=node)
+    share, node = ranks.share, ranks.place.node
+    survey = _survey(commit_directories(given), files, share.rank, ranks.agree, node=node)
     having = {each.name for each in survey.found if each.committed}
     if survey.complete or not having:
         return bool(having)
@@ -305,7 +302,7 @@ def commits_to_continue(communicator: Communicator, given: str | os.PathLike[str
             "Start ranks on all nodes where commits are, or give back the disks that had them.",
         )
     _remove_parts(survey.directories, files)
-    communicator.agree("offload()")  # no rank begins anew before all parts are gone
+    ranks.agree("offload()")  # no rank begins anew before all parts are gone
     return False
 
 
@@ -417,18 +414,16 @@ class ContinuedCommit(Closing):
     of the others.
     """
 
-    def __init__(
-        self, communicator: Communicator | None, given: Path, files: DiskFiles, lock: PathLock
-    ) -> None:
-        """All ranks call this. communicator: None with one rank. given: the directory that the user gives.
-        lock: of this rank's own directory in it. Raises the errors of `find_parts`, and StorageError (EBUSY)
-        for a part that is in use.
+    def __init__(self, ranks: SingleRank, given: Path, files: DiskFiles, lock: PathLock) -> None:
+        """All ranks call this. given: the directory that the user gives. lock: of this rank's own directory in
+        it. Raises the errors of `find_parts`, and StorageError (EBUSY) for a part that is in use.
         """
-        share, node = (ALONE, 0) if communicator is None else (communicator.share, communicator.place.node)
-        self._communicator = communicator
-        self._agree = agreement_of(communicator)
+        share = ranks.share
+        self._connection = ranks
         self._rank, self._ranks = share.rank, range(share.ranks)
-        parts = find_parts(commit_directories(given), given, files, self._rank, self._agree, node=node)
+        parts = find_parts(
+            commit_directories(given), given, files, self._rank, ranks.agree, node=ranks.place.node
+        )
         self._holders = parts.holders
         self._path = commit_files.manifest_path(given, parts.name.generation)
         mine = name_of(share.rank, share.ranks)
@@ -442,7 +437,7 @@ class ContinuedCommit(Closing):
                 for part, (directory, saved) in parts.read.items()
             }
             sizes = {str(part): each.sizes() for part, each in self._local.items()}
-            heard = self._agree("offload()", sizes=sizes)
+            heard = self._connection.agree("offload()", sizes=sizes)
             self._sizes = {int(part): each for said in heard.values() for part, each in said["sizes"].items()}
             self.own = next((each for each in self._local.values() if each.own), None)
             """This rank's own part, if it is on this node."""
@@ -467,7 +462,9 @@ class ContinuedCommit(Closing):
         this.
         """
         enough = len(self._holders) == len(self._ranks) and has_all_kept(self.saved, plan)
-        self.recut = not all(said["enough"] for said in self._agree("offload()", enough=enough).values())
+        self.recut = not all(
+            said["enough"] for said in self._connection.agree("offload()", enough=enough).values()
+        )
 
     def restore(
         self,
@@ -476,11 +473,11 @@ class ContinuedCommit(Closing):
         restore: Callable[[CommitSource], None],
         *,
         adopted: bool,
-    ) -> list[tuple[int, Any]]:
+    ) -> None:
         """Restore what this rank keeps, and serve others as a holder. All ranks call this.
 
         locks: of directories of slabs that this rank holds. restore: called with the source, unless this rank
-        has adopted its part. Returns messages about other things that have come meanwhile.
+        has adopted its part.
         """
         size = len(self._holders)
         takes = {rank: range(size) if self.recut else [rank] for rank in self._ranks}
@@ -492,37 +489,31 @@ class ContinuedCommit(Closing):
         for part, local in self._local.items():
             if part in mine or any(part in takes[rank] for rank in self._ranks if rank != self._rank):
                 local.open(budget, locks if part == self._rank else {})
-        exchange = self._exchange("a commit", {**takes, self._rank: mine})
+        exchange = self._connection.exchange("a commit", self._give)
         if mine:
             restore(CommitSource([self._readable(part, exchange) for part in mine]))
-        return exchange.end()
+        exchange.end()
 
     def _followed(self) -> SavedCommit:
         """The part that this rank continues, from its holder if that is another rank."""
         follows = {rank: rank % len(self._holders) for rank in self._ranks}
         mine = follows[self._rank]
-        exchange = self._exchange("a commit's files", {rank: [part] for rank, part in follows.items()})
+        exchange = self._connection.exchange("a commit's files", self._give)
         saved = self._local[mine].saved if mine in self._local else self._fetch(mine, exchange)
         exchange.end()
         return saved
 
-    def _readable(self, part: int, exchange: Exchange | NoExchange) -> ReadablePart:
-        """A part that is read here, while ranks that wait are served, or one that its holder sends."""
+    def _readable(self, part: int, exchange: SingleExchange) -> ReadablePart:
+        """A part that is read here, or one that its holder sends."""
         if part in self._local:
-            local = self._local[part]
-
-            def reading(memory: torch.Tensor, offset: int) -> None:
-                exchange.serve_waiting()
-                local.read(memory, offset)
-
-            return ReadablePart(local.saved, reading)
+            return ReadablePart(self._local[part].saved, self._local[part].read)
         holder, number = self._holders[part], part * _KINDS + _VOLUME
         saved = self.saved if part == self.saved.manifest.rank else self._fetch(part, exchange)
         return ReadablePart(
             saved, lambda memory, offset: exchange.take(number, offset, memory, server=holder)
         )
 
-    def _fetch(self, part: int, exchange: Exchange | NoExchange) -> SavedCommit:
+    def _fetch(self, part: int, exchange: SingleExchange) -> SavedCommit:
         """Read the files of a part from its holder."""
         files = []
         for kind, nbytes in enumerate(self._sizes[part]):
@@ -534,22 +525,9 @@ class ContinuedCommit(Closing):
         manifest, data = files
         return commit_files.from_bytes(manifest, data, self._path)
 
-    def _exchange(self, label: str, takes: Mapping[int, Collection[int]]) -> Exchange | NoExchange:
-        """An exchange of bytes of parts. takes: for each rank, the parts that it reads."""
-        if self._communicator is None:
-            return NoExchange()
-        from infinity.distributed.exchange import Exchange
-
-        def give(number: int, first: int, count: int) -> torch.Tensor:
-            return self._local[number // _KINDS].bytes_of(number % _KINDS, first, count)
-
-        servers = {self._holders[part] for part in takes[self._rank]} - {self._rank}
-        clients = {
-            rank
-            for rank, parts in takes.items()
-            if rank != self._rank and any(self._holders[part] == self._rank for part in parts)
-        }
-        return Exchange(self._communicator, label, give, servers=servers, clients=clients)
+    def _give(self, number: int, first: int, count: int) -> torch.Tensor:
+        """What this rank gives in an exchange of bytes of parts."""
+        return self._local[number // _KINDS].bytes_of(number % _KINDS, first, count)
 
     def superseded(self) -> None:
         """Remove the parts that this rank has read for others: all ranks have committed on their own nodes.
@@ -563,21 +541,3 @@ class ContinuedCommit(Closing):
         """Close all parts. A second call does nothing."""
         for part in self._local.values():
             part.close()
-
-
-class NoExchange:
-    """The exchange of one rank, which has nobody to take from."""
-
-    def serve_waiting(self) -> None:
-        """Do nothing."""
-
-    def take(self, number: int, first: int, into: torch.Tensor, *, server: int = 0) -> None:
-        raise AssertionError("one rank reads all parts itself")
-
-    def end(self) -> list[tuple[int, Any]]:
-        return []
-
-
-def agreement_of(communicator: Communicator | None) -> Agree:
-    """How all ranks agree; one rank hears what it says itself."""
-    return (lambda call, **facts: {0: facts}) if communicator is None else communicator.agree

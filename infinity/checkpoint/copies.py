@@ -17,10 +17,10 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ from infinity.checkpoint.run_state import RunState, capture, generators, group_n
 from infinity.checkpoint.verification import find_slabs
 from infinity.checksum import crc32c_blocks
 from infinity.config import round_up
-from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, InfinityError
+from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.paged_parameter import Place
 from infinity.optim.scheduler import UpdateScheduler
@@ -49,13 +49,11 @@ from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
 from infinity.prefetch.engine import PrefetchEngine
+from infinity.ranks import SingleRank
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import PAGE_ALIGNMENT
 from infinity.tiers.slab import slab_name
 from infinity.tiers.striping import SlabRecord, VolumeRecord
-
-if TYPE_CHECKING:  # a runtime of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
 
 _GENERATION = 1
 """The number of a copy's commit. The first commit of a run that goes on in its directory has the next one."""
@@ -75,12 +73,12 @@ class Copies:
         committer: Committer | None,
         scale: LossScale,
         health: Health,
-        communicator: Communicator | None,
+        ranks: SingleRank,
     ) -> None:
         """source: the model with its pages. scheduler: None for inference. committer: None if commits are
-        off. communicator: connects with the other ranks; None with one. The rest: parts of the runtime.
+        off. ranks: connects with the other ranks. The rest: parts of the runtime.
         """
-        self._communicator = communicator
+        self._ranks = ranks
         self._source = source
         self._pages = pages
         self._edits = edits
@@ -94,13 +92,13 @@ class Copies:
         """Write the run into the directory `path`, as `Runtime.save` says. groups: the optimizer's param
         groups, none for inference. state: the user's.
         """
-        writes = self._communicator is None or self._communicator.share.rank == 0
-        with self._phase("save(path)", first=True):
+        writes = self._ranks.share.rank == 0
+        with self._ranks.phase("save(path)", first=True):
             run = None
             if writes:
                 run = capture(self._source.model, groups, self._scale, state=state, rng=generators())
             self.complete()
-        with self._phase("the writing of a copy"):
+        with self._ranks.phase("the writing of a copy"):
             if run is not None:
                 write_copy(self._source, self._pages, path, run)
 
@@ -111,7 +109,7 @@ class Copies:
         """
         source, store = self._source, self._source.store
         layout, homes = store.plan.layout, [page.home for page in self._pages]
-        with self._phase("load(path)", first=True) as same:
+        with self._ranks.phase("load(path)", first=True) as same:
             saved, copy = open_copy(path, store.files)
             run = saved.run
             match(copy, layout, source.states)
@@ -126,11 +124,11 @@ class Copies:
                 self._committer.complete()
             same["copy"] = saved.manifest.volume.slabs[0].uuid
         with self._poisoning():
-            with self._phase("the reading of a copy"):
+            with self._ranks.phase("the reading of a copy"):
                 restored = restore(copy, layout, homes, source.states, store, besides=held)
                 self._prefetch_engine.homes_replaced()
                 show(self._pages, self._edits, store)
-            with self._phase("the end of load(path)"):
+            with self._ranks.phase("the end of load(path)"):
                 self._prefetch_engine.bring_exposed()
                 if with_groups:
                     run.set_groups(groups)
@@ -168,38 +166,6 @@ class Copies:
         self._prefetch_engine.land_all()
         self._edits.sync_edits()
         self._source.store.settle()
-
-    @contextmanager
-    def _phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
-        """Context of a phase, which all ranks end together; see [Note: copies of ranks].
-
-        name: for errors. first: whether it is the first phase of a call, to which other ranks may not come;
-        in a later one they are waited for as long as they live. Yields a dict for what must be equal on all
-        ranks. Raises an error of the same class for one that another rank has had, RankDivergence for a fact
-        that differs or a rank that does not come, and RankFailure.
-        """
-        same: dict[str, object] = {}
-        ranks = self._communicator
-        if ranks is None:
-            yield same
-            return
-        from infinity.distributed.ballots import check_same
-        from infinity.distributed.told_errors import error_of, told
-
-        try:
-            yield same
-        except InfinityError as error:
-            with suppress(InfinityError):  # another rank's error, or its loss: this one has its own
-                ranks.ballots.agree(name, {"failure": told(error)}, patient=lambda: not first)
-            raise
-        except BaseException as error:
-            ranks.fail(error)
-            raise
-        heard = ranks.ballots.agree(name, {"failure": None, **same}, patient=lambda: not first)
-        for rank, said in heard.items():
-            if said["failure"] is not None:
-                raise error_of(f"Rank {rank} failed in {name}", said["failure"])
-        check_same(name, heard, same, "Give all ranks the same copy.")
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:

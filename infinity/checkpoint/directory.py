@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
@@ -15,8 +13,8 @@ from infinity.checkpoint.continued_commit import ContinuedCommit, commit_directo
 from infinity.checkpoint.restore import is_cut_alike
 from infinity.config import Budget
 from infinity.errors import ConfigError, InfinityError
-from infinity.layout.shards import ALONE
 from infinity.planning.plan import Plan
+from infinity.ranks import SingleRank
 from infinity.system.closing import Closing
 from infinity.system.directory import check_directory, make_directory, unmake
 from infinity.system.disk_files import DiskFiles
@@ -24,9 +22,6 @@ from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.slab import lock_directory, slab_paths
 from infinity.tiers.striping import VolumeRecord
-
-if TYPE_CHECKING:  # a run of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
 
 
 class Checkpoint(Closing):
@@ -37,11 +32,11 @@ class Checkpoint(Closing):
         directory: str | os.PathLike[str] | None,
         resume: str | os.PathLike[str] | None,
         files: DiskFiles,
-        communicator: Communicator | None = None,
+        ranks: SingleRank,
     ) -> None:
         """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
-        commit lies that the run continues; None for a new run. files: reaches the disk. communicator:
-        connects with the other ranks, which all call this; None with one rank.
+        commit lies that the run continues; None for a new run. files: reaches the disk. ranks:
+        connects with the other ranks, which all call this.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
         a value that cannot be a path. Raises StorageError for a directory that cannot be used, or that
@@ -50,7 +45,7 @@ class Checkpoint(Closing):
         """
         given = directory if directory is not None else resume
         assert given is not None
-        self._share = share = ALONE if communicator is None else communicator.share
+        self._share = share = ranks.share
         target = directory_of(given, share)
         self.files = files
         self.continued: ContinuedCommit | None = None
@@ -63,7 +58,7 @@ class Checkpoint(Closing):
             # The part of a rank that runs on another node now is not here, and its directory is made.
             makes = resume is None or directory is not None or share.ranks > 1
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
-            self._run = _name_of_run(communicator, resume)
+            self._run = ranks.name_of_run() if resume is None else None
             self._removed_from: Mapping[Path, PathLock] = {}
             """The locks of the directories in which slabs that no commit needs any more are removed."""
             self._own: frozenset[str] = frozenset()
@@ -77,7 +72,7 @@ class Checkpoint(Closing):
                 if source not in self.locks:
                     self._lock(source, cleanup)
                 lock = self.locks[source]
-                self.continued = ContinuedCommit(communicator, check_directory(resume), files, lock)
+                self.continued = ContinuedCommit(ranks, check_directory(resume), files, lock)
                 cleanup.callback(self.continued.close)
                 # A process that was killed may not have synced the name of this commit. The run is going to
                 # write to places of the commit before, to which a power cut must not lead back.
@@ -162,14 +157,6 @@ class Checkpoint(Closing):
         for slab in sorted(slabs):
             for lock in self._removed_from.values():
                 remove_slab(lock, slab, self.files)
-
-
-def _name_of_run(communicator: Communicator | None, resume: str | os.PathLike[str] | None) -> str | None:
-    """A name that all ranks of a new run have, and no other run; None with one rank or resume=."""
-    if communicator is None or resume is not None:
-        return None
-    found: str = communicator.agree("offload()", run=uuid.uuid4().hex)[0]["run"]
-    return found
 
 
 def _check_unused(given: Path, directory: Path) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -28,14 +27,10 @@ from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home, content_at
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.parts import parameter_parts, state_parts
-from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-
-if TYPE_CHECKING:  # a runtime of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
-
+from infinity.ranks import Given, SingleRank
 
 Take = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function (parameter, first, count) that returns other values for elements [first, first + count) of a
@@ -60,14 +55,10 @@ def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
 class InitialPages:
     """The homes of a model's pages, while a runtime is made."""
 
-    def __init__(self, model: nn.Module, plan: Plan, store: Store, communicator: Communicator | None) -> None:
-        """Lease all homes but those of gradients. communicator: connects with the other ranks; None with one
-        rank.
-        """
-        self.communicator = communicator
-        self.remote = RemotePages() if communicator is None else communicator.remote_parts(store.node_cache)
-        self.early: list[tuple[int, Any]] = []
-        """What other ranks have said to the runtime while it was being made."""
+    def __init__(self, model: nn.Module, plan: Plan, store: Store, ranks: SingleRank) -> None:
+        """Lease all homes but those of gradients. ranks: connects with the other ranks."""
+        self.ranks = ranks
+        self.remote = ranks.remote_pages(store.node_cache)
         self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
         self.model = model
         self.plan = plan
@@ -94,15 +85,8 @@ class InitialPages:
         run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed
         memory of the heap to the kernel. It is told how many bytes each parameter's values took.
         """
-        if self.communicator is None:
-            self._fill(weights, heap)
-            return
-        from infinity.distributed.initial_values import InitialValues
-
-        values = InitialValues(self.communicator, self.model)
-        with values.generator():
-            self._fill(weights, heap, None if values.serves else values.take)
-        self.early = values.done()
+        with self.ranks.initial_values(self.model) as take:
+            self._fill(weights, heap, take)
 
     def _fill(
         self, weights: str | os.PathLike[str] | None, heap: HeapGuard, take: Take | None = None
@@ -150,14 +134,14 @@ class InitialPages:
         )
         saved.run.check_buffers(self.model)
         locks = {**checkpoint.locks, **self.store.nvme.locks}
-        self.early += commit.restore(budget, locks, self._restore, adopted=not streamed)
+        commit.restore(budget, locks, self._restore, adopted=not streamed)
         if not streamed:
             adopt_slabs(saved, self.homes, self.states, self.store)
 
     def _restore(self, source: CommitSource) -> None:
         """Copy what this rank keeps of a commit. Chunks of other ranks are fetched from these later."""
-        several = self.communicator is not None
-        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=several)
+        own = not self.plan.share.whole_states
+        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=own)
         restored.warn(stacklevel=6)
 
     def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
@@ -168,29 +152,13 @@ class InitialPages:
         a state does not fit its parameter.
         """
         assert self.states is not None
-        if self.communicator is None:
-            adopt(optimizer, self._write_state, self._dtype_in_page)
-            return
-        from infinity.distributed.initial_states import Given, InitialStates
-
-        states = InitialStates(self.communicator, self.states, self._present)
         given: list[Given] = []
-        if states.serves:
-            adopt(
-                optimizer,
-                lambda parameter, state: given.append((*self.places[id(parameter)], state)),
-                self._dtype_in_page,
-            )
-        self.early += states.write(given)
-
-    def _write_state(self, parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
-        """Write a parameter's optimizer state, as OptimizerCore.write_state does."""
-        assert self.states is not None
-        unit, index = self.places[id(parameter)]
-        self.states.write(unit, index, state)
-        if "master" in state:
-            values = self._present(unit, index, 0, parameter.numel())
-            self.states.restore(unit, index, values, state["master"])
+        adopt(
+            optimizer,
+            lambda parameter, state: given.append((*self.places[id(parameter)], state)),
+            self._dtype_in_page,
+        )
+        self.ranks.write_states(self.states, given, self._present)
 
     def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
         """Values [first, first + count) of a parameter in its page, which the home has in one range."""

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -18,11 +18,8 @@ from infinity import __version__
 from infinity.api import several_ranks
 from infinity.config import parse_size
 from infinity.errors import BudgetError, ConfigError, InfinityError, RankDivergence, RankFailure
+from infinity.ranks import SingleRank
 from infinity.system import launcher
-
-if TYPE_CHECKING:  # a run of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
-
 
 # --- output -----------------------------------------------------------------------------------------------
 
@@ -213,20 +210,19 @@ def leads() -> bool:
 
 
 @contextlib.contextmanager
-def ending_together(communicator: Communicator | None, options: argparse.Namespace) -> Iterator[None]:
+def ending_together(ranks: SingleRank, options: argparse.Namespace) -> Iterator[None]:
     """Context whose error, or interruption, ends the run on all ranks; no rank waits for another one then.
 
     An InfinityError is printed, and SystemExit is raised in its place: torchrun ends all ranks once one has
     ended, which could be before this one has closed its files. Use the context inside of those that close
-    what other ranks need. communicator: None with one rank, where nothing is changed.
+    what other ranks need. With one rank nothing is changed.
     """
     try:
         yield
     except BaseException as error:
-        if communicator is None or isinstance(error, SystemExit):
+        if isinstance(error, SystemExit):
             raise
         first_error(error)  # before the others hear of it
-        communicator.fail(error)
-        if isinstance(error, InfinityError):
+        if ranks.fail(error) and isinstance(error, InfinityError):
             raise SystemExit(report(error, options)) from None
         raise

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from infinity import __version__, cpu_adam
-from infinity.api import checkpoint_of, plan_for, plan_with_others
+from infinity.api import checkpoint_of, plan_for
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
@@ -25,7 +24,7 @@ from infinity.checkpoint.restore import division_of
 from infinity.cli.options import EVERY, check_options, directories
 from infinity.config import Budget, format_size
 from infinity.errors import ConfigError, IncompatibleCheckpoint
-from infinity.layout.shards import ALONE, Share
+from infinity.layout.shards import Share
 from infinity.lm.data import Batches, Text, find_text
 from infinity.lm.loop import Recipe, make_optimizer
 from infinity.lm.model import LanguageModel, language_model
@@ -33,13 +32,11 @@ from infinity.planning.budgets import format_count
 from infinity.planning.machine_rates import multiplies
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction
-from infinity.system import launcher, machine
+from infinity.ranks import SingleRank
+from infinity.system import machine
 from infinity.system.disk_files import injected_files
 from infinity.system.io_settings import open_engine
 from infinity.tiers.tier import usable_device
-
-if TYPE_CHECKING:  # a run of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
 
 _WORDS = "The quick brown fox, 0123456789: «größer» 世界\n\tdef f(x): return x ** 2\n"
 """Text whose tokens tell vocabularies apart."""
@@ -70,8 +67,8 @@ class TrainJob:
     """What `_identity` says of the job."""
     resumed: Mapping[str, Any] | None
     """The state that was saved with the commit that is continued; None for a new run."""
-    communicator: Communicator | None
-    """Connects with the other ranks; None if there are none, or if nothing will be trained."""
+    ranks: SingleRank
+    """Connects with the other ranks."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -111,15 +108,13 @@ def make_job(
     options: argparse.Namespace,
     checkpoint: Checkpoint | None = None,
     *,
-    share: Share = ALONE,
-    on_node: int = 1,
-    communicator: Communicator | None = None,
+    ranks: SingleRank,
 ) -> TrainJob:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. share, on_node:
-    the rank for which the job is planned, and the number of ranks on its node. communicator: of a job that is
-    to be trained on several ranks, which all call this.
+    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. ranks: connects
+    with the other ranks of a job that is to be trained, which all call this; or the rank for which it is
+    planned.
 
     Raises ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets,
     IncompatibleCheckpoint if the commit to continue is of another job, and RankDivergence if another rank has
@@ -130,11 +125,11 @@ def make_job(
     model = language_model(options.model)
     nvme = directories(options.budget_nvme)
     budget = Budget(device=options.budget_device, host=options.budget_host, nvme=nvme)
-    device = options.device  # checked by the machine file, if there is one
-    if options.machine is None:
-        device = usable_device(_device(options.device, several=communicator is not None))
+    slow = False
+    if options.machine is None:  # else the machine file checks the device
+        device = usable_device(ranks.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        slow = options.compute is None and not multiplies(device, torch.bfloat16)
     if options.compute is None:
-        slow = options.machine is None and not multiplies(device, torch.bfloat16)
         options.compute = "fp32" if slow else "bf16"
     precision = replace(options.precision, compute=options.compute, states=options.states)
     text = find_text(options.data)
@@ -145,30 +140,29 @@ def make_job(
         learning_rate=options.lr or model.learning_rate,
         clip=options.clip or math.inf,
     )
-    slabs = None if options.checkpoint is None else os.path.realpath(directory_of(options.checkpoint, share))
-    saved = _commit_to_continue(options, share) if checkpoint is None else checkpoint.saved
-    ranks = (share if communicator is None else communicator.share).ranks
-    identity = _identity(options, model, text, recipe.learning_rate, ranks)
+    slabs = options.checkpoint
+    if slabs is not None:
+        slabs = os.path.realpath(directory_of(slabs, ranks.share))
+    saved = _commit_to_continue(options, ranks.share) if checkpoint is None else checkpoint.saved
+    identity = _identity(options, model, text, recipe.learning_rate, ranks.share.ranks)
     resumed = None if saved is None else _progress(saved, identity, options.steps)
     optimizer = make_optimizer(model.model, recipe.learning_rate)
-    prefer = None if saved is None else division_of(saved)
-    planner = functools.partial(plan_for, slab_directory=slabs, prefer=prefer, share=share)
-    if communicator is None:
-        # A plan for ranks, or for a machine, that are not here.
-        planner = functools.partial(planner, on_node=on_node, machine=options.machine)
-    else:
-        said = {**identity, "--steps": options.steps}
-        communicator.same("infinity train", **{name: str(value) for name, value in said.items()})
-        planner = functools.partial(plan_with_others, communicator, weights=model.weights, commits=checkpoint)
-    planned = planner(
+    said = {**identity, "--steps": options.steps}
+    ranks.same("infinity train", **{name: str(value) for name, value in said.items()})
+    planned = plan_for(
+        ranks,
         model.model,
         optimizer,
         budget=budget,
         precision=precision,
         example_inputs=model.example_inputs(options.batch, options.seq, "meta"),
-        device=device,
         update="auto",
         accumulation=options.accumulate,
+        weights=model.weights,
+        commits=checkpoint,
+        slab_directory=slabs,
+        prefer=None if saved is None else division_of(saved),
+        machine=options.machine,
     )
     every = options.every or EVERY
     if options.checkpoint is not None:
@@ -187,13 +181,8 @@ def make_job(
         every=every,
         identity=identity,
         resumed=resumed,
-        communicator=communicator,
+        ranks=ranks,
     )
-
-
-def _device(given: str | None, *, several: bool) -> str:
-    chosen = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    return f"cuda:{launcher.local_rank()}" if several and chosen == "cuda" else chosen
 
 
 def _describe_device(device: torch.device) -> str:
@@ -216,11 +205,11 @@ def _describe_engines(budget: Budget) -> list[str]:
 # --- the commit that is continued -------------------------------------------------------------------------
 
 
-def open_checkpoint(options: argparse.Namespace, communicator: Communicator | None) -> Checkpoint | None:
+def open_checkpoint(options: argparse.Namespace, ranks: SingleRank) -> Checkpoint | None:
     """Open the directory of --checkpoint, which is made and locked; None without the option.
 
-    With --resume its last commit is continued, if there is one. communicator: connects with the other ranks,
-    which all call this; None with one rank. Raises ConfigError if there is one and --resume was not given,
+    With --resume its last commit is continued, if there is one. ranks: connects with the other ranks,
+    which all call this. Raises ConfigError if there is one and --resume was not given,
     and otherwise as `commits_to_continue` and Checkpoint do.
     """
     directory = options.checkpoint
@@ -234,10 +223,8 @@ def open_checkpoint(options: argparse.Namespace, communicator: Communicator | No
             f"{first} has commits of another run, the last is commit-{generations[-1]}.",
             "Continue it with --resume, move the directory, or delete it.",
         )
-    if communicator is None:
-        return Checkpoint(directory, directory if found else None, injected_files())
-    continues = options.resume and commits_to_continue(communicator, directory, injected_files())
-    return checkpoint_of(communicator, directory, directory if continues else None)
+    continues = options.resume and commits_to_continue(ranks, directory, injected_files())
+    return checkpoint_of(ranks, directory, directory if continues else None)
 
 
 def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:

@@ -16,6 +16,7 @@ from infinity.layout.shards import Share
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
 from infinity.planning.ranks import bytes_by_stage, link_rate, network, text_by_stage
+from infinity.ranks import SingleRank
 
 
 def add_parser(subparsers: Any) -> None:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         link = network_rate() if machine is None else machine.network
         measured = link is not None and (machine is None or machine.measured)
     with out.console.status("planning"):
-        job = make_job(options, share=share, on_node=ranks // nodes)
+        job = make_job(options, ranks=SingleRank(options.device, share=share, on_node=ranks // nodes))
     out.say(job.lines(options))
     plan, guess = job.plan, job.prediction
     found = {

@@ -9,11 +9,9 @@ import time
 import unicodedata
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-
-from infinity.api import several_ranks, stage_of
+from infinity.api import meet, several_ranks, stage_of
 from infinity.checkpoint.atomic_directory import check_destination
 from infinity.cli.command import Output, ending_together, leads
 from infinity.cli.job import TrainJob, make_job, open_checkpoint
@@ -21,10 +19,8 @@ from infinity.cli.options import PARTITIONS, add_options, check_options
 from infinity.cli.training_run import TrainingRun, carry_out_job, finite, open_log
 from infinity.config import format_size
 from infinity.errors import ConfigError
+from infinity.ranks import SingleRank
 from infinity.telemetry.timeline import Timeline
-
-if TYPE_CHECKING:  # a run of one rank does not import the package
-    from infinity.distributed.communicator import Communicator
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,19 +48,19 @@ def run(options: argparse.Namespace) -> int:
     if not leads():
         options = argparse.Namespace(**{**vars(options), "log": None, "export": None})
     with contextlib.ExitStack() as stack:
-        communicator = stack.enter_context(_met(options))
+        ranks = stack.enter_context(_met(options))
         # What cannot be written, or is no job at all, is refused before the plan.
         if options.export is not None:
             check_destination(options.export)
         timeline = None
         if options.trace is not None:
-            timeline = stack.enter_context(_open_timeline(options.trace, communicator))
+            timeline = stack.enter_context(_open_timeline(options.trace, ranks))
         check_options(options)
-        checkpoint = open_checkpoint(options, communicator)
+        checkpoint = open_checkpoint(options, ranks)
         if checkpoint is not None:
             stack.enter_context(checkpoint)
         with out.console.status("planning"):
-            job = make_job(options, checkpoint, communicator=communicator)
+            job = make_job(options, checkpoint, ranks=ranks)
         out.say(job.lines(options) + "\n")
         after = None if job.resumed is None else job.resumed["step"]
         log = stack.enter_context(open_log(options.log, after=after))
@@ -78,42 +74,32 @@ def run(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _met(options: argparse.Namespace) -> Iterator[Communicator | None]:
-    """Context in which this process is connected with the other ranks; None if it trains by itself.
+def _met(options: argparse.Namespace) -> Iterator[SingleRank]:
+    """Context in which this process is connected with the other ranks, if there are any.
 
     An error in the context ends the run on all ranks. Raises ConfigError for options that do not go with the
-    number of ranks, and the errors of Communicator.
+    number of ranks, and the errors of `meet`.
     """
-    if not several_ranks(None):
-        if options.partition is not None:
-            raise ConfigError(
-                "--partition was given for one process.",
-                "Leave it out, or start several: torchrun --nproc-per-node 2 -m infinity train ...",
-            )
-        yield None
-        return
-    from infinity.distributed.communicator import Communicator
-
+    if options.partition is not None and not several_ranks(None):
+        raise ConfigError(
+            "--partition was given for one process.",
+            "Leave it out, or start several: torchrun --nproc-per-node 2 -m infinity train ...",
+        )
     partition = options.partition or PARTITIONS[0]
-    cuda = torch.cuda.is_available() and not str(options.device).startswith("cpu")
     stage = stage_of(None if partition == "none" else partition)
-    with Communicator(None, stage, cuda=cuda) as communicator, ending_together(communicator, options):
-        communicator.find_place()
-        yield communicator
+    with meet(None, stage, options.device) as ranks, ending_together(ranks, options):
+        yield ranks
 
 
-def _open_timeline(path: str, communicator: Communicator | None) -> Timeline:
+def _open_timeline(path: str, ranks: SingleRank) -> Timeline:
     """Open the file of --trace. The ranks from 1 on have names of their own, such as out.rank-1.json.
 
     Raises StorageError or StorageFull.
     """
-    if communicator is None:
-        return Timeline(path)
-    rank = communicator.ranks.rank
-    if rank:
+    if ranks.share.rank:
         stem, suffix = os.path.splitext(path)
-        path = f"{stem}.rank-{rank}{suffix}"
-    return Timeline(path, rank=rank, since=communicator.met)
+        path = f"{stem}.rank-{ranks.share.rank}{suffix}"
+    return ranks.timeline(path)
 
 
 def _results(job: TrainJob, run: TrainingRun, seconds: float, timeline: Timeline | None) -> Iterator[str]:

@@ -74,9 +74,9 @@ def carry_out_job(
             budget=job.budget,
             weights=None if job.resumed is not None else job.language_model.weights,
             checkpoint=job.checkpoint,
-            communicator=job.communicator,
+            ranks=job.ranks,
         )
-    with runtime, ending_together(job.communicator, options):
+    with runtime, ending_together(job.ranks, options):
         if options.export is not None:  # before the long run, and when the pages have taken their room
             check_export(runtime._source(), options.export)
         run = TrainingRun(job, runtime, out, log, timeline)
@@ -258,14 +258,12 @@ class TrainingRun:
 
 
 def _ranks_of(job: TrainJob) -> RunRanks:
-    communicator = job.communicator
-    if communicator is None:
-        return RunRanks()
+    ranks = job.ranks
 
     def gather(call: str, value: Any) -> list[Any]:
-        return [said["value"] for said in communicator.agree(call, value=value).values()]
+        return [*ranks.gather(call, value).values()]
 
-    return RunRanks(communicator.share.rank, communicator.share.ranks, gather)
+    return RunRanks(ranks.share.rank, ranks.share.ranks, gather)
 
 
 # --- progress ---------------------------------------------------------------------------------------------

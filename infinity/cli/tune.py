@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -81,7 +82,8 @@ def _tune_network(options: argparse.Namespace) -> int:
     from infinity.distributed.communicator import Communicator
     from infinity.distributed.node_link import measure_node_link
 
-    with Communicator(None, 0, cuda=False) as communicator, ending_together(communicator, options):
+    cpu = torch.device("cpu")
+    with Communicator(None, 0, cpu) as communicator, ending_together(communicator, options):
         if options.path or options.size or options.machine:
             raise ConfigError(
                 "Several processes were started, which measure the network, and an option is about disks.",

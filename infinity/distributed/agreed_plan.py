@@ -9,20 +9,22 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from infinity.config import Budget
 from infinity.distributed import claims
-from infinity.distributed.communicator import Communicator
 from infinity.distributed.option_digests import option_digests
 from infinity.errors import ConfigError, RankDivergence
 from infinity.layout.chunks import Division
 from infinity.layout.names import named_buffers, named_parameters
 from infinity.planning.plan import Plan
 from infinity.system.version import VERSION
+
+if TYPE_CHECKING:
+    from infinity.distributed.communicator import Communicator
 
 
 def check_equal(
@@ -40,6 +42,12 @@ def check_equal(
             *named_buffers(model, remove_duplicate=False),
         )
     ]
+    if options["average"] is not None:
+        raise ConfigError(
+            "Running averages were asked for with several ranks, for which they are not implemented.",
+            "Leave average= out; torch.optim.swa_utils.AveragedModel averages the masters of a model that "
+            "fits in RAM.",
+        )
     known = {id(each): name for name, each in named_parameters(model)}
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     communicator.same(

@@ -11,8 +11,21 @@ from infinity.distributed.bell import TIMEOUT_VARIABLE
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
-from infinity.errors import InfinityError, RankDivergence, rank_failure
+from infinity.errors import (
+    ConfigError,
+    CorruptState,
+    IncompatibleCheckpoint,
+    InfinityError,
+    RankDivergence,
+    StorageError,
+    StorageFull,
+    rank_failure,
+)
 
+_KINDS: dict[str, type[InfinityError]] = {
+    each.__name__: each for each in (ConfigError, CorruptState, IncompatibleCheckpoint, RankDivergence)
+}
+"""The classes of whose errors other ranks need no more than the cause and the cure."""
 _SAME = "Make the same calls in the same order on all ranks."
 
 
@@ -148,3 +161,31 @@ def _sentence(calls: dict[int, str]) -> str:
     """Such as "Rank 0 is in step(), rank 1 is in clip_grad_norm_()."."""
     text = ", ".join(f"rank {rank} is in {call}" for rank, call in calls.items())
     return f"{text[0].upper()}{text[1:]}."
+
+
+def told(failure: BaseException, again: str = "") -> dict[str, Any]:
+    """What other ranks are told of an error, as JSON can hold it.
+
+    again: the call that all ranks are to make again after an error of another kind than ours, such as
+    KeyboardInterrupt; needed if there can be one.
+    """
+    if not isinstance(failure, InfinityError):
+        assert again
+        text = f"{type(failure).__name__}: {failure}".rstrip(": .")
+        return {"kind": "", "cause": f"{text}.", "cure": f"Call {again} again on all ranks."}
+    said: dict[str, Any] = {"kind": type(failure).__name__, "cause": failure.cause, "cure": failure.cure}
+    if isinstance(failure, StorageError):
+        said |= {"path": failure.path, "errno": failure.errno}
+    return said
+
+
+def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
+    """The error of this rank for that of another one, of the same class where that makes sense here, too.
+
+    what: the start of its text. said: what `told` has returned on the other rank.
+    """
+    cause, cure, kind = f"{what}: {said['cause']}", said["cure"], said["kind"]
+    if kind in ("StorageError", "StorageFull"):
+        storage = StorageFull if kind == "StorageFull" else StorageError
+        return storage(cause, cure, path=said["path"], errno=said["errno"])
+    return _KINDS.get(kind, ConfigError)(cause, cure)

@@ -8,7 +8,7 @@
 
 So at any time there is a commit of which every rank's part is whole: a rank that has freed the slots of the
 one before knew that all have the new one. A restart continues the newest commit that all ranks have
-(infinity/checkpoint/continued_commit.py). No rank decides for the others, so no rank's loss leaves a decision
+(infinity/distributed/agreed_commit.py). No rank decides for the others, so no rank's loss leaves a decision
 open that a restart would have to ask it for.
 
 A rank that is not ready ends the commit on all. The others then take their manifests back before they free
@@ -30,22 +30,19 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infinity.distributed.ballots import Ballots
+from infinity.distributed.ballots import Ballots, error_of, told
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
-from infinity.distributed.told_errors import error_of, told
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, rank_failure
+from infinity.ranks import SingleVotes
 
 _SLICE = 0.1
 """Seconds after which a rank that waits looks whether it waits for the commit meanwhile."""
 
 
-class CommitVotes:
-    """The ranks with which a commit is made.
-
-    See [Note: commits of ranks] in infinity/checkpoint/committer.py.
-    """
+class CommitVotes(SingleVotes):
+    """See [Note: commits of ranks] in infinity/checkpoint/committer.py."""
 
     def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
         self._ranks = ranks
@@ -61,12 +58,6 @@ class CommitVotes:
         """Number of an agreement -> rank -> what hinders it; None if it is ready. For the commit's thread."""
 
     def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
-        """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its
-        time, which is rank 0's.
-
-        number, created: proposals. failure: why this rank cannot. Called by the thread that trains. Raises
-        it, or the reason of another rank that cannot.
-        """
         said = None if failure is None else told(failure)
         self._open = self._ballots.number + 1
         heard = self._ballots.agree("save()", {"number": number, "created": created, "failure": said})
@@ -81,11 +72,6 @@ class CommitVotes:
         return number, heard[0]["created"]
 
     def refuse(self, failure: BaseException) -> bool:
-        """Tell all ranks that this one is not ready for the commit that is begun, and will not be.
-
-        Returns False, and does nothing, if this rank has voted already or no commit is begun. Called by the
-        thread that trains or by that of the commit.
-        """
         with self._lock:
             if not 0 < self._open <= self._ballots.number:
                 return False
@@ -94,12 +80,6 @@ class CommitVotes:
         return True
 
     def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
-        """Tell all ranks that this one is ready, and wait until it is known whether the commit counts.
-
-        Called by the thread of the commit, without the runtime's lock. wanted: whether this rank waits for
-        the commit; the others then complete what they lack. Returns None if all ranks are ready, else the
-        reason of one that is not. Raises RankFailure if a rank is lost.
-        """
         with self._lock:
             agreement = self._open
             if not agreement:

@@ -5,56 +5,70 @@ from __future__ import annotations
 import atexit
 import sys
 import time
+import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from infinity.distributed.ballots import Ballots, check_same
+from infinity.config import Budget
+from infinity.distributed.agreed_plan import agreed_plan, check_equal
+from infinity.distributed.ballots import Ballots, check_same, error_of, told
 from infinity.distributed.bell import Bell
 from infinity.distributed.commit_votes import CommitVotes
+from infinity.distributed.conductor import Conductor
+from infinity.distributed.contributions import Contributions
+from infinity.distributed.exchange import Exchange, InitialStates, initial_values
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.node_cache import NodeCache
+from infinity.distributed.page_service import PageService
+from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.whole_gradients import WholeGradients
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
+from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
+from infinity.pages.optimizer_page import States
+from infinity.planning.plan import Plan
+from infinity.ranks import Given, Part, Present, SingleRank
 from infinity.system import launcher, machine
-from infinity.system.closing import Closing
 from infinity.system.launcher import RankLocation
-from infinity.system.lock import RuntimeLock
-from infinity.telemetry.meter import Meter
+from infinity.telemetry.timeline import Timeline
 from infinity.tiers import Pool
+
+if TYPE_CHECKING:
+    from infinity.build import Components
 
 _T = TypeVar("_T")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 """The communicators of this process's runtimes that are open."""
 
 
-class Communicator(Closing):
+class Communicator(SingleRank):
     """The wire to the other ranks, the watch over them, agreements with them, and the runtime's lock."""
 
-    def __init__(self, mesh: DeviceMesh | None, stage: int, *, cuda: bool) -> None:
-        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO. cuda: whether models compute on
-        CUDA devices. Raises ConfigError, RankDivergence and RankFailure.
+    closes_dropped = False
+
+    def __init__(self, mesh: DeviceMesh | None, stage: int, device: torch.device) -> None:
+        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO. device: as for SingleRank. Raises
+        ConfigError, RankDivergence and RankFailure.
         """
-        self.ranks = Ranks.of(mesh, cuda=cuda)
-        self.place = RankLocation(0, 0, 1)
-        """Where this rank runs, once `find_place` was called."""
+        self.ranks = Ranks.of(mesh, cuda=device.type == "cuda")
+        super().__init__(device, share=Share(self.ranks.rank, self.ranks.size, stage))
         self.met = 0
         """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
-        self.share = Share(self.ranks.rank, self.ranks.size, stage)
         self.bell = Bell()
-        self.lock = RuntimeLock()
-        self.meter = Meter()
-        """The runtime's: bytes cross between ranks before that is made."""
         self.wire = Wire(self.ranks, self.bell, self.meter)
         self.liveness = Liveness(self.ranks, self.bell)
         self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
+        self.conductor = Conductor(self.wire, self.lock, self.liveness)
         self._closed = False
         self._alone = False
         """Whether this rank has left without having waited for the others."""
@@ -62,24 +76,49 @@ class Communicator(Closing):
         atexit.register(self._end)
         launcher.record_at_exit()
 
-    def agree(self, call: str, **facts: Any) -> dict[int, dict[str, Any]]:
-        """Tell all ranks `facts`, and return what each rank has told in the same call: rank -> facts."""
-        return self.ballots.agree(call, facts)
+    def released(self) -> AbstractContextManager[None]:
+        context: AbstractContextManager[None] = self.lock.released()
+        return context
 
-    def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on, so that none waits for it, and it for none."""
+    def gather(self, call: str, fact: Any, patient: Callable[[], bool] = lambda: False) -> dict[int, Any]:
+        return self.ballots.agree(call, fact, patient=patient)
+
+    def same(self, call: str, **facts: Any) -> None:
+        check_same(
+            call,
+            self.agree(call, **facts),
+            facts,
+            "Start all ranks with the same program, model, optimizer and versions.",
+        )
+
+    @contextmanager
+    def phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
+        same: dict[str, object] = {}
+        try:
+            yield same
+        except InfinityError as error:
+            with suppress(InfinityError):  # another rank's error, or its loss: this one has its own
+                self.gather(name, {"failure": told(error)}, lambda: not first)
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+        heard = self.gather(name, {"failure": None, **same}, lambda: not first)
+        for rank, said in heard.items():
+            if said["failure"] is not None:
+                raise error_of(f"Rank {rank} failed in {name}", said["failure"])
+        check_same(name, heard, same, "Give all ranks the same copy.")
+
+    def fail(self, error: BaseException) -> bool:
         if self._closed or isinstance(error, RankFailure):  # the others have heard of the rank that failed
-            return
+            return True
         text = str(error) if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {text.rstrip('.')}"
         self.wire.declare(what)
         self.liveness.declare(rank_failure(self.ranks.rank, what))
+        return True
 
     def leave(self) -> None:
-        """Wait until all ranks close their runtimes, so that they are served until then. Errors are ignored:
-        a rank that fails or does something else is not waited for, nor, after the time-out, one that closes
-        another runtime first: it waits for this rank there.
-        """
         if self.bell.failure is None:
             try:
                 for peer in self.ranks.peers:
@@ -101,25 +140,8 @@ class Communicator(Closing):
             self.fail(error)
         self.close()
 
-    def remote_parts(self, room: Pool | None) -> RemoteParts:
-        """What brings the parts of pages that other ranks own. room: in which parts from other nodes are kept
-        for the ranks of this one; None: none are.
-        """
-        cache = None if room is None else NodeCache(self.wire, room)
-        return RemoteParts(self.wire, self.lock, self.share, cache)
-
-    def commit_votes(self) -> CommitVotes:
-        """What makes commits together with the other ranks."""
-        return CommitVotes(self.ranks, self.wire, self.ballots)
-
-    def same(self, call: str, **facts: Any) -> None:
-        """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if one is not."""
-        check_same(
-            call,
-            self.agree(call, **facts),
-            facts,
-            "Start all ranks with the same program, model, optimizer and versions.",
-        )
+    def timeline(self, path: str) -> Timeline:
+        return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
         """Set `place`, and the number of ranks of a node in `share`, from the environment, or else from what
@@ -140,17 +162,100 @@ class Communicator(Closing):
         self.share = replace(self.share, on_node=_on_each(nodes))
 
     def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
-        """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
         _, place, count = self.place
         return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]
 
+    # --- while a runtime is made --------------------------------------------------------------------------
+
+    def check_equal(self, model: Any, optimizer: torch.optim.Optimizer | None, **options: Any) -> None:
+        check_equal(self, model, optimizer, **options)
+
+    def agreed_plan(
+        self, budget: Budget, draft: Callable[[Division | None], Plan], adopts: Callable[[Plan], bool]
+    ) -> Plan:
+        return agreed_plan(self, budget, draft, adopts=adopts)
+
+    def name_of_run(self) -> str:
+        found: str = self.gather("offload()", uuid.uuid4().hex)[0]
+        return found
+
+    def remote_pages(self, room: Pool | None) -> RemoteParts:
+        cache = None if room is None else NodeCache(self.wire, room)
+        self.remote = RemoteParts(self.wire, self.lock, self.share, cache)
+        return self.remote
+
+    def exchange(self, label: str, part: Part) -> Exchange:
+        return Exchange(self, label, part)
+
+    def initial_values(
+        self, model: torch.nn.Module
+    ) -> AbstractContextManager[Callable[..., torch.Tensor] | None]:
+        return initial_values(self, model)
+
+    def write_states(self, states: States, given: Sequence[Given], present: Present) -> None:
+        InitialStates(self, states, given, present).write()
+
+    def edited_freely(self, units: int) -> Collection[int]:
+        return ()
+
+    # --- a runtime's ----------------------------------------------------------------------------------------
+
+    def commit_votes(self) -> CommitVotes:
+        return CommitVotes(self.ranks, self.wire, self.ballots)
+
+    def serve(self, parts: Components) -> RankedStep | None:
+        store, wire, lock, remote = parts.store, self.wire, self.lock, self.remote
+        assert store.exchange is not None
+        service = PageService(
+            wire,
+            remote,
+            pages=parts.pages,
+            states={} if parts.states is None else parts.states.pages,
+            gradients=parts.gradients,
+            scheduler=parts.scheduler,
+            store=store,
+            room=store.exchange[0],
+            lock=lock,
+            health=parts.health,
+        )
+        step = None
+        if parts.gradients is not None and parts.scheduler is not None:
+            contributions, whole = None, None
+            if self.share.whole_gradients:
+                whole = WholeGradients(self.share, parts.gradients, parts.scheduler, remote)
+            else:
+                contributions = Contributions(
+                    wire,
+                    self.share,
+                    gradients=parts.gradients,
+                    scheduler=parts.scheduler,
+                    room=store.exchange[1],
+                    most_waiting=store.plan.waiting_bytes,
+                    lock=lock,
+                )
+            step = RankedStep(
+                self.share,
+                wire,
+                ballots=self.ballots,
+                contributions=contributions,
+                whole=whole,
+                service=service,
+                remote=remote,
+                engine=parts.prefetch_engine,
+                gradients=parts.gradients,
+                lock=lock,
+            )
+        drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
+        self.conductor.attach(service, step, remote.cache, drive)
+        return step
+
     def close(self) -> None:
-        """Leave the other ranks. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         _open.discard(self)
         atexit.unregister(self._end)
+        self.conductor.stop()
         orderly = self.bell.failure is None
         ended = self.wire.close(patience=1.0 if self._alone else 10.0)
         if not self.liveness.close():

@@ -8,66 +8,99 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
 
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.node_cache import NodeCache
-from infinity.distributed.page_service import PageService
-from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.wire import Wire
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
+from infinity.ranks import Part
 from infinity.system.lock import RuntimeLock
+
+if TYPE_CHECKING:
+    from infinity.distributed.page_service import PageService
+    from infinity.distributed.ranked_step import RankedStep
 
 _MOST_AT_ONCE = 32
 """The most messages that are acted on before the training thread gets the lock again."""
 
 
 class Conductor:
-    """Gives each message of other ranks to the component that it is for, until `stop`."""
+    """Gives each message of other ranks to the component that it is for, until `stop`.
 
-    def __init__(
-        self,
-        wire: Wire,
-        *,
-        service: PageService,
-        contributions: Contributions | None,
-        step: RankedStep | None,
-        drive: Callable[[int], None],
-        liveness: Liveness,
-        cache: NodeCache | None,
-        lock: RuntimeLock,
-        early: Sequence[tuple[int, Message]],
-    ) -> None:
-        """drive: completes what the commit with this number lacks, under the lock. cache: gives parameters
-        of other nodes to the ranks of this one; None if each rank asks for its own. early: messages that
-        have come already.
-        """
+    Before `attach`, while a runtime is made, it answers what ranks ask for in exchanges, one after the other,
+    and keeps all other messages.
+    """
+
+    def __init__(self, wire: Wire, lock: RuntimeLock, liveness: Liveness) -> None:
         self._wire = wire
-        self._early = early
-        self._service = service
-        self._contributions = contributions
-        self._liveness = liveness
-        self._cache = cache
-        self._step = step
-        self._drive = drive
         self._lock = lock
+        self._liveness = liveness
+        self._kept: list[tuple[int, Message]] = []
+        """(source, message) that nothing here can act on yet."""
+        self._parts: dict[int, tuple[str, Part]] = {}
+        """Number of an exchange -> its label, and what gives this rank's part, while it goes on."""
+        self._exchanges = self._given = 0
+        self._attached = False
+        self._service: PageService | None = None
+        self._contributions: Contributions | None = None
+        self._step: RankedStep | None = None
+        self._drive: Callable[[int], None] = _nothing
+        self._cache: NodeCache | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="infinity conductor", daemon=True)
-
-    def start(self) -> None:
-        self._service.start()
         self._thread.start()
+
+    def open_exchange(self, label: str, part: Part) -> int:
+        """Begin to answer what ranks ask for in the next exchange. Returns its number, equal on all ranks."""
+        self._exchanges += 1
+        self._parts[self._exchanges] = label, part
+        self._look_again()
+        return self._exchanges
+
+    def close_exchange(self) -> None:
+        """All ranks have ended the exchange."""
+        self._parts.clear()
+
+    def has_given(self) -> bool:
+        """Whether this rank has given anything in an exchange since the last call."""
+        given, self._given = self._given, 0
+        return bool(given)
+
+    def attach(
+        self,
+        service: PageService,
+        step: RankedStep | None,
+        cache: NodeCache | None,
+        drive: Callable[[int], None],
+    ) -> None:
+        """Act on all messages from now on.
+
+        step: None for inference. cache: gives parameters of other nodes to the ranks of this one; None if
+        each rank asks for its own. drive: completes what the commit with this number lacks, under the lock.
+        """
+        self._service, self._step, self._cache, self._drive = service, step, cache, drive
+        self._contributions = None if step is None else step.contributions
+        service.start()
+        self._attached = True
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._wire.inbox.put((-1, Message(MessageKind.REQUEST, [0, What.INITIAL, 0])))
 
     def stop(self) -> None:
         """End the threads. Other ranks have heard that this one leaves, and ask for nothing more."""
         self._stopping = True
         self._wire.inbox.put((-1, Message(MessageKind.BYE, [])))
-        with self._lock.released():
-            if self._thread.is_alive():
-                self._thread.join()
-            self._service.stop()
+        with self._lock.released():  # the threads may wait for it
+            self._thread.join()
+            if self._service is not None:
+                self._service.stop()
 
     def _run(self) -> None:
         try:
@@ -82,9 +115,9 @@ class Conductor:
             raise
 
     def _conduct(self) -> None:
-        self._act(list(self._early))
         while True:
-            waiting = [self._wire.inbox.get()]
+            kept, self._kept = self._kept, []
+            waiting = [*kept, self._wire.inbox.get()]
             while len(waiting) < _MOST_AT_ONCE:
                 try:
                     waiting.append(self._wire.inbox.get_nowait())
@@ -96,16 +129,24 @@ class Conductor:
     def _act(self, waiting: list[tuple[int, Message]]) -> bool:
         """Act on messages. Returns False if the last message of this runtime is among them."""
         others = []
+        attached = self._attached
         for source, message in waiting:
-            if message.kind is MessageKind.REQUEST and message.fields[1] == What.RELAYED:
+            if message.kind is MessageKind.BYE and source < 0:
+                return False
+            if message.kind is MessageKind.BYE:
+                self._liveness.departed(source)
+            elif message.kind is MessageKind.REQUEST and message.fields[1] == What.INITIAL:
+                self._give(source, message)
+            elif message.kind is MessageKind.FAILED:
+                continue
+            elif not attached:
+                self._kept.append((source, message))
+            elif message.kind is MessageKind.REQUEST and message.fields[1] == What.RELAYED:
                 self._relay(source, *message.fields)
             elif message.kind is MessageKind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
+                assert self._service is not None
                 self._service.requested(source, *message.fields)
-            elif message.kind is MessageKind.BYE and source < 0:
-                return False
-            elif message.kind is MessageKind.BYE:
-                self._liveness.departed(source)
-            elif message.kind is not MessageKind.FAILED:
+            else:
                 others.append((source, message))
         if others:
             with self._lock.turn():
@@ -121,6 +162,19 @@ class Conductor:
                         assert self._contributions is not None
                         self._about_gradients(self._contributions, source, message)
         return True
+
+    def _give(self, source: int, message: Message) -> None:
+        """Give a rank what it asks for in an exchange, or keep the request until this rank begins it."""
+        delivery, _, exchange, *wanted = message.fields
+        if exchange > self._exchanges:
+            self._kept.append((source, message))
+        elif source >= 0:
+            label, part = self._parts[exchange]
+            try:
+                self._wire.deliver(source, delivery, [part(*wanted).view(torch.uint8)], label)
+            except InfinityError as error:
+                self._wire.refuse(source, delivery, error)
+            self._given += 1
 
     def _relay(self, source: int, number: int, _: int, owner: int, *wanted: int) -> None:
         assert self._cache is not None, "all ranks of a node have agreed on their caches"
@@ -140,3 +194,7 @@ class Conductor:
             contributions.sent(*message.fields)
         else:
             contributions.heard(source, message)
+
+
+def _nothing(_: int) -> None:
+    """The `drive` of a runtime without commits."""

@@ -1,147 +1,231 @@
-"""Exchange: ranks give each other ranges of what they have, while runtimes are made.
+"""Exchange: what ranks give each other while their runtimes are made: values, optimizer states, commits.
 
-[Note: serving while waiting]
-No other thread acts on messages yet. So a rank that waits for bytes serves others meanwhile, and one that has
-all it needs serves until nobody needs anything of it. Ranks may take from each other in any order, and none
-waits for one that waits for it.
+All ranks start with the values and states of rank 0, whatever their own are. Rank 0 gives them from its model
+and its optimizer, and the other ranks ask for the ranges that they keep, so that no rank gets more than that.
 """
 
 from __future__ import annotations
 
-import queue
-import time
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
-from infinity.distributed.communicator import Communicator
-from infinity.distributed.message import Message, MessageKind, What
+from infinity.distributed.message import MessageKind, What
 from infinity.distributed.transfers import Delivery
-from infinity.errors import RankDivergence
+from infinity.formats.encodings import rounds_to
+from infinity.layout.strides import in_memory_order
+from infinity.pages.optimizer_page import States
+from infinity.ranks import Given, Part, Present, SingleExchange
 
-_SLICE = 0.2
-"""Seconds after which a rank that waits looks whether another rank has failed."""
+if TYPE_CHECKING:
+    from infinity.distributed.communicator import Communicator
 
-Part = Callable[[int, int, int], torch.Tensor]
-"""Function (number, first, count) that returns what is sent for elements [first, first + count) of a tensor:
-flat, contiguous and in RAM.
+_VALUES = 16 << 20
+"""The most bytes of values that are asked for at once."""
+_STATES = 4 << 20
+"""The most elements of states that are asked for at once: whole blocks of int8 codes, so that each range is
+encoded as the whole parameter would be.
 """
+_MASTER = "master"
 
 
-class Exchange:
-    """An exchange in which ranks take what they need of other ranks' tensors, which have numbers.
+class Exchange(SingleExchange):
+    """Ranks take ranges of each other's tensors, which have numbers. All ranks make it, and end it.
 
-    Each rank calls `take` as often as it likes, and then `end`. The same ranks may then begin another
-    exchange, once all have ended this one.
+    The conductor gives what this rank has, in its own thread. Ranks may take from each other in any order.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        label: str,
-        part: Part,
-        *,
-        servers: Collection[int] = (0,),
-        clients: Collection[int] | None = None,
-    ) -> None:
+    def __init__(self, communicator: Communicator, label: str, part: Part) -> None:
         """label: what the tensors are, such as "initial values", for counters and errors. part: gives what
-        this rank has. servers: ranks that this one may take from. clients: ranks that may take from this one;
-        None: all others if this rank is a server, and else none. All ranks see the same.
+        this rank has.
         """
-        rank, peers = communicator.ranks.rank, communicator.ranks.peers
-        if clients is None:
-            clients = peers if rank in servers else ()
         self._communicator = communicator
         self._label = label
-        self._part = part
-        self._servers = [each for each in servers if each != rank]
-        self._clients = clients
-        self._left = set(clients)
-        """The clients that may still ask for something."""
-        self._others: list[tuple[int, Message]] = []
+        self._number = communicator.conductor.open_exchange(label, part)
 
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> None:
-        """Bring what a rank has for elements [first, first + count) of tensor `number`.
-
-        into: contiguous, in RAM and of the dtype that the server gives. count: by default the number of
-        elements of `into`. Raises RankFailure if the server is lost, and RankDivergence if it gives another
-        number of bytes.
-        """
-        self.await_next(self.ask(number, first, into, count, server=server))
+        """Raises RankFailure if the server is lost, RankDivergence if it gives another number of bytes."""
+        self.ask(number, first, into, count, server=server).wait()
 
     def ask(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> Delivery:
-        """Begin what `take` does; `await_next` ends it."""
+        """Begin what `take` does."""
         wire = self._communicator.wire
-        delivery = wire.expect(server, [into.view(torch.uint8)], label=self._label, tell=bool(self._clients))
-        wanted = [number, first, into.numel() if count is None else count]
+        delivery = wire.expect(server, [into.view(torch.uint8)], label=self._label)
+        wanted = [self._number, number, first, into.numel() if count is None else count]
         wire.post(server, MessageKind.REQUEST, delivery.number, What.INITIAL, *wanted)
         return delivery
 
-    def await_next(self, delivery: Delivery) -> None:
-        """Wait until bytes are there, and serve others meanwhile. Called in the order of `ask`."""
-        if self._clients:
-            self._serve_until_told()
-        delivery.wait()
+    def end(self) -> None:
+        """Raises RankFailure, and RankDivergence if a rank neither asks for anything more nor ends it."""
+        self._communicator.ballots.agree(
+            f"the end of the exchange of {self._label}", patient=self._communicator.conductor.has_given
+        )
+        self._communicator.conductor.close_exchange()
 
-    def serve_waiting(self) -> None:
-        """Serve the ranks that wait for this one now. Called between long pieces of other work."""
-        while self._left:
-            try:
-                self._act(*self._communicator.wire.inbox.get_nowait())
-            except queue.Empty:
-                return
 
-    def end(self) -> list[tuple[int, Message]]:
-        """Take nothing more, and serve others until they have ended, too.
+@contextmanager
+def initial_values(
+    communicator: Communicator, model: nn.Module
+) -> Iterator[Callable[..., torch.Tensor] | None]:
+    """See SingleRank.initial_values. model: the same on all ranks, but for its values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    numbers = {id(each): number for number, each in enumerate(tensors)}
+    exchange = Exchange(communicator, "initial values", functools.partial(_values, tensors))
 
-        Returns messages about other things that have come meanwhile, as (source, message). Raises
-        RankFailure, and RankDivergence if a rank asks for nothing more but does not end.
+    def take(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        flat = torch.empty(count, dtype=tensor.dtype, device="cpu")
+        step = max(1, _VALUES // max(1, flat.itemsize))
+        for start in range(0, count, step):
+            exchange.take(numbers[id(tensor)], first + start, flat[start : start + step])
+        return flat
+
+    state = torch.get_rng_state()
+    serves = communicator.share.rank == 0
+    heard = communicator.agree("offload()", generator=bytes(state.tolist()).hex() if serves else None)
+    torch.set_rng_state(torch.tensor(list(bytes.fromhex(heard[0]["generator"])), dtype=torch.uint8))
+    try:
+        yield None if serves else take
+    finally:
+        if not serves:
+            torch.set_rng_state(state)
+    with torch.no_grad():
+        for buffer in model.buffers() if not serves else ():
+            if not buffer.is_meta:
+                there = take(buffer, 0, buffer.numel()).as_strided(buffer.shape, _dense(buffer))
+                _apart(buffer, buffer.stride()).copy_(_apart(there, buffer.stride()))
+    exchange.end()
+
+
+def _values(tensors: Sequence[torch.Tensor], number: int, first: int, count: int) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor, in memory order."""
+    tensor = tensors[number].detach()
+    return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
+
+
+def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """The part of a tensor that a tensor with strides `stride`, such as an expanded one, has apart in memory:
+    of a dimension with stride 0 the first element, which is all others, too.
+    """
+    for dimension, (size, step) in enumerate(zip(tensor.shape, stride, strict=True)):
+        if step == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor if its elements fill one range of memory; else those of a contiguous tensor."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+class _Told(NamedTuple):
+    """What rank 0 tells of a parameter's state."""
+
+    unit: int
+    parameter: int
+    step: int | None
+    """Number of updates; None if the state does not say."""
+    names: Sequence[str]
+    """The names of the moments, and behind them "master" if there is a master."""
+    first_number: int
+    """The number of the tensor of the first name in the exchange; the others follow."""
+
+
+class InitialStates:
+    """The optimizer states of rank 0 before `offload`, as all ranks get them.
+
+    Rank 0 tells which parameters have states. What the optimizers of other ranks have is not looked at.
+    """
+
+    def __init__(
+        self, communicator: Communicator, states: States, given: Sequence[Given], present: Present
+    ) -> None:
+        """As for SingleRank.write_states."""
+        self._communicator = communicator
+        self._states = states
+        self._present = present
+        self._serves = communicator.share.rank == 0
+        self._given = given if self._serves else ()
+        self._tensors: list[tuple[torch.Tensor, Sequence[int]]] = []
+        """Number -> what rank 0 gives, and the strides of its parameter; empty on other ranks."""
+        self._exchange = Exchange(communicator, "initial states", functools.partial(_part, self._tensors))
+
+    def write(self) -> None:
+        """Do what SingleRank.write_states does. All ranks call this."""
+        for unit, parameter, state in self._given:
+            self._states.write(unit, parameter, state)
+        told = self._tell()
+        if not self._serves:
+            for each in told:
+                self._take_moments(each)
+        with_master = [each for each in told if _MASTER in each.names]
+        unfit = [at for at, each in enumerate(with_master) if not self._fits_here(each)]
+        # Each rank checks the elements that it keeps. A master that does not fit on one rank is used on none,
+        # so all are taken a second time, when that is known: no rank has room for those of all parameters.
+        conductor = self._communicator.conductor
+        heard = self._communicator.gather("offload()", {"unfit_masters": unfit}, conductor.has_given)
+        unused = {at for each in heard.values() for at in each["unfit_masters"]}
+        for at, each in enumerate(with_master):
+            if at not in unused:
+                for first, master in self._parts(each, _MASTER):
+                    self._states.encode(each.unit, each.parameter, master, first)
+        self._exchange.end()
+
+    def _tell(self) -> list[_Told]:
+        """What all ranks know of rank 0's states, parameter by parameter."""
+        mine = []
+        for unit, parameter, state in self._given:
+            names = [name for name in (*self._states.rule.moments, _MASTER) if name in state]
+            stride = self._states.pages[unit].layout.parameters[parameter].stride
+            self._tensors += [(state[name].detach(), stride) for name in names]
+            mine.append((unit, parameter, int(state["step"]) if "step" in state else None, names))
+        heard = self._communicator.agree("offload()", states=mine if self._serves else None)
+        told, number = [], 0
+        for unit, parameter, step, names in heard[0]["states"]:
+            told.append(_Told(unit, parameter, step, names, number))
+            number += len(names)
+        return told
+
+    def _take_moments(self, told: _Told) -> None:
+        moments = [name for name in told.names if name != _MASTER]
+        self._states.begin(told.unit, told.parameter, moments, told.step)
+        for name in moments:
+            for first, values in self._parts(told, name):
+                self._states.write_moment(told.unit, told.parameter, name, values, first)
+
+    def _fits_here(self, told: _Told) -> bool:
+        """Whether a parameter's master rounds to the present values of all elements that this rank keeps."""
+        return all(
+            rounds_to(master, self._present(told.unit, told.parameter, first, master.numel()))
+            for first, master in self._parts(told, _MASTER)
+        )
+
+    def _parts(self, told: _Told, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first element, values) of all ranges of a moment or master that this rank keeps.
+
+        values: float32 (count,) in RAM, in the order of memory; at most _STATES elements.
         """
-        bell, wire = self._communicator.bell, self._communicator.wire
-        for server in self._servers:
-            wire.post(server, MessageKind.REQUEST, 0, What.INITIAL, -1, 0, 0)
-        until = time.monotonic() + bell.timeout
-        while self._left:
-            try:
-                self._act(*wire.inbox.get(timeout=_SLICE))
-                until = time.monotonic() + bell.timeout
-            except queue.Empty:
-                if bell.failure is not None:
-                    raise bell.failure.again() from None
-                if time.monotonic() > until:
-                    raise RankDivergence(
-                        f"Ranks {sorted(self._left)} have not taken their {self._label} within "
-                        f"{bell.timeout:g} s.",
-                        "Call offload() on all ranks with the same model.",
-                    ) from None
-        others, self._others = self._others, []
-        self._left = set(self._clients)
-        return others
+        number = told.first_number + told.names.index(name)
+        for _, whole in self._states.pages[told.unit].pieces(told.parameter):
+            for piece in whole.parts(_STATES):
+                if self._serves:
+                    yield piece.start, _part(self._tensors, number, piece.start, piece.count)
+                    continue
+                values = torch.empty(piece.count, dtype=torch.float32, device="cpu")
+                self._exchange.take(number, piece.start, values)
+                yield piece.start, values
 
-    def _serve_until_told(self) -> None:
-        """Act on messages up to that of a delivery's end, or of the wire if the run has failed."""
-        bell, wire = self._communicator.bell, self._communicator.wire
-        until = time.monotonic() + bell.timeout
-        while bell.failure is None and time.monotonic() < until:
-            try:
-                source, message = wire.inbox.get(timeout=_SLICE)
-            except queue.Empty:
-                continue
-            if message.kind is MessageKind.ARRIVED:
-                return
-            self._act(source, message)
 
-    def _act(self, source: int, message: Message) -> None:
-        if message.kind is not MessageKind.REQUEST or message.fields[1] != What.INITIAL:
-            self._others.append((source, message))
-            return
-        delivery, _, number, first, count = message.fields
-        if number < 0:
-            self._left.discard(source)
-        else:
-            pieces = [self._part(number, first, count).view(torch.uint8)]
-            self._communicator.wire.deliver(source, delivery, pieces, self._label)
+def _part(
+    tensors: Sequence[tuple[torch.Tensor, Sequence[int]]], number: int, first: int, count: int
+) -> torch.Tensor:
+    """Elements [first, first + count) of a tensor in the order of its parameter's strides, as float32."""
+    tensor, stride = tensors[number]
+    return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)

@@ -76,20 +76,18 @@ def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
 def _pull(communicator: Communicator, sources: Mapping[int, int]) -> tuple[int, float]:
     """Pull from this rank's source while others do so, too. Returns the bytes, and the seconds they took."""
     source = sources[communicator.ranks.rank]
-    clients = [client for client, each in sources.items() if each == communicator.ranks.rank]
     block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
     rooms = [torch.empty(_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_AT_ONCE)]
-    exchange = Exchange(communicator, _LABEL, lambda *_: block, servers=[source], clients=clients)
+    exchange = Exchange(communicator, _LABEL, lambda *_: block)
     for room in rooms:
         exchange.take(0, 0, room, server=source)
-    exchange.end()
     communicator.agree("the begin of a measurement")
     start = time.perf_counter()
     pending = deque((room, exchange.ask(0, 0, room, server=source)) for room in rooms)
     received, asked = 0, _BLOCK * len(rooms)
     while pending:
         room, delivery = pending.popleft()
-        exchange.await_next(delivery)
+        delivery.wait()
         received += _BLOCK
         if asked < _MOST_BYTES and time.perf_counter() - start < _SECONDS:
             pending.append((room, exchange.ask(0, 0, room, server=source)))

@@ -36,7 +36,6 @@ from infinity.distributed.message import MessageKind
 from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
-from infinity.distributed.single import GRADIENT_CURE, SingleStep
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
@@ -46,6 +45,7 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.engine import PrefetchEngine
+from infinity.ranks import GRADIENT_CURE, SingleStep
 from infinity.system.lock import RuntimeLock
 
 _OPTIONS = "options of the param groups"

@@ -403,8 +403,7 @@ class Gradients:
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
-            if self._ranks > 1:
-                page.piece_arrivals.clear()
+            page.piece_arrivals.clear()
             page.consumed = False
             page.chunks = [GradientChunk() for _ in page.layout.chunks]
             page.home.renew()
@@ -465,9 +464,8 @@ class Gradients:
         if unit in self.pages:
             page = self.pages[unit]
             page.content.discard(parameter)
-            if self._ranks > 1:  # what ranks ask each other for are pieces
-                for chunk_index, piece in page.pieces(parameter):
-                    page.forget_piece(chunk_index, piece)
+            for chunk_index, piece in page.pieces(parameter):  # these are what ranks ask each other for
+                page.forget_piece(chunk_index, piece)
 
     def check_addition(self, unit: int, parameter: int) -> GradientPage:
         """Check that a gradient of a parameter may come now, and return the unit's gradient page.

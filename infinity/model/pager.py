@@ -126,7 +126,6 @@ class Pager:
         self.read_master: Callable[[Place], torch.Tensor] | None = None
         """Function that copies a parameter's fp32 master or values to RAM, in fp32; None for inference."""
         self._exact = threading.local()
-        self._alone = prefetch_engine.store.plan.share.ranks == 1
 
     # --- called by modules and operations --------------------------------------------------------------
 
@@ -370,7 +369,7 @@ class Pager:
             with torch._C.DisableTorchFunctionSubclass():
                 parameter = place.page.parameters[place.index]
                 # With several ranks, edits through `data` must count as edits of the parameter.
-                data = parameter.data if self._alone else parameter.detach()
+                data = parameter.data if self.edits.is_free(place.page) else parameter.detach()
             self.edits.keep_loan(place.page, place.index, data)
             return data
 

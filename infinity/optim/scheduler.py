@@ -85,7 +85,6 @@ class UpdateScheduler(Updates):
         self._store = store
         self._pool = store.staging
         self._on_device = on_device
-        self._among_others = store.plan.share.ranks > 1
         self._lazy = store.plan.update != "sync"
         """Whether updates may end after `step` has returned."""
         self._shares_cpu = store.plan.device.type == "cpu"
@@ -122,9 +121,7 @@ class UpdateScheduler(Updates):
         The compute stream is already ordered after these copies.
         """
         self._early: dict[int, Set[int]] = {}
-        """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step.
-        Empty with one rank.
-        """
+        """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
         self._ahead = self._make_read_ahead()
 
     def _make_read_ahead(self) -> ReadAhead | None:
@@ -244,8 +241,7 @@ class UpdateScheduler(Updates):
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
         counted = self._decide(unit, options)
-        if self._among_others:
-            self._early[unit] = counted
+        self._early[unit] = counted
         self._gradients.consume(unit)
         if seen:
             self._complete_for_user(unit)
@@ -259,8 +255,9 @@ class UpdateScheduler(Updates):
             page = self._gradients.pages[unit]
             if page.consumed:
                 others = {each for each in page.having if options.group(unit, each) is not None} - counted
-                with torch._C.DisableTorchFunctionSubclass():
-                    count_step(self._pages[unit], self._states, others, options)
+                if others:
+                    with torch._C.DisableTorchFunctionSubclass():
+                        count_step(self._pages[unit], self._states, others, options)
         self._early.clear()
 
     def pending(self, unit: int) -> bool:

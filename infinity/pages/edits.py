@@ -30,7 +30,7 @@ is refused: an operation in place before it changes anything, and an edit throug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -65,11 +65,6 @@ class _Loan:
     """The version up to which the fp32 masters have followed edits; see [Note: masters of edited values]."""
 
 
-def alone(call: str, digests: dict[str, int]) -> Mapping[int, dict[str, int]]:
-    """The agreement of a single rank on its edits."""
-    return {0: digests}
-
-
 class EditTracker:
     """Writes users' edits of parameters home, and tells which pages user code can reach through views.
 
@@ -83,16 +78,18 @@ class EditTracker:
         states: States | None,
         *,
         health: Health,
-        agree: Callable[[str, dict[str, int]], Mapping[int, dict[str, int]]] = alone,
+        agree: Callable[[str, dict[str, int]], Mapping[int, dict[str, int]]],
+        free: Collection[int],
     ) -> None:
         """pages: the parameter pages of all units. store: moves edited values home. states: the optimizer
         states, in which an edited value also replaces the parameter's fp32 master; None for inference.
         health: is told of edits that can neither be kept nor undone. agree: tells all ranks the digests of
         edited parameters, by name, for the call that it is given, and returns those of all: rank -> digests.
+        free: units of which this rank makes edits at any time, without the others: all with one rank.
         """
         self._health = health
         self._agree = agree
-        self._alone = store.plan.share.ranks == 1
+        self._free = free
         self._agreed: set[int] = set()
         """Units of which all ranks make the same edits now; see [Note: edits over ranks]."""
         self._pages = pages
@@ -165,7 +162,7 @@ class EditTracker:
         not moved.
         """
         self._replaced.setdefault(page.index, set()).add(index)
-        if not self._alone:  # all ranks count the changes of a page
+        if not self.is_free(page):  # all ranks count the changes of a page
             torch.autograd.graph.increment_version(page.parameters[index])
 
     def write_back(self, page: ParameterPage) -> None:
@@ -183,12 +180,16 @@ class EditTracker:
         """Raise ConfigError if user code may not change a parameter in place now: with several ranks, outside
         of full_parameters. Nothing has been changed.
         """
-        if not (self._alone or page.holds or page.index in self._agreed):
+        if not (self.is_free(page) or page.holds or page.index in self._agreed):
             raise ConfigError(
                 f"The parameter {page.layout.parameters[index].names[0]} was to be edited on one of several "
                 "ranks; it is unchanged.",
                 _CURE,
             )
+
+    def is_free(self, page: ParameterPage) -> bool:
+        """Whether user code may edit a page at any time, as on one rank."""
+        return page.index in self._free
 
     @contextmanager
     def agreed(self, pages: Sequence[ParameterPage]) -> Iterator[None]:
@@ -211,16 +212,15 @@ class EditTracker:
         """Check that all ranks have edited parameters of present pages alike, before the edits are written
         home.
 
-        Does nothing with one rank, or without edits. All ranks that have edits call it. Raises ConfigError,
-        naming a parameter, if edits differ.
-        They are then undone by the pages' next arrivals. A permanent page (stages 0 to 2, at home where the
-        model computes) cannot undo them, since it is edited at home: then the error is kept, and the runtime
-        cannot be used any more.
+        Does nothing for pages that are free, or without edits. All ranks that have edits call it. Raises
+        ConfigError, naming a parameter, if edits differ. They are then undone by the pages' next arrivals. A
+        permanent page (stages 0 to 2, at home where the model computes) cannot undo them, since it is edited
+        at home: then the error is kept, and the runtime cannot be used any more.
         """
-        if self._alone:
-            return
         digests: dict[str, int] = {}
         for page in pages:
+            if self.is_free(page):
+                continue
             memory = page.living()
             for index in sorted(self._edited(page)) if memory is not None else ():
                 assert memory is not None
@@ -328,7 +328,7 @@ class EditTracker:
         if not edited:
             return
         self.follow()
-        if not self._alone and page.index not in self._agreed:
+        if not self.is_free(page) and page.index not in self._agreed:
             names = ", ".join(page.layout.parameters[index].names[0] for index in sorted(edited))
             error = ConfigError(
                 f"An edit of {names} was noticed on one of several ranks, which have not agreed to it; "

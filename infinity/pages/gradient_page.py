@@ -87,7 +87,7 @@ class GradientPage:
         share = plan.share
         self.pieces = kept_pieces(layout, share, whole=share.whole_gradients)
         """Function from a parameter's index to those of its pieces whose gradient is in this page."""
-        self.owned = kept_pieces(layout, share, whole=share.ranks == 1)
+        self.owned = kept_pieces(layout, share, whole=False)
         """Function from a parameter's index to those of its pieces whose gradient this rank sums up."""
         self._trainable = [
             index

@@ -29,6 +29,7 @@ import infinity
 from infinity.build import carry_out
 from infinity.errors import ConfigError
 from infinity.planning.placement import Kind
+from infinity.ranks import SingleRank
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
@@ -144,7 +145,7 @@ def opened(
     updates = [plan.page_bytes(unit, kind) for unit in range(len(plan.homes)) for kind in Kind]
     room = {"staging_bytes": sum(updates), "chunk_update_bytes": sum(updates)}
     placed = replace(plan, homes=(homes,) * len(plan.homes), **room)
-    with carry_out(placed, model, optimizer, budget=budget) as runtime:
+    with carry_out(placed, model, optimizer, budget=budget, ranks=SingleRank()) as runtime:
         yield model, runtime
     assert files(directory) == []
 

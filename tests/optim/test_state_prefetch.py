@@ -27,6 +27,7 @@ from infinity.build import carry_out
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.scheduler import ReadAhead
 from infinity.planning.placement import Kind
+from infinity.ranks import SingleRank
 from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
@@ -87,7 +88,11 @@ def opened(
     with (
         injected(faults or Faults()),
         carry_out(
-            replace(plan, homes=homes, **staging(plan, staged)), model, optimizer, budget=budget
+            replace(plan, homes=homes, **staging(plan, staged)),
+            model,
+            optimizer,
+            budget=budget,
+            ranks=SingleRank(),
         ) as runtime,
     ):
         yield model, runtime
