@@ -72,16 +72,15 @@ class SingleExchange:
 class SingleVotes:
     """Makes commits together with the other ranks: with one rank, by itself."""
 
-    def begin(self, number: int, created: str, failure: InfinityError | None) -> tuple[int, str]:
-        """Wait until all ranks begin a commit. Returns its number, the largest that a rank proposes, and its
-        time, which is rank 0's.
+    def begin(self, last: int, now: str, failure: InfinityError | None) -> tuple[int, str]:
+        """Wait until all ranks begin a commit. Returns its number and its time, which is rank 0's.
 
-        number, created: proposals. failure: why this rank cannot. Called by the thread that trains. Raises
-        it, or the reason of another rank that cannot.
+        last: number of this rank's last commit. now: the time here. failure: why this rank cannot. Called by
+        the thread that trains. Raises it, or the reason of another rank that cannot.
         """
         if failure is not None:
             raise failure.again()
-        return number, created
+        return last + 1, now
 
     def refuse(self, failure: BaseException) -> bool:
         """Tell all ranks that this one is not ready for the commit that is begun, and will not be.

@@ -33,9 +33,9 @@ class Member:
     def __init__(self, timeout: float, **liveness: float) -> None:
         self.ranks = Ranks.of(None)
         self.bell = Bell(timeout)
-        self.wire = Wire(self.ranks, self.bell)
         self.lock = RuntimeLock()
-        self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
+        self.wire = Wire(self.ranks, self.bell, released=self.lock.released)
+        self.ballots = Ballots(self.ranks, self.wire)
         self.liveness = Liveness(self.ranks, self.bell, **liveness)
         self.conductor = threading.Thread(target=self._conduct, daemon=True)
         self.conductor.start()

@@ -16,7 +16,7 @@ from torch import nn
 import infinity
 from infinity.api import plan_for
 from infinity.checkpoint.safetensors_files import Weights
-from infinity.distributed import claims
+from infinity.distributed import agreed_plan
 from infinity.distributed.communicator import Communicator
 from infinity.errors import BudgetError
 from infinity.layout.chunks import Division
@@ -95,13 +95,13 @@ def on_one_disk() -> str:
     directory = os.path.join(os.environ["DISK"], str(RANK))
     os.mkdir(directory)
     needed = 2 * _on_nvme(directory)
-    claims.free_bytes = lambda _: needed
+    agreed_plan.free_bytes = lambda _: needed
     _on_nvme(directory)
     with open(os.path.join(directory, f"infinity-rank{RANK}.slab"), "wb") as file:
         file.write(bytes(8192))
-    claims.free_bytes = lambda _: needed - 2 * 8192
+    agreed_plan.free_bytes = lambda _: needed - 2 * 8192
     _on_nvme(directory)
-    claims.free_bytes = lambda _: needed - 4096
+    agreed_plan.free_bytes = lambda _: needed - 4096
     try:
         _on_nvme(directory)
     except BudgetError as error:

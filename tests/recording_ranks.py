@@ -26,8 +26,7 @@ from ranked_commits import COMMITS, MORE, STEPS, Job, Node, after, opened, take_
 from recorded_run import Images, Recording, images
 
 from infinity.aio import Faults
-from infinity.distributed.ballots import Ballots
-from infinity.distributed.commit_votes import CommitVotes
+from infinity.distributed.ballots import Ballots, CommitVotes
 from infinity.errors import InfinityError, StorageError
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.system.disk_files import injected

@@ -23,7 +23,7 @@ before, so the slots of both stay held.
 [Note: commits of ranks]
 With several ranks each commits its part, and no part counts unless all do. So between 4 and 5 a rank waits
 until all others have come as far. If one of them fails, this rank takes its manifest back, and its commit has
-failed, too. infinity/distributed/commit_votes.py says why a restart finds a commit that all ranks have.
+failed, too. infinity/distributed/ballots.py says why a restart finds a commit that all ranks have.
 """
 
 from __future__ import annotations
@@ -108,8 +108,6 @@ class Committer:
         self._superseded = superseded
         self._votes = votes
         self._released = released
-        self._number = generation
-        """The largest number that a commit has had, whether it was made or not."""
         self._wanted = 0
         """Number of the last commit for which another rank waits."""
         self._frozen = [
@@ -164,8 +162,7 @@ class Committer:
         except InfinityError as error:
             failure = error.again()
         now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        self._number, created = self._votes.begin(self._number + 1, now, failure)
-        return self._number, created
+        return self._votes.begin(self.generation, now, failure)
 
     def _save(
         self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object

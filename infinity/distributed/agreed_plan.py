@@ -2,6 +2,9 @@
 
 Ranks may have different budgets. Their pages must be cut alike, so all take the division of the rank whose
 chunks and units are the smallest.
+
+What one rank takes of RAM, a device or a file system is checked where it takes it. Ranks take theirs at about
+the same time, so each would find the room free that all of them need: they claim it beforehand.
 """
 
 from __future__ import annotations
@@ -15,8 +18,6 @@ import torch
 from torch import nn
 
 from infinity.config import Budget
-from infinity.distributed import claims
-from infinity.distributed.option_digests import option_digests
 from infinity.errors import ConfigError, RankDivergence
 from infinity.layout.chunks import Division
 from infinity.layout.names import named_buffers, named_parameters
@@ -25,6 +26,21 @@ from infinity.system.version import VERSION
 
 if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
+
+
+import numbers
+import os
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import astuple, dataclass
+
+from infinity.config import format_size
+from infinity.errors import BudgetError
+from infinity.system.directory import check_directory, free_bytes
+from infinity.tiers import Tier
+from infinity.tiers.arena import available_ram
+from infinity.tiers.device import available_bytes
+from infinity.tiers.slab import leftover_bytes
 
 
 def check_equal(
@@ -97,10 +113,10 @@ def agreed_plan(
     slabs.
     """
     plan = _divided_alike(communicator, plan_with)
-    told = claims.told(claims.claims_of(plan, budget, adopts=adopts(plan)))
+    told = told_claims(claims_of(plan, budget, adopts=adopts(plan)))
     cache, node = plan.node_cache_bytes, communicator.place.node
     heard = communicator.agree("offload()", node=node, claims=told, cache=cache)
-    claims.check({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
+    check_claims({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
     if cache and not all(said["cache"] for said in heard.values() if said["node"] == node):
         return replace(plan, node_cache_bytes=0)  # each rank of a node asks all others there
     return plan
@@ -133,3 +149,152 @@ def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | N
 
 def _digest(value: Any) -> str:
     return f"{zlib.crc32(repr(value).encode()):08x}"
+
+
+_PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device)
+"""Types whose `repr` says the value, the same in every process. numpy's numbers are numbers.Number, too."""
+
+
+def option_digests(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Name of an option -> a short text that is equal for equal values of it in all param groups.
+
+    A value that is neither plain nor made of plain values counts by its type, or by its name if it has one,
+    as a function: its `repr` may have an address, which differs on ranks.
+    """
+    names = sorted({name for group in groups for name in group if name != "params"})
+    return {
+        name: _digest([_text(group[name]) if name in group else "" for group in groups]) for name in names
+    }
+
+
+def digest(groups: Sequence[Mapping[str, Any]]) -> str:
+    """A short text that is equal for equal options of param groups; see `option_digests`."""
+    return _digest(option_digests(groups))
+
+
+def _text(value: Any) -> str:
+    """A text that is equal for equal values on all ranks."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        values = None if value.is_meta else value.tolist()
+        return f"{name}({values}, {value.dtype}, {tuple(value.shape)})"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, Mapping):
+        # Sorted, as sets are: their order may be another one in each process.
+        return f"{name}({sorted((_text(key), _text(each)) for key, each in value.items())})"
+    if isinstance(value, Set):
+        return f"{name}({sorted(map(_text, value))})"
+    if isinstance(value, Sequence):
+        return f"{name}({[_text(each) for each in value]})"
+    own = getattr(value, "__qualname__", "")
+    return f"{name} {getattr(value, '__module__', '')}.{own}" if isinstance(own, str) and own else name
+
+
+_CURES = {
+    Tier.HOST: "",
+    Tier.DEVICE: ", or a device of its own",
+    Tier.NVME: ", free space there, or give ranks directories on other disks",
+}
+"""What helps beside smaller budgets, as the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one rank is about to take in one place."""
+
+    tier: Tier
+    place: str
+    """Tells the places of a tier on one node apart."""
+    name: str
+    """The place, for users."""
+    wanted: int
+    """Bytes that the rank may take there."""
+    free: int
+    """Bytes that are free there, as this rank sees them."""
+    returned: int = 0
+    """Bytes there that the rank gives back before it takes any."""
+
+
+def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
+    """The claims of this rank. plan: its plan, under `budget`. adopts: whether its slabs are there already.
+
+    Of RAM and of a CUDA device a rank claims its budget. Where no host budget is given it claims none: the
+    default is a part of what is free. Of file systems it claims what its slabs need, as `disk_claims` says.
+    Raises StorageError for a directory that cannot hold slabs.
+    """
+    on_cpu = plan.device.type == "cpu"
+    ram = (budget.host_bytes or 0) + ((budget.device_bytes or 0) if on_cpu else 0)
+    found = [Claim(Tier.HOST, "", "RAM", ram, available_ram())]
+    if not on_cpu:
+        free = available_bytes(plan.device)
+        name = f"the memory of {plan.device}"
+        found.append(Claim(Tier.DEVICE, _identity(plan.device), name, plan.budgets[Tier.DEVICE], free))
+    directories = {plan.slab_directory: plan.nvme_bytes} if plan.slab_directory else budget.nvme_bytes
+    return found if adopts else found + disk_claims(plan.nvme_bytes, directories, plan.share.rank)
+
+
+def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Claim]:
+    """The claims of a rank whose slabs hold `nbytes` bytes.
+
+    budgets: directory -> the most bytes of its slab. Each file system gets at least what the directories on
+    other ones have no room for; how much more, only the striping says. What dead processes have left of this
+    rank's slabs is removed before new ones are made. Raises StorageError for a directory that cannot hold
+    slabs.
+    """
+    directories = defaultdict(list)
+    for path in budgets if nbytes else ():
+        directory = check_directory(path)
+        directories[os.stat(directory).st_dev].append((directory, budgets[path]))
+    found = []
+    for system, inside in directories.items():
+        elsewhere = sum(budgets.values()) - sum(size for _, size in inside)
+        if elsewhere >= nbytes:
+            continue
+        first, _ = inside[0]
+        found.append(
+            Claim(
+                Tier.NVME,
+                str(system),
+                f"the file system of {first}",
+                nbytes - elsewhere,
+                free_bytes(first),
+                sum(leftover_bytes(directory, rank) for directory, _ in inside),
+            )
+        )
+    return found
+
+
+def told_claims(claims: Sequence[Claim]) -> list[Any]:
+    """Claims as JSON can hold them."""
+    return [[each.tier.value, *astuple(each)[1:]] for each in claims]
+
+
+def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
+    """Check that the claims of all ranks fit where they are. Pure.
+
+    heard: rank -> (its node, its claims by `told_claims`). Raises BudgetError, the same on all ranks.
+    """
+    groups: dict[tuple[int, Tier, str], dict[int, Claim]] = {}
+    for rank, (node, claims) in sorted(heard.items()):
+        for tier, *others in claims:
+            claim = Claim(Tier(tier), *others)
+            groups.setdefault((node, claim.tier, claim.place), {})[rank] = claim
+    for (_, tier, _), group in groups.items():
+        wanted = sum(each.wanted for each in group.values())
+        free = max(each.free for each in group.values()) + sum(each.returned for each in group.values())
+        if len(group) > 1 and wanted > free:
+            first = next(iter(group.values()))
+            raise BudgetError(
+                f"Ranks {', '.join(map(str, group))} together want {format_size(wanted)} of {first.name}, "
+                f"where {format_size(free)} are free.",
+                f"Give each of them at most {format_size(free // len(group))} there{_CURES[tier]}.",
+                tier=tier.value,
+            )
+
+
+def _identity(device: torch.device) -> str:
+    """A text for a CUDA device, equal in all processes of a node, whatever devices each of them sees."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)

@@ -1,10 +1,35 @@
-"""Agreements: calls that all ranks make together, found out by ballots that each casts to all others."""
+"""Agreements: calls that all ranks make together, found out by ballots that each casts to all others.
+
+A commit of several ranks counts if every rank's part of it is durable, and else none does: `CommitVotes`.
+
+[Note: two phases]
+1. Each rank makes its part of the commit durable: its pages, and its manifest under its name. What the commit
+   before holds stays as it is.
+2. Each rank tells all others that it is ready, or why not. Once a rank has heard that all are ready, the
+   commit counts, and the rank frees the slots that only the commit before holds.
+
+So at any time there is a commit of which every rank's part is whole: a rank that has freed the slots of the
+one before knew that all have the new one. A restart continues the newest commit that all ranks have
+(infinity/distributed/agreed_commit.py). No rank decides for the others, so no rank's loss leaves a decision
+open that a restart would have to ask it for.
+
+A rank that is not ready ends the commit on all. The others then take their manifests back before they free
+the slots, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
+are never used twice, for the same reason.
+
+[Note: one vote]
+A rank votes once for each commit, for another vote could reach some ranks after they have freed slots, and
+others before. An error can end save() on one rank. If its thread of the commit has voted by then, the commit
+goes on; else the rank's vote is that it is not ready. A rank whose agreement on a commit fails does not know
+the commit's number. So votes go by the number of that agreement, which all ranks count.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE
@@ -21,6 +46,7 @@ from infinity.errors import (
     StorageFull,
     rank_failure,
 )
+from infinity.ranks import SingleVotes
 
 _KINDS: dict[str, type[InfinityError]] = {
     each.__name__: each for each in (ConfigError, CorruptState, IncompatibleCheckpoint, RankDivergence)
@@ -32,16 +58,9 @@ _SAME = "Make the same calls in the same order on all ranks."
 class Ballots:
     """Casts this rank's ballots, and collects those of the others. Used by the thread that trains alone."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        wire: Wire,
-        released: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """released: makes the context in which ballots are waited for, such as `RuntimeLock.released`."""
+    def __init__(self, ranks: Ranks, wire: Wire) -> None:
         self._ranks = ranks
         self._wire = wire
-        self._released = released
         self._cast: dict[int, dict[int, tuple[str, Any]]] = {}
         """Number of an agreement -> rank -> (call, facts). Agreements that are over are not in it."""
         self._last: dict[int, str] = {}
@@ -76,9 +95,8 @@ class Ballots:
         ballots = self._cast.setdefault(number, {})
         ballots[self._ranks.rank] = call, facts
         self._post(number, call, facts)
-        with self._wire.meter.awaiting(call), self._released():
-            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
-                pass
+        while not self._wire.wait(lambda: self._settled(ballots), call) and patient():
+            pass
         if any(each != call for each, _ in tuple(ballots.values())):
             raise self._ended(
                 RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME)
@@ -189,3 +207,93 @@ def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
         storage = StorageFull if kind == "StorageFull" else StorageError
         return storage(cause, cure, path=said["path"], errno=said["errno"])
     return _KINDS.get(kind, ConfigError)(cause, cure)
+
+
+_SLICE = 0.1
+"""Seconds after which a rank that waits looks whether it waits for the commit meanwhile."""
+
+
+class CommitVotes(SingleVotes):
+    """See [Note: commits of ranks] in infinity/checkpoint/committer.py."""
+
+    def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
+        self._ranks = ranks
+        self._wire = wire
+        self._ballots = ballots
+        self._last = 0
+        """The largest number that a commit has had, whether it was made or not."""
+        self._lock = threading.Lock()
+        """Guards the two attributes below, which two threads of this rank use."""
+        self._open = 0
+        """The agreement by which ranks begin a commit for which this rank has not voted; 0: there is none."""
+        self._refusal: Mapping[str, Any] | None = None
+        """This rank's last vote, unless that was for a commit."""
+        self._heard: dict[int, dict[int, Mapping[str, Any] | None]] = {}
+        """Number of an agreement -> rank -> what hinders it; None if it is ready. For the commit's thread."""
+
+    def begin(self, last: int, now: str, failure: InfinityError | None) -> tuple[int, str]:
+        said = None if failure is None else told(failure)
+        self._open = self._ballots.number + 1
+        mine = max(self._last, last) + 1
+        heard = self._ballots.agree("save()", {"number": mine, "created": now, "failure": said})
+        number = max(each["number"] for each in heard.values())
+        hindered = {rank: each["failure"] for rank, each in sorted(heard.items()) if each["failure"]}
+        if hindered:
+            self._open = 0  # no rank begins it
+        if failure is not None:
+            raise failure.again()
+        for rank, each in hindered.items():
+            raise error_of(f"Rank {rank} could not begin commit {number}", each)
+        self._last = number
+        return number, heard[0]["created"]
+
+    def refuse(self, failure: BaseException) -> bool:
+        with self._lock:
+            if not 0 < self._open <= self._ballots.number:
+                return False
+            self._refusal = told(failure, "save()")
+            self._vote(self._refusal)
+        return True
+
+    def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
+        with self._lock:
+            agreement = self._open
+            if not agreement:
+                assert self._refusal is not None
+                return error_of(f"Commit {number} was given up", self._refusal)
+            self._vote(None)
+        heard = self._heard.setdefault(agreement, {})
+        driven = False
+        while not self._wire.bell.wait_for(lambda: self._decided(heard), _SLICE):
+            if wanted() and not driven:
+                driven = True
+                for peer in self._ranks.peers:
+                    self._wire.post(peer, MessageKind.DRIVE, number)
+        for each in [each for each in self._heard if each <= agreement]:
+            del self._heard[each]
+        for rank, failure in sorted(heard.items()):
+            if failure is not None:
+                return error_of(f"Rank {rank} could not make its part of commit {number}", failure)
+        for peer in self._ranks.peers:
+            if peer not in heard:
+                raise rank_failure(peer, f"closed its runtime before commit {number} was made")
+        return None
+
+    def _vote(self, failure: Mapping[str, Any] | None) -> None:
+        """Tell all ranks what hinders this one; None: nothing does."""
+        agreement, self._open = self._open, 0
+        with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
+            for peer in self._ranks.peers:
+                self._wire.post(peer, MessageKind.VOTE, agreement, failure)
+
+    def _decided(self, heard: Mapping[int, Mapping[str, Any] | None]) -> bool:
+        left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
+        while True:  # behind the line above, so that the last votes of those that have left are here
+            try:
+                source, (_, (agreement, failure)) = self._wire.votes.get_nowait()
+            except queue.Empty:
+                break
+            self._heard.setdefault(agreement, {})[source] = failure
+        if any(failure is not None for failure in heard.values()):
+            return True
+        return all(peer in heard or peer in left for peer in self._ranks.peers)

@@ -17,19 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.config import Budget
 from infinity.distributed.agreed_plan import agreed_plan, check_equal
-from infinity.distributed.ballots import Ballots, check_same, error_of, told
+from infinity.distributed.ballots import Ballots, CommitVotes, check_same, error_of, told
 from infinity.distributed.bell import Bell
-from infinity.distributed.commit_votes import CommitVotes
 from infinity.distributed.conductor import Conductor
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.exchange import Exchange, InitialStates, initial_values
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
-from infinity.distributed.node_cache import NodeCache
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
-from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.remote_parts import NodeCache, RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
@@ -65,9 +63,9 @@ class Communicator(SingleRank):
         self.met = 0
         """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
         self.bell = Bell()
-        self.wire = Wire(self.ranks, self.bell, self.meter)
+        self.wire = Wire(self.ranks, self.bell, self.meter, self.lock.released)
         self.liveness = Liveness(self.ranks, self.bell)
-        self.ballots = Ballots(self.ranks, self.wire, self.lock.released)
+        self.ballots = Ballots(self.ranks, self.wire)
         self.conductor = Conductor(self.wire, self.lock, self.liveness)
         self._closed = False
         self._alone = False
@@ -181,7 +179,7 @@ class Communicator(SingleRank):
 
     def remote_pages(self, room: Pool | None) -> RemoteParts:
         cache = None if room is None else NodeCache(self.wire, room)
-        self.remote = RemoteParts(self.wire, self.lock, self.share, cache)
+        self.remote = RemoteParts(self.wire, self.share, cache)
         return self.remote
 
     def exchange(self, label: str, part: Part) -> Exchange:
@@ -204,7 +202,7 @@ class Communicator(SingleRank):
         return CommitVotes(self.ranks, self.wire, self.ballots)
 
     def serve(self, parts: Components) -> RankedStep | None:
-        store, wire, lock, remote = parts.store, self.wire, self.lock, self.remote
+        store, wire, remote = parts.store, self.wire, self.remote
         assert store.exchange is not None
         service = PageService(
             wire,
@@ -215,7 +213,7 @@ class Communicator(SingleRank):
             scheduler=parts.scheduler,
             store=store,
             room=store.exchange[0],
-            lock=lock,
+            lock=self.lock,
             health=parts.health,
         )
         step = None
@@ -231,7 +229,6 @@ class Communicator(SingleRank):
                     scheduler=parts.scheduler,
                     room=store.exchange[1],
                     most_waiting=store.plan.waiting_bytes,
-                    lock=lock,
                 )
             step = RankedStep(
                 self.share,
@@ -243,7 +240,6 @@ class Communicator(SingleRank):
                 remote=remote,
                 engine=parts.prefetch_engine,
                 gradients=parts.gradients,
-                lock=lock,
             )
         drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
         self.conductor.attach(service, step, remote.cache, drive)

@@ -16,7 +16,7 @@ import torch
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.message import Message, MessageKind, What
-from infinity.distributed.node_cache import NodeCache
+from infinity.distributed.remote_parts import NodeCache
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Part

@@ -34,7 +34,6 @@ from infinity.layout.chunks import Piece
 from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order
 from infinity.optim.scheduler import UpdateScheduler
-from infinity.system.lock import RuntimeLock
 from infinity.tiers import Pool
 
 Key = tuple[int, int, int]
@@ -96,7 +95,6 @@ class Contributions:
         scheduler: UpdateScheduler,
         room: Pool,
         most_waiting: int,
-        lock: RuntimeLock,
     ) -> None:
         """gradients: the sums. scheduler: adds to them. room: the pool into which contributions of other
         ranks come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other
@@ -117,7 +115,6 @@ class Contributions:
         self._scheduler = scheduler
         self._room = room
         self._most_waiting = most_waiting
-        self._lock = lock
         self._epoch = 0
         """Number of times that gradients were cleared. Contributions of other epochs are not mixed."""
         self._turns: Turns[Key, _Offer] = Turns(share.ranks, self._parameter_of)
@@ -227,12 +224,9 @@ class Contributions:
         offered: rank -> number of contributions that it has offered to this rank. Raises RankFailure, and
         RankDivergence after the time-out.
         """
-        with self._lock.released():
-            come = self._wire.wait_for_step(
-                lambda: all(self._heard[each] == count for each, count in offered.items()),
-                "gradients",
-            )
-        if not come:
+        if not self._wire.wait_for_step(
+            lambda: all(self._heard[each] == count for each, count in offered.items()), "gradients"
+        ):
             raise self._late("offers gradients to this rank")
         self.ended = max(ended.values())
         for rank in range(self._share.ranks):
@@ -243,9 +237,7 @@ class Contributions:
         """Wait, without the runtime's lock, until all contributions are added that this rank has to add, and
         sent that it has to send. `close_step` has been called.
         """
-        with self._lock.released():
-            come = self._wire.wait_for_step(self._idle, "gradients")
-        if not come:
+        if not self._wire.wait_for_step(self._idle, "gradients"):
             raise self._late("brings gradients to this rank or takes them")
         self._turns.go_on(self.ended)
         self._closed += 1
@@ -281,9 +273,7 @@ class Contributions:
         key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
         owner = self._share.owner(chunk_index)
         if owner == self._share.rank:
-            with self._wire.meter.awaiting("gradients"), self._lock.released():
-                come = self._bell.wait_for(lambda: self._turns.complete(key, self.ended))
-            if not come:
+            if not self._wire.wait(lambda: self._turns.complete(key, self.ended), "gradients"):
                 raise self._late("brings gradients to this rank")
             return self._sum(key)
         found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
@@ -291,8 +281,7 @@ class Contributions:
         delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
         fields = [self._epoch, self.ended, *key]
         self._wire.post(owner, MessageKind.REQUEST, delivery.number, What.SUM, *fields)
-        with self._wire.meter.awaiting("gradients"), self._lock.released():
-            delivery.wait()
+        delivery.wait()
         return found if there.item() else None
 
     # --- the conductor ----------------------------------------------------------------------------------

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from infinity.distributed.agreed_plan import digest
 from infinity.distributed.ballots import Ballots, check_same
 from infinity.distributed.contributions import Contributions
 from infinity.distributed.message import MessageKind
-from infinity.distributed.option_digests import digest
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
@@ -46,7 +46,6 @@ from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.engine import PrefetchEngine
 from infinity.ranks import GRADIENT_CURE, SingleStep
-from infinity.system.lock import RuntimeLock
 
 _OPTIONS = "options of the param groups"
 _MEMBERS = "parameters of the param groups"
@@ -75,7 +74,6 @@ class RankedStep(SingleStep):
         remote: RemoteParts,
         engine: PrefetchEngine,
         gradients: Gradients,
-        lock: RuntimeLock,
     ) -> None:
         """contributions: takes gradients to the ranks that keep their sums; None if every rank keeps all of
         them. Then `whole` sums them up.
@@ -85,7 +83,6 @@ class RankedStep(SingleStep):
         self._whole = whole
         self._share = share
         self._wire = wire
-        self._lock = lock
         self._cleared = [0] * share.ranks
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
@@ -141,8 +138,7 @@ class RankedStep(SingleStep):
         except InfinityError as error:
             self._end_failed(heard, error)
             raise
-        with self._lock.released():
-            self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
+        self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
         contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
         for content in contents.values():
             for page, having in zip(self._pages.values(), content, strict=True):
@@ -192,8 +188,7 @@ class RankedStep(SingleStep):
             self._ballots.end(error)
             return
         try:
-            with self._lock.released():
-                self._await_forgotten()
+            self._await_forgotten()
             self._await_contributions(heard)
         except InfinityError:  # a rank may have left with the error already
             self._ballots.end(error)
@@ -401,8 +396,7 @@ class RankedStep(SingleStep):
             heard = self._ballots.agree(call, {_TIMES_CLEARED: cleared, "failure": None})
             self._check_failures(call, heard, None)
             check_same(call, heard, [_TIMES_CLEARED], _SAME_VALUES)
-            with self._lock.released():
-                self._await_forgotten()
+            self._await_forgotten()
             found = self._gradients.read(unit, parameter, self._sum_of)
             self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
             return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -98,12 +99,23 @@ class Delivery(_Transfer):
         into: tuple[torch.Tensor, ...],
         unit: int | None = None,
         told: Callable[[Any], None] | None = None,
+        instead: Callable[[Delivery], object] | None = None,
+        awaiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        """instead: called if the peer has no room to relay the bytes, to have them brought from their owner.
+        awaiting: makes the context of a wait, as `Wire.awaiting` does.
+        """
         super().__init__(bell, peer, number, label, unit=unit, told=told)
         self.into = into
         """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
-        self.redirected = False
-        """Whether it has ended without bytes, because another rank is to be asked for them."""
+        self.instead = instead
+        self._awaiting = awaiting
+
+    def wait(self, timeout: float | None = None) -> object:
+        if self.done():
+            return super().wait(timeout)
+        with self._awaiting(self.label):
+            return super().wait(timeout)
 
     def end(self, failure: InfinityError | None = None) -> None:
         self.into = ()

@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +52,16 @@ class Traffic:
 class Wire:
     """All that this rank says to other ranks, and hears from them. Methods may be called by any thread."""
 
-    def __init__(self, ranks: Ranks, bell: Bell | None = None, meter: Meter | None = None) -> None:
-        """bell: rung whenever something has come; its failure ends all waits. meter: is told what crosses."""
+    def __init__(
+        self,
+        ranks: Ranks,
+        bell: Bell | None = None,
+        meter: Meter | None = None,
+        released: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """bell: rung whenever something has come; its failure ends all waits. meter: is told what crosses.
+        released: makes the context in which this rank waits for others, such as `RuntimeLock.released`.
+        """
         self.bell = Bell() if bell is None else bell
         self.meter = Meter() if meter is None else meter
         self.inbox: Inbox = queue.SimpleQueue()
@@ -64,6 +73,7 @@ class Wire:
         self.votes: Inbox = queue.SimpleQueue()
         """(source, message): the messages of the kind VOTE, in each source's order."""
         self._ranks = ranks
+        self._released = released
         self._lock = threading.Lock()
         """Guards the attributes below."""
         self._leaving: set[int] = set()
@@ -92,19 +102,33 @@ class Wire:
         """Whether a peer closes its runtime."""
         return bool(self._leaving)
 
-    def wait_for_step(self, come: Callable[[], bool], what: str) -> bool:
-        """Do what `Bell.wait_for` does, for what belongs to a step that all ranks have still to take.
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Context of a wait for other ranks, without the runtime's lock. what: as for `Meter.awaiting`."""
+        with self.meter.awaiting(what), self._released():
+            yield
 
-        what: as for `Meter.awaiting`. Called by the thread that trains. Raises RankFailure if a peer closes
-        its runtime, for then the step never comes.
+    def wait(self, come: Callable[[], bool], what: str) -> bool:
+        """Do what `Bell.wait_for` does, in the context that `awaiting` makes if nothing has come yet. Once
+        more if `come()` does not hold any more under the runtime's lock.
         """
-        if come():
-            return True
-        with self.meter.awaiting(what):
-            if not self.bell.wait_for(lambda: come() or self.leaving):
+        while not come():
+            with self.awaiting(what):
+                if not self.bell.wait_for(come):
+                    return False
+        return True
+
+    def wait_for_step(self, come: Callable[[], bool], what: str) -> bool:
+        """Do what `wait` does, for what belongs to a step that all ranks have still to take.
+
+        Called by the thread that trains. Raises RankFailure if a peer closes its runtime, for then the step
+        never comes.
+        """
+        while not come():
+            if self.leaving:
+                raise rank_failure(min(self._leaving), "closes its runtime, and this rank goes on training")
+            if not self.wait(lambda: come() or self.leaving, what):
                 return False
-        if not come():
-            raise rank_failure(min(self._leaving), "closes its runtime, and this rank goes on training")
         return True
 
     @property
@@ -132,18 +156,29 @@ class Wire:
         unit: int | None = None,
         tell: bool = False,
         told: Callable[[Delivery], None] | None = None,
+        instead: Callable[[Delivery], object] | None = None,
     ) -> Delivery:
         """Name the memory for bytes that the peer will be asked for; ask it with the delivery's number.
 
         into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. unit: the
         one to which they belong, for timelines. tell: whether a message ARRIVED comes into the inbox when the
         delivery has ended. told: called with the delivery then, by the thread that receives from the peer, or
-        by this one if the peer has left.
+        by this one if the peer has left. instead: as of Delivery.
         """
         if tell:
             told = functools.partial(self._tell, MessageKind.ARRIVED)
         number = next(self._numbers)
-        delivery = Delivery(self.bell, peer, number, label, into=tuple(into), unit=unit, told=told)
+        delivery = Delivery(
+            self.bell,
+            peer,
+            number,
+            label,
+            into=tuple(into),
+            unit=unit,
+            told=told,
+            instead=instead,
+            awaiting=self.awaiting,
+        )
         with self._lock:
             error = self._ended.get(peer)
             if error is None:
@@ -249,7 +284,9 @@ class Wire:
         if message.kind is MessageKind.REFUSAL:
             self._refused(peer, *message.fields)
         elif message.kind is MessageKind.REDIRECT:
-            self._redirected(peer, *message.fields)
+            delivery = self._no_longer_expected(peer, *message.fields)
+            if delivery is not None and delivery.instead is not None:
+                delivery.instead(delivery)
         elif message.kind is MessageKind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
@@ -281,12 +318,6 @@ class Wire:
         else:
             text = f"{name}: {cause} {cure}".rstrip(".")
             delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {text}"))
-
-    def _redirected(self, peer: int, number: int) -> None:
-        delivery = self._no_longer_expected(peer, number)
-        if delivery is not None:
-            delivery.redirected = True
-            delivery.end()
 
     def _no_longer_expected(self, peer: int, number: int) -> Delivery | None:
         with self._lock:

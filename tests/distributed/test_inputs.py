@@ -17,8 +17,14 @@ from torch import nn
 from warm_python import Popen
 
 import infinity
-from infinity.distributed.claims import Claim, check, disk_claims, told
-from infinity.distributed.option_digests import digest, option_digests
+from infinity.distributed.agreed_plan import (
+    Claim,
+    check_claims,
+    digest,
+    disk_claims,
+    option_digests,
+    told_claims,
+)
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
@@ -95,8 +101,10 @@ def of_memory(place: str, wanted: int, free: int = 100, returned: int = 0) -> Cl
 
 def checked(*ranks: tuple[int, list[Claim]]) -> None:
     """Check the claims of ranks, of each (its node, its claims), as the ranks would hear them."""
-    heard = {rank: (node, json.loads(json.dumps(told(claims)))) for rank, (node, claims) in enumerate(ranks)}
-    check(heard)
+    heard = {
+        rank: (node, json.loads(json.dumps(told_claims(claims)))) for rank, (node, claims) in enumerate(ranks)
+    }
+    check_claims(heard)
 
 
 def test_device_budgets_of_ranks_with_one_device_are_added_up() -> None:
@@ -144,7 +152,7 @@ def test_a_disk_gets_at_least_what_the_others_have_no_room_for(
         found[2] += Path(path).name == "two"
         return os.stat_result(found)
 
-    monkeypatch.setattr("infinity.distributed.claims.os.stat", apart)
+    monkeypatch.setattr("infinity.distributed.agreed_plan.os.stat", apart)
     assert [each.wanted for each in disk_claims(250, budgets, 0)] == [150, 50]
     assert [each.wanted for each in disk_claims(150, budgets, 0)] == [50]
     assert disk_claims(0, budgets, 0) == []

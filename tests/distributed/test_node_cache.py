@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +18,10 @@ from ranked_cases import Case
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.distributed.bell import Bell
 from infinity.distributed.message import MessageKind, What
-from infinity.distributed.node_cache import NodeCache, Wanted
-from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.remote_parts import NodeCache, RemoteParts, Wanted
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import rank_failure
 from infinity.layout.shards import Share
-from infinity.system.lock import RuntimeLock
-from infinity.telemetry.meter import Meter
 from infinity.tiers import HostArena
 
 BITS = (
@@ -102,15 +100,14 @@ def test_a_redirected_rank_asks_the_owner() -> None:
     wire, into = _Wire(), memory()
     remote = RemoteParts(
         wire,  # type: ignore[arg-type]
-        RuntimeLock(),
         Share(1, 4, 3, on_node=2),
         NodeCache(wire, None),  # type: ignore[arg-type]
     )
     page: Any = SimpleNamespace(index=5, version=3)
     transfer = remote.fetch(2, page, 4096, into)
     delivery, _ = wire.expected.get_nowait()
-    delivery.redirected = True
-    delivery.end()
+    assert delivery.instead is not None
+    delivery.instead(delivery)
     assert not transfer.done()
     wire.bring(4)
     transfer.wait()
@@ -131,16 +128,16 @@ class _Wire:
 
     def __init__(self) -> None:
         self.bell = Bell(1.0)
-        self.meter = Meter()
+        self.awaiting = nullcontext
         self.posted: list[tuple[Any, ...]] = []
         self.expected: queue.SimpleQueue[tuple[Delivery, torch.Tensor]] = queue.SimpleQueue()
         self.delivered: list[tuple[int, int, torch.Tensor, Dispatch]] = []
         self.refused: list[tuple[int, int]] = []
 
     def expect(
-        self, peer: int, into: list[torch.Tensor], label: str = "", *, unit: int, told: Any = None
+        self, peer: int, into: list[torch.Tensor], label: str = "", *, unit: int, **options: Any
     ) -> Delivery:
-        delivery = Delivery(self.bell, peer, 7, "parameters", into=tuple(into), told=told)
+        delivery = Delivery(self.bell, peer, 7, "parameters", into=tuple(into), **options)
         self.expected.put((delivery, into[0]))
         return delivery
 
