@@ -352,8 +352,8 @@ def await_end(commit: Commit) -> None:
 def waited_for_early() -> dict[str, Any]:
     """One rank is slow to come out of the agreement by which a commit is begun, for which others wait."""
     with started() as run:
-        ballots = run.runtime._components.ranks.ballots
-        released = ballots._released
+        wire = run.runtime._components.ranks.wire
+        released = wire._released
 
         @contextlib.contextmanager
         def slowly() -> Iterator[None]:
@@ -364,9 +364,9 @@ def waited_for_early() -> dict[str, Any]:
         for _ in range(3):
             run.step()
             if run.failing:
-                ballots._released = slowly
+                wire._released = slowly
             commit = run.save()
-            ballots._released = released
+            wire._released = released
             if run.failing:
                 await_end(commit)
             else:

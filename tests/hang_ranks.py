@@ -45,7 +45,7 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("starting the group", dist, "init_process_group"),
     ("coming", mesh, "_meet"),
     ("waiting for others", mesh, "_absent"),
-    ("connecting", dist, "new_group"),
+    ("connecting", mesh, "_groups"),
     ("meeting", Communicator, "__init__"),
     ("agreeing", Communicator, "agree"),
     ("opening tiers", Store, "__init__"),

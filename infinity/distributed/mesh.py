@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import stat
@@ -17,13 +18,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
@@ -140,16 +141,6 @@ _LATE = 3.0
 _met: Counter[tuple[int, ...]] = Counter()
 """Global ranks of a mesh -> how many runtimes these ranks have met for in this process."""
 
-_TAGS = 8
-"""Tags that a runtime may use."""
-
-_idle: dict[tuple[int, ...], Ranks] = {}
-"""Global ranks of a mesh that is not the whole world -> the last runtime's, whose groups its next one takes.
-
-Torch names such a group by its ranks alone. A second one would find the addresses of the first in the store,
-as long as a rank has not put its new one there.
-"""
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -158,10 +149,10 @@ class Ranks:
     rank: int
     """This process's number in the mesh."""
     size: int
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup]
-    """Gloo groups of our own, in which ranks send to higher and to lower ones. Nothing but `send` and
-    `receive` uses them. A group has one connection for each two ranks: with one group, what a receiver tells
-    the sender would queue behind the bytes that it sends itself.
+    groups: list[dist.ProcessGroup]
+    """Two gloo groups of our own, in which ranks send to higher and to lower ones; none after `close`. A
+    group has one connection for each two ranks: with one group, what a receiver tells the sender would queue
+    behind the bytes that it sends itself.
     """
     store: Store
     """Keys of this runtime alone: a later runtime in the same processes has others."""
@@ -169,8 +160,6 @@ class Ranks:
     """Number in the mesh -> number in the default group."""
     sockets: Mapping[int, int] = field(default_factory=dict)
     """Descriptor -> inode of the sockets that the groups and the store have opened."""
-    first_tag: int = 0
-    """An earlier runtime's receives may still wait in the groups, under smaller tags."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
@@ -189,11 +178,7 @@ class Ranks:
         before = sockets()
         try:
             store = _meet(everywhere, rank, seconds)
-            if everywhere in _idle:
-                last = _idle.pop(everywhere)
-                opened = {**last.sockets, **opened_since(before, _store_port())}
-                return replace(last, store=store, first_tag=last.first_tag + _TAGS, sockets=opened)
-            groups = _groups(everywhere, seconds)
+            groups = _groups(store, rank, len(everywhere), seconds)
         except RankFailure:
             _leaving.alone = True
             raise
@@ -207,13 +192,16 @@ class Ranks:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
         """Begin to send a contiguous CPU tensor. Returns work to wait for (FOREVER); the caller keeps it."""
-        group = self.groups[to < self.rank]
-        return dist.isend(tensor, self.everywhere[to], group=group, tag=self.first_tag + tag)
+        return self._group(to < self.rank).send([tensor], to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
         """Begin to receive into a contiguous CPU tensor of the sent size. Returns work; wait FOREVER."""
-        group = self.groups[source > self.rank]
-        return dist.irecv(tensor, self.everywhere[source], group=group, tag=self.first_tag + tag)
+        return self._group(source > self.rank).recv([tensor], source, tag)
+
+    def _group(self, lower: bool) -> dist.ProcessGroup:
+        if not self.groups:
+            raise RuntimeError("The groups are closed")
+        return self.groups[lower]
 
     def hang_up(self, *, store_alone: bool = False) -> None:
         """End all connections at once, or those to the store, so that each thread that waits gets an error.
@@ -232,11 +220,7 @@ class Ranks:
         """
         if not orderly:
             _leaving.alone = True
-        if orderly and len(self.everywhere) < dist.get_world_size():
-            _idle[self.everywhere] = self
-        elif dist.is_initialized():
-            for group in self.groups:
-                dist.destroy_process_group(group)
+        self.groups.clear()
 
 
 @dataclass
@@ -301,21 +285,15 @@ def _store_of_start(timeout: float) -> Store | None:
     return PrefixStore(f"start-{number}", store)
 
 
-def _groups(everywhere: tuple[int, ...], timeout: float) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _groups(store: Store, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
     """Connect the ranks, which have met. Raises RankFailure."""
-    whole = len(everywhere) == dist.get_world_size()
     deadline = Deadline(timeout + _LATE, store_port=_store_port())
 
-    def connect() -> Any:
-        return dist.new_group(
-            list(everywhere),
-            timeout=timedelta(seconds=timeout),
-            backend="gloo",
-            use_local_synchronization=not whole,
-        )
+    def connect(name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
 
     try:
-        return deadline.run(connect), deadline.run(connect)
+        return [deadline.run(functools.partial(connect, name)) for name in ("higher", "lower")]
     except RuntimeError as error:
         raise _unconnected(error, deadline) from error
 

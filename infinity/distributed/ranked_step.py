@@ -136,7 +136,7 @@ class RankedStep(SingleStep):
             check_same(call, heard, _EQUAL, _SAME_VALUES)
             dropped = self._agreed_drops(call, {rank: said["dropped"] for rank, said in heard.items()})
         except InfinityError as error:
-            self._end_failed(heard, error)
+            self._end_failed(call, heard, error)
             raise
         self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
         contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
@@ -182,7 +182,7 @@ class RankedStep(SingleStep):
         self._added.difference_update(found)
         return found
 
-    def _end_failed(self, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
+    def _end_failed(self, call: str, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
         """Complete the contributions of a step that fails by `error`; see [Note: after a failed step]."""
         if len({said[_TIMES_CLEARED] for said in heard.values()}) > 1:
             self._ballots.end(error)
@@ -190,6 +190,8 @@ class RankedStep(SingleStep):
         try:
             self._await_forgotten()
             self._await_contributions(heard)
+            # A rank that goes on may contribute again, which would come to one that has not ended the step.
+            self._ballots.agree(f"the end of {call}")
         except InfinityError:  # a rank may have left with the error already
             self._ballots.end(error)
 

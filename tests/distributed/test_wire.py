@@ -85,8 +85,15 @@ def test_a_rank_whose_store_is_gone_does_not_meet_the_others(function: str) -> N
     ]
 
 
-def test_one_rank_alone_imports_nothing_of_it() -> None:
-    code = (
-        "import infinity, sys; sys.exit(any(each.startswith('infinity.distributed') for each in sys.modules))"
-    )
+def test_one_rank_imports_nothing_of_it_and_starts_no_thread_for_it() -> None:
+    code = """
+import sys, threading, torch, infinity
+model = torch.nn.Linear(8, 8)
+budget = infinity.Budget(host="64MiB")
+with infinity.offload(model, torch.optim.SGD(model.parameters()), budget=budget, device="cpu") as runtime:
+    model(torch.ones(2, 8)).sum().backward()
+    runtime.optimizer.step()
+    threads = {each.name for each in threading.enumerate()} - {"MainThread"}
+    sys.exit(any(each.startswith("infinity.distributed") for each in sys.modules) or bool(threads))
+"""
     assert Popen([sys.executable, "-c", code], cwd=rank_processes.TESTS).wait() == 0
