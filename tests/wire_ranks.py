@@ -243,7 +243,7 @@ def host_gone_meanwhile() -> list[str]:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         return meeting()
-    dist.distributed_c10d._get_default_store().wait(["infinity/0/0-1/0/here/1"])
+    dist.distributed_c10d._get_default_store().wait(["infinity/0/all/0/here/1"])
     os.kill(os.getpid(), signal.SIGKILL)
     return []
 

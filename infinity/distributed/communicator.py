@@ -75,8 +75,7 @@ class Communicator(SingleRank):
         launcher.record_at_exit()
 
     def released(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.lock.released()
-        return context
+        return self.lock.released()
 
     def gather(self, call: str, fact: Any, patient: Callable[[], bool] = lambda: False) -> dict[int, Any]:
         return self.ballots.agree(call, fact, patient=patient)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -223,14 +224,8 @@ class Ranks:
         self.groups.clear()
 
 
-@dataclass
-class _Leaving:
-    """How this process leaves the default group."""
-
-    alone: bool = False
-
-
-_leaving = _Leaving()
+_leaving = SimpleNamespace(alone=False)
+"""Whether this process leaves the default group without waiting for others."""
 
 
 def _initialise(cuda: bool, timeout: float) -> None:
@@ -372,7 +367,9 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
     Making a group would wait as long as the group's own time-out. Raises RankDivergence if a rank does not
     come, and RankFailure if the store is gone.
     """
-    name = f"infinity/{launcher.start_number()}/{','.join(_spans(everywhere))}/{_met[everywhere]}"
+    whole = len(everywhere) == dist.get_world_size()
+    ranks = "all" if whole else ",".join(map(str, everywhere))
+    name = f"infinity/{launcher.start_number()}/{ranks}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     keys = [f"here/{each}" for each in range(len(everywhere))]
     deadline = Deadline(timeout + _LATE, store_port=_store_port())
@@ -406,17 +403,6 @@ def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
     except RuntimeError:  # the time is up, or the store is gone
         return [each for each, key in enumerate(keys) if not store.check([key])]
     return []
-
-
-def _spans(ranks: tuple[int, ...]) -> list[str]:
-    """The ranks as text, short where they follow each other: (0, 1, 2, 6) gives ["0-2", "6-6"]."""
-    spans: list[list[int]] = []
-    for each in ranks:
-        if spans and spans[-1][1] == each - 1:
-            spans[-1][1] = each
-        else:
-            spans.append([each, each])
-    return [f"{first}-{last}" for first, last in spans]
 
 
 def _leave() -> None:
