@@ -288,12 +288,7 @@ class _Wiring:
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Return the bytes that torch has allocated on a CUDA device, less those of the model's parameters and
-    buffers.
-
-    Parameters are left out because pages replace them, and buffers because the plan counts them. Returns 0
-    for the CPU.
-    """
+    """Bytes that torch has allocated on a CUDA device, besides the model, which pages replace."""
     if device.type != "cuda":
         return 0
     here = {

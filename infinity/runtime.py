@@ -624,9 +624,7 @@ def _end(
     *,
     finally_: Callable[[], None] | None = None,
 ) -> None:
-    """As `Runtime.close`. ends_of_hooks: functions that remove the runtime's hooks from the model. finally_:
-    called at the end.
-    """
+    """As `Runtime.close`. finally_: called at the end."""
     if parts.health.forked:
         return
     with parts.pager.lock:

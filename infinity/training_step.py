@@ -495,9 +495,7 @@ class TrainingStep:
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_slots(self) -> None:
-        """Note that the gradients of this step are lost if one is in a `.grad` slot: a hook of the user has
-        failed before the one that empties the slot.
-        """
+        """The gradients are lost if a hook of the user failed before the one that empties a `.grad` slot."""
         if any(raw_gradient(each) is not None for each in self._trained):
             self._gradients.lose(RuntimeError())
 
@@ -541,11 +539,7 @@ class TrainingStep:
         parts.prefetch_engine.look_ahead()
 
     def _update_matrices(self) -> None:
-        """Update every matrix that has a gradient and a group, one after the other, by Muon's rule.
-
-        A matrix comes together in RAM, and is written to its page as an edit whose masters are known. Over
-        ranks each rank computes all of it, and keeps its part.
-        """
+        """Update matrices by Muon's rule, each as an edit of its page; each rank keeps its part."""
         started = time.perf_counter()
         rule, groups = self._states.rule, self._group_of()
         for unit, page in self._gradients.pages.items():
@@ -581,10 +575,7 @@ class TrainingStep:
         del states.given[unit, index]
 
     def _check_stepped(self, call: str) -> None:
-        """Raise ConfigError if eager updates may have begun in a step that has not called `step`.
-
-        Over ranks other ranks may have begun them once this rank has any gradient. call: what user code does.
-        """
+        """Raise ConfigError if eager updates may have begun in a step that has not called `step`."""
         eager = self._eager
         if eager is None or eager.ended or not (eager.begun or (self._ranks.updates_elsewhere and self.open)):
             return
@@ -630,11 +621,7 @@ class TrainingStep:
         ]
 
     def _agreed_norm(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]]) -> float:
-        """Agree with all ranks that the gradients are complete, and return their norm.
-
-        keys: returns the parameters, (unit, index), whose gradients must have one factor. Raises the error by
-        which gradients were lost, on any rank, and the errors of `RankedStep.settle`.
-        """
+        """The norm of complete gradients, all of which, `keys`, have one factor."""
         gradients = self._gradients
         before = set(self._having())
         # An eager step with a lost gradient ends as one that is not finite does; see `_check_whole_updates`.
@@ -647,9 +634,7 @@ class TrainingStep:
     def _settle(
         self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple, *, forgiving: bool = False
     ) -> ExactSum:
-        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ.
-        forgiving: as of `RankedStep.settle`.
-        """
+        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ."""
         failure: InfinityError | None = None
         try:
             self._group_of()
@@ -685,10 +670,7 @@ class TrainingStep:
         self._edits.updated(unit)
 
     def _group_of(self) -> Mapping[tuple[int, int], int]:
-        """`_groups`, after changes that user code has made to the lists of the groups' parameters.
-
-        Raises ConfigError for a tensor that is no parameter of the model, or is in two places.
-        """
+        """`_groups`, after changes that user code has made to the lists of the groups' parameters."""
         members = [[id(each) for each in group["params"]] for group in self._param_groups]
         if members != self._members:
             groups: dict[tuple[int, int], int] = {}
@@ -713,11 +695,7 @@ class TrainingStep:
         return [key for key in self._having() if key in self._groups]
 
     def _values(self, place: Place) -> torch.Tensor:
-        """Copy a parameter's values to RAM and return them, with all edits that the user has made in place.
-
-        place: the parameter's page, and its index there. The result has shape (numel,), in the order of the
-        parameter's memory and in the dtype of its page.
-        """
+        """A copy in RAM of a parameter's values, (numel,) in memory order, with the user's edits."""
         page = place.page
         self._edits.write_back(page)
         return self._pager.copied_values(place)

@@ -415,8 +415,8 @@ class ContinuedCommit(Closing):
     """
 
     def __init__(self, ranks: SingleRank, given: Path, files: DiskFiles, lock: PathLock) -> None:
-        """All ranks call this. given: the directory that the user gives. lock: of this rank's own directory in
-        it. Raises the errors of `find_parts`, and StorageError (EBUSY) for a part that is in use.
+        """All ranks call this. given: the directory that the user gives. lock: of this rank's directory
+        in it. Raises the errors of `find_parts`, and StorageError (EBUSY) for a part that is in use.
         """
         share = ranks.share
         self._connection = ranks

@@ -123,9 +123,7 @@ def agreed_plan(
 
 
 def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:
-    """Make this rank's plan, with the division of the rank whose pieces are the smallest. Raises ConfigError
-    if this rank's budget has no room for it.
-    """
+    """Make this rank's plan, with the division of the rank whose pieces are the smallest."""
     plan = plan_with(None)
     division = Division.of(plan.layout)
     size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]

@@ -208,10 +208,7 @@ class InitialStates:
         )
 
     def _parts(self, told: _Told, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of all ranges of a moment or master that this rank keeps.
-
-        values: float32 (count,) in RAM, in the order of memory; at most _STATES elements.
-        """
+        """Yield (first element, fp32 values) of all ranges of a moment or master that this rank keeps."""
         number = told.first_number + told.names.index(name)
         for _, whole in self._states.pages[told.unit].pieces(told.parameter):
             for piece in whole.parts(_STATES):

@@ -362,11 +362,7 @@ def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
-    """Wait until all ranks are here. Returns the store of this meeting.
-
-    Making a group would wait as long as the group's own time-out. Raises RankDivergence if a rank does not
-    come, and RankFailure if the store is gone.
-    """
+    """Wait until all ranks are here. Returns the store of this meeting."""
     whole = len(everywhere) == dist.get_world_size()
     ranks = "all" if whole else ",".join(map(str, everywhere))
     name = f"infinity/{launcher.start_number()}/{ranks}/{_met[everywhere]}"
@@ -395,9 +391,7 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
 
 
 def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
-    """Wait until the store has all keys; return the places of those that it has not got within `timeout`
-    seconds. Raises RuntimeError if the store is gone.
-    """
+    """Wait until the store has all keys; return the places of those that do not come in time."""
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError:  # the time is up, or the store is gone
@@ -406,10 +400,7 @@ def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
 
 
 def _leave() -> None:
-    """Destroy the default group that was initialised here, at the end of the process.
-
-    The process that hosts the store stays until the others have left, for 10 s at most.
-    """
+    """Destroy the default group at the end of the process; who hosts the store waits for the others."""
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()

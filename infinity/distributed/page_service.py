@@ -186,9 +186,7 @@ class PageService:
         return self._remote.kept(request.source, self._pages[request.unit], start, nbytes)
 
     def _has_edits(self, request: _Request) -> bool:
-        """Whether the home has all edits that the asking rank has made; see [Note: edits over ranks] in
-        infinity/pages/edits.py.
-        """
+        """Whether the home has all edits that the asking rank has made."""
         return self._pages[request.unit].home_version >= request.fields[2]
 
     def _place(self, request: _Request) -> tuple[Home, int, int]:

@@ -162,11 +162,7 @@ class RankedStep(SingleStep):
     def _agreed_drops(
         self, call: str, heard: Mapping[int, Sequence[tuple[int, int, bool]]]
     ) -> list[tuple[int, int]]:
-        """The parameters, (unit, index), whose gradients all ranks have dropped.
-
-        heard: rank -> what it has told of `_dropped`. Raises RankDivergence for one that a rank has not
-        dropped, while another one had a gradient to drop.
-        """
+        """The parameters, (unit, index), whose gradients all ranks have dropped."""
         told = {rank: {(unit, index) for unit, index, _ in each} for rank, each in heard.items()}
         found = sorted({(unit, index) for each in heard.values() for unit, index, had in each if had})
         for place in found:
@@ -196,10 +192,7 @@ class RankedStep(SingleStep):
             self._ballots.end(error)
 
     def _contributed(self) -> dict[str, Any]:
-        """The facts of a ballot about what this rank has contributed since it last cleared its gradients.
-
-        "backwards": number that it has ended. "offered": number of contributions to each rank.
-        """
+        """How many backwards this rank has ended, and contributions offered to each rank."""
         contributions, ranks = self.contributions, range(self._share.ranks)
         if contributions is None or self._outdated:
             # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
@@ -213,9 +206,7 @@ class RankedStep(SingleStep):
         contents: Mapping[int, list[set[int]]],
         dropped: Sequence[tuple[int, int]],
     ) -> None:
-        """Complete the sums of gradients that this rank owns. dropped: parameters, (unit, index), whose
-        gradients are to be forgotten.
-        """
+        """Complete the sums that this rank owns, and forget the gradients `dropped`, (unit, index)."""
         self._complete_contributions(heard)
         if self._whole is not None:
             self._whole.sum_up(contents)
@@ -242,10 +233,7 @@ class RankedStep(SingleStep):
         self.contributions.await_all()
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
-        """Do a part of the work, and wait until all ranks have. Returns the sum of squares of all gradients.
-
-        Raises the error of this rank, and RankFailure for an error of another one.
-        """
+        """Do a part of the work, and wait until all ranks have. Returns the sum of squares."""
         squares, failure = ExactSum(), None
         try:
             work()

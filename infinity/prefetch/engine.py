@@ -338,11 +338,7 @@ class PrefetchEngine:
             self._resident.move_to_end(unit)
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
-        """Start to fetch the page of a unit that is AWAY, evicting other pages if there is no room.
-
-        The page is ARRIVING afterwards, or PRESENT if views have kept its earlier device memory alive, which
-        is then used again. pinned: units to evict last. ahead: as in Arrival.
-        """
+        """Start to fetch the page of a unit that is AWAY; it is PRESENT at once if views have kept it."""
         page = self.pages[unit]
         if self.store.device.shares_host and not (self._parts and page.home.in_place):
             self.updates.release(unit)
@@ -425,9 +421,7 @@ class PrefetchEngine:
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
-        """For the checker of memory accesses in tests: computation reads the unit's page. Called on demand
-        and eviction.
-        """
+        """For the checker of memory accesses in tests: computation reads the unit's page."""
         residency = self.pages[unit].residency
         if residency is not None:
             self.store.link.uses(User.COMPUTE, residency, writes=False, label="page")
@@ -473,12 +467,7 @@ class PrefetchEngine:
         self.updates.advance()
 
     def _lease(self, unit: int, pinned: set[int]) -> Lease:
-        """Lease device memory for the unit's page, making room step by step.
-
-        Pages that the trace expects to be used latest are evicted first, then all others that are not pinned,
-        at last the pinned pages. pinned: units to evict last. Raises BudgetError if there is no room even
-        then.
-        """
+        """Lease device memory for the unit's page, making room step by step. pinned: evicted last."""
         pool, nbytes = self.store.resident, self.pages[unit].nbytes
         if pool.largest_free < nbytes:
             free = pool.nbytes - pool.leased
@@ -519,9 +508,7 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the pinned pages too: the gaps between them may be too small for the missing page. `demand`
-        then brings the pages of its units again, one after the other, into the emptied pool.
-        """
+        """Evict the pinned pages too: `demand` brings its own again, into the emptied pool."""
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)
 
@@ -588,9 +575,7 @@ class PrefetchEngine:
             self._remote.published([self.pages[unit] for unit in units])
 
     def _keep_others(self, page: ParameterPage) -> None:
-        """Write to the home what an arrival brought from other ranks, so that later arrivals read it
-        there.
-        """
+        """Write to the home what an arrival brought from other ranks."""
         assert page.residency is not None
         for span in page.shard.others_chunks:
             source = page.residency[span.start : span.start + span.nbytes]
@@ -615,9 +600,7 @@ class PrefetchEngine:
             yield _Part(there, here, self._remote.fetch(span.owner, page, start, here))
 
     def _refresh(self, unit: int) -> None:
-        """Bring the parts of other ranks into a permanent page, if they are outdated there, and wait for
-        them.
-        """
+        """Wait until a permanent page has the present parts of other ranks."""
         page = self.pages[unit]
         if unit not in self._behind or not page.permanent:
             return
