@@ -22,6 +22,7 @@ from infinity.config import Precision
 from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
+from infinity.system.lock import RuntimeLock
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -75,7 +76,7 @@ def run_fake_step(
         device = torch.device("cpu")  # autograd would end the process
     unknown = None
     try:
-        with same_generators(), _quiet(), torch.compiler.set_stance("force_eager"):
+        with _signals_wait(), same_generators(), _quiet(), torch.compiler.set_stance("force_eager"):
             with mode:
                 fake, copier = fake_model(model, mode, precision, device)
                 inputs = InputCast(model, precision, warn=False)
@@ -129,6 +130,19 @@ def _reason(error: Exception) -> str:
     else:
         text = f"the dry run ended with {type(error).__name__}: {line}"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Have Ctrl-C arrive at the end: an error that a handler raises in code of Python that torch dispatches
+    an operation to may end the process (std::terminate).
+    """
+    lock = RuntimeLock()
+    try:
+        with lock:
+            yield
+    finally:
+        lock.close()
 
 
 @contextmanager

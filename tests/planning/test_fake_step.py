@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import random
+import signal
 import threading
 import weakref
 from collections import Counter, deque
@@ -478,6 +479,26 @@ def test_an_interrupt_restores_too() -> None:
     before = state_of(LOG, global_generators())
     with pytest.raises(KeyboardInterrupt):
         dry(Interrupting(), X)
+    assert state_of(LOG, global_generators()) == before
+
+
+def test_a_signal_in_a_step_arrives_at_its_end(monkeypatch) -> None:
+    """Raised in what torch calls for an operation, KeyboardInterrupt ended the process with SIGABRT."""
+    ended = []
+    backward = fake_step._backward
+    monkeypatch.setattr(fake_step, "_backward", lambda output: ended.append(backward(output)))
+
+    class Signalled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            LOG.append(x)
+            signal.raise_signal(signal.SIGINT)
+            return super().forward(x)
+
+    model = Signalled(8, 8)
+    before = state_of(LOG, global_generators())
+    with pytest.raises(KeyboardInterrupt):
+        dry(model, X)
+    assert ended == [None]
     assert state_of(LOG, global_generators()) == before
 
 
