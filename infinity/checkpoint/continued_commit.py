@@ -81,8 +81,7 @@ def directory_of(directory: str | os.PathLike[str], share: Share) -> str:
 
     directory: the one that the user gives. Raises ConfigError for a value that cannot be a path.
     """
-    text = path_text(directory)
-    return text if share.ranks == 1 else os.path.join(text, name_of(share.rank, share.ranks))
+    return str(Path(path_text(directory)) / name_of(share.rank, share.ranks))
 
 
 def name_of(rank: int, ranks: int) -> str:

@@ -16,7 +16,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.planning.plan import Plan
 from infinity.ranks import SingleRank
 from infinity.system.closing import Closing
-from infinity.system.directory import check_directory, make_directory, unmake
+from infinity.system.directory import check_directory, make_directory, path_text, unmake
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import NvmeTier, remove_slab
 from infinity.tiers.path_lock import PathLock
@@ -53,10 +53,12 @@ class Checkpoint(Closing):
         made: list[str] = []
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
-            if resume is not None and (share.ranks == 1 or os.path.lexists(resume)):
-                check_directory(resume)
+            there = None if resume is None else directory_of(resume, share)
             # The part of a rank that runs on another node now is not here, and its directory is made.
-            makes = resume is None or directory is not None or share.ranks > 1
+            inside = resume is not None and there is not None and Path(there) != Path(path_text(resume))
+            if resume is not None and (not inside or os.path.lexists(resume)):
+                check_directory(resume)
+            makes = resume is None or directory is not None or inside
             self.directory: Path = make_directory(target, made) if makes else check_directory(target)
             self._run = ranks.name_of_run() if resume is None else None
             self._removed_from: Mapping[Path, PathLock] = {}
@@ -66,9 +68,8 @@ class Checkpoint(Closing):
             self.locks: dict[Path, PathLock] = {}
             """The locks of directories that this object holds, which tiers use, too."""
             self._lock(self.directory, cleanup)
-            if resume is not None:
-                there = directory_of(resume, share)
-                source = make_directory(there, made) if share.ranks > 1 else check_directory(there)
+            if resume is not None and there is not None:
+                source = make_directory(there, made) if inside else check_directory(there)
                 if source not in self.locks:
                     self._lock(source, cleanup)
                 lock = self.locks[source]
