@@ -164,12 +164,10 @@ def slots_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
 def old_commit_removed_before_the_new_one(patch: Patch, faults: Faults) -> None:
     write = commit_files.write
 
-    def careless(
-        manifest: Any, checksums: Any, tensors: Any, where: Any, files: DiskFiles, **tier: Any
-    ) -> None:
+    def careless(saved: Any, where: Any, files: DiskFiles, **tier: Any) -> None:
         for each in commit_files.generations(where):
             commit_files.remove(where, each, files)
-        write(manifest, checksums, tensors, where, files, **tier)
+        write(saved, where, files, **tier)
 
     patch.setattr(commit_files, "write", careless)
 

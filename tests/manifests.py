@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors, encode
+from infinity.checkpoint.commit_files import SavedCommit
 from infinity.checkpoint.manifest import (
     FORMAT,
     LossScaleEntry,
@@ -33,12 +33,11 @@ from infinity.checkpoint.manifest import (
 from infinity.checksum import crc32c
 from infinity.tiers import SlabRecord, VolumeRecord
 
-Commit = tuple[Manifest, npt.NDArray[np.uint32], Tensors]
 CHECKSUMS = 13
 """Number of checksums of the small manifest."""
 
 
-def small(generation: int = 7) -> Commit:
+def small(generation: int = 7) -> SavedCommit:
     """A manifest of a bf16 parameter in two ranges, with int8 moments, and a frozen fp32 parameter."""
     tensors: Tensors = {}
     manifest = Manifest(
@@ -59,7 +58,7 @@ def small(generation: int = 7) -> Commit:
         run=run_record(tensors),
     )
     checksums = np.arange(CHECKSUMS, dtype=np.uint32) * np.uint32(0x11111111)
-    return manifest, checksums, tensors
+    return SavedCommit(manifest, checksums, tensors)
 
 
 def run_record(tensors: Tensors) -> RunRecord:
@@ -145,11 +144,10 @@ def tree() -> Any:
     return json.loads(original()[0].split(b"\n", 1)[1])
 
 
-def contents(commit: Commit) -> tuple[bytes, bytes]:
+def contents(commit: SavedCommit) -> tuple[bytes, bytes]:
     """The content of a commit's manifest and data file."""
-    manifest, checksums, tensors = commit
-    data = commit_files.data_bytes(manifest, checksums, tensors)
-    return commit_files.manifest_bytes(manifest, data), data
+    data = commit_files.data_bytes(commit)
+    return commit_files.manifest_bytes(commit.manifest, data), data
 
 
 def changed(root: Any, path: str, content: Any) -> Any:

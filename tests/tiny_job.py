@@ -199,7 +199,7 @@ def _die_in_the_first_commit() -> None:
     write = commit_files.write
 
     def dying(*arguments: Any, **_: Any) -> None:
-        directory = Path(arguments[3]).parent / "rank-0"
+        directory = Path(arguments[1]).parent / "rank-0"
         while not commit_files.generations(directory):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

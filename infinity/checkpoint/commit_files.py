@@ -18,7 +18,6 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +63,7 @@ class SavedCommit:
 
     manifest: Manifest
     checksums: npt.NDArray[np.uint32]
-    """The CRC-32Cs of blocks' bytes to which `Place.checksum` refers; shape (n,)."""
+    """The CRC-32Cs of blocks' bytes to which `StoredArray.checksum` refers; shape (n,)."""
     tensors: Tensors
     """The tensors to which encoded values in the manifest refer."""
     skipped: tuple[str, ...] = ()
@@ -91,9 +90,7 @@ def _temporary_path(directory: str | os.PathLike[str], generation: int) -> Path:
 
 
 def write(
-    manifest: Manifest,
-    checksums: npt.NDArray[np.uint32],
-    tensors: Tensors,
+    saved: SavedCommit,
     directory: str | os.PathLike[str],
     files: DiskFiles,
     *,
@@ -101,22 +98,20 @@ def write(
 ) -> None:
     """Write a commit into `directory`; when this returns, it is durable.
 
-    The pages that the manifest describes must be durable before the call. checksums: CRC-32Cs of the bytes of
-    blocks, shape (n,). tensors: those to which the manifest's values refer. A data file and a
-    temporary file of this generation, which a crash left behind, are replaced. tier: has the slabs, which are
-    given the names of committed ones; see [Note: the name of a slab says whose it is] in
-    infinity/tiers/slab.py.
+    The pages that it describes must be durable before the call. A data file and a temporary file of this
+    generation, which a crash left behind, are replaced. tier: has the slabs, which are given the names of
+    committed ones; see [Note: the name of a slab says whose it is] in infinity/tiers/slab.py.
 
     Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
     this generation. After an error before the manifest has its name, neither file is left, and slabs have the
     names of before. Raises ConfigError if the files could not be read again, for instance because a name has
     half a surrogate pair.
     """
-    generation = manifest.generation
+    generation = saved.manifest.generation
     path, data, temporary = (
         each(directory, generation) for each in (manifest_path, data_path, _temporary_path)
     )
-    content, text = contents(manifest, checksums, tensors)
+    content, text = contents(saved)
     if os.path.lexists(path):
         raise storage_error("create", os.fspath(path), None, errno.EEXIST, cure="Use a new generation.")
     files.remove(data)
@@ -167,28 +162,30 @@ def take_back(
             _undo(directory, generation, files, tier)
 
 
-def contents(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> tuple[bytes, bytes]:
-    """The contents of a commit's data file and of its manifest. checksums, tensors: as for `write`.
-
-    Raises ConfigError if they could not be read again.
+def contents(saved: SavedCommit) -> tuple[bytes, bytes]:
+    """The contents of a commit's data file and of its manifest. Raises ConfigError if they could not be read
+    again.
     """
-    path = manifest_path("", manifest.generation)
-    with _readable(manifest.generation):
-        data = data_bytes(manifest, checksums, tensors)
-        text = manifest_bytes(manifest, data)
+    generation = saved.manifest.generation
+    path = manifest_path("", generation)
+    try:
+        data = data_bytes(saved)
+        text = manifest_bytes(saved.manifest, data)
         if len(text) > MANIFEST_LIMIT:
             raise corrupt(path.name, f"would have {len(text)} bytes, more than {MANIFEST_LIMIT}")
         from_bytes(text, data, path)
+    except CorruptState as error:
+        cure = "Rename what the text names, or file a bug if it names nothing of yours."
+        raise ConfigError(f"Commit {generation} could not be read again: {error.cause}", cure) from error
     return data, text
 
 
-def data_bytes(manifest: Manifest, checksums: npt.NDArray[np.uint32], tensors: Tensors) -> bytes:
-    """The content of a data file: the checksums, bound to what they are of, and `tensors`.
-
-    checksums: as for `write`. Raises CorruptState as `_block_identities` does.
+def data_bytes(saved: SavedCommit) -> bytes:
+    """The content of a data file: the checksums, bound to what they are of, and the tensors. Raises
+    CorruptState if arrays refer to checksums past the end of the table, or to more than there are.
     """
-    bound = checksums ^ _block_identities(manifest, len(checksums))
-    return packed({_CHECKSUMS: torch.from_numpy(bound), **tensors})
+    bound = saved.checksums ^ _block_identities(saved.manifest, len(saved.checksums))
+    return packed({_CHECKSUMS: torch.from_numpy(bound), **saved.tensors})
 
 
 def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
@@ -196,15 +193,6 @@ def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
     body = dumps({"data": DataFile.of(data), **vars(manifest)})
     start = f"infinity-commit {FORMAT} {len(body)} ".encode()
     return b"".join((start, f"{crc32c(body, crc32c(start)):08x}\n".encode(), body))
-
-
-@contextlib.contextmanager
-def _readable(generation: int) -> Iterator[None]:
-    try:
-        yield
-    except CorruptState as error:
-        cure = "Rename what the text names, or file a bug if it names nothing of yours."
-        raise ConfigError(f"Commit {generation} could not be read again: {error.cause}", cure) from error
 
 
 def generations(directory: str | os.PathLike[str]) -> list[int]:

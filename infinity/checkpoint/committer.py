@@ -333,9 +333,7 @@ class Committer:
             nvme.sync().wait()
         made = self._recorder.finish(draft, commit)
         try:
-            commit_files.write(
-                made.manifest, made.checksums, made.tensors, self.directory, self._store.files, tier=nvme
-            )
+            commit_files.write(made, self.directory, self._store.files, tier=nvme)
             commit.state = CommitState.NAMED
         except InfinityError as error:
             if self._may_be_named(commit.generation):

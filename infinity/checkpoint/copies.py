@@ -231,7 +231,9 @@ def write_copy(
             rule=arrays.rule,
             parameters=tuple(arrays.entries),
         )
-        data, text = commit_files.contents(manifest, np.concatenate(arrays.checksums), run.tensors)
+        data, text = commit_files.contents(
+            SavedCommit(manifest, np.concatenate(arrays.checksums), run.tensors)
+        )
         write(commit_files.data_path("", _GENERATION).name, [data])
         write(commit_files.manifest_path("", _GENERATION).name, [text])
 

@@ -65,7 +65,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "file-format.md"
 
 
 def test_a_commit_has_these_bytes(tmp_path: Path) -> None:
-    write(*small(), tmp_path, DiskFiles())
+    write(small(), tmp_path, DiskFiles())
     assert (tmp_path / "commit-7").read_bytes() == FIRST_LINE + BODY
     assert (tmp_path / "commit-7.safetensors").read_bytes() == DATA
 
@@ -74,7 +74,8 @@ def test_these_bytes_are_read(tmp_path: Path) -> None:
     (tmp_path / "commit-7").write_bytes(FIRST_LINE + BODY)
     (tmp_path / "commit-7.safetensors").write_bytes(DATA)
     found = read(tmp_path, 7, DiskFiles())
-    manifest, checksums, tensors = small()
+    commit = small()
+    manifest, checksums, tensors = commit.manifest, commit.checksums, commit.tensors
     assert found.manifest == manifest
     assert found.checksums.tolist() == checksums.tolist()
     assert found.tensors.keys() == tensors.keys()

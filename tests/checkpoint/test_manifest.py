@@ -36,8 +36,9 @@ def names(directory: Path) -> list[str]:
 
 
 def test_a_commit_comes_back(tmp_path: Path) -> None:
-    manifest, checksums, tensors = small()
-    write(manifest, checksums, tensors, tmp_path, FILES)
+    commit = small()
+    manifest, checksums, tensors = commit.manifest, commit.checksums, commit.tensors
+    write(commit, tmp_path, FILES)
     assert names(tmp_path) == ["commit-7", "commit-7.safetensors"]
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     found = newest(tmp_path, FILES)
@@ -55,7 +56,7 @@ def test_a_commit_comes_back(tmp_path: Path) -> None:
 def test_every_manifest_comes_back(data: st.DataObject) -> None:
     """Manifests with free values and texts give equal manifests, and values with the same types."""
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-    manifest, _, tensors = small()
+    manifest, tensors = small().manifest, small().tensors
     value = data.draw(VALUES)
     run = dataclasses.replace(
         manifest.run,
@@ -110,16 +111,16 @@ ORDER = [
 
 def test_the_order_of_a_commit(tmp_path: Path) -> None:
     recorder = Recorder()
-    write(*small(), tmp_path, DiskFiles(recorder))
+    write(small(), tmp_path, DiskFiles(recorder))
     assert recorder.operations == [*ORDER, ("sync directory", tmp_path.name, "")]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("failing", range(len(ORDER) + 1))
 def test_a_failed_operation_leaves_the_commit_before(tmp_path: Path, failing: int, code: int) -> None:
-    write(*small(3), tmp_path, FILES)
+    write(small(3), tmp_path, FILES)
     with pytest.raises(StorageFull if code == errno.ENOSPC else StorageError) as caught:
-        write(*small(), tmp_path, DiskFiles(Recorder(failing, code)))
+        write(small(), tmp_path, DiskFiles(Recorder(failing, code)))
     assert caught.value.errno == code
     before = ["commit-3", "commit-3.safetensors"]
     last = failing == len(ORDER)  # the sync of the directory
@@ -127,37 +128,38 @@ def test_a_failed_operation_leaves_the_commit_before(tmp_path: Path, failing: in
         ["commit-3", "commit-3.safetensors", "commit-7", "commit-7.safetensors"] if last else before
     )
     found = newest(tmp_path, FILES)
-    assert found is not None and found.manifest == small(7 if last else 3)[0]
+    assert found is not None and found.manifest == small(7 if last else 3).manifest
 
 
 def test_files_of_a_crash_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "commit-7.safetensors").write_bytes(b"stale")
     (tmp_path / ".commit-7.tmp").write_bytes(b"stale")
-    write(*small(), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     assert names(tmp_path) == ["commit-7", "commit-7.safetensors"]
-    assert read(tmp_path, 7, FILES).manifest == small()[0]
+    assert read(tmp_path, 7, FILES).manifest == small().manifest
 
 
 def test_a_commit_is_never_overwritten(tmp_path: Path) -> None:
-    write(*small(), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(StorageError) as caught:
-        write(*small(), tmp_path, FILES)
+        write(small(), tmp_path, FILES)
     assert caught.value.errno == errno.EEXIST
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest, checksums, tensors = small()
+    commit = small()
+    manifest = commit.manifest
     buffers = {"\ud800": manifest.run.buffers["block.running"]}
     wrong = dataclasses.replace(manifest, run=dataclasses.replace(manifest.run, buffers=buffers))
     with pytest.raises(ConfigError, match=r"half a surrogate pair"):
-        write(wrong, checksums, tensors, tmp_path, FILES)
+        write(dataclasses.replace(commit, manifest=wrong), tmp_path, FILES)
     with pytest.raises(ConfigError, match=r"goes past the end of the table of checksums"):
-        write(manifest, checksums[:-1], tensors, tmp_path, FILES)
+        write(dataclasses.replace(commit, checksums=commit.checksums[:-1]), tmp_path, FILES)
     monkeypatch.setattr(commit_files, "MANIFEST_LIMIT", 1000)
     with pytest.raises(ConfigError, match=r"commit-7 would have \d+ bytes, more than 1000"):
-        write(manifest, checksums, tensors, tmp_path, FILES)
+        write(commit, tmp_path, FILES)
     assert names(tmp_path) == []
 
 
@@ -180,7 +182,7 @@ def test_no_commit_is_none(tmp_path: Path) -> None:
 
 def test_the_newest_whole_commit_wins(tmp_path: Path) -> None:
     for generation in (9, 10, 11, 100):
-        write(*small(generation), tmp_path, FILES)
+        write(small(generation), tmp_path, FILES)
     assert generations(tmp_path) == [9, 10, 11, 100]
     (tmp_path / "commit-100").write_bytes((tmp_path / "commit-100").read_bytes()[:-1])
     (tmp_path / "commit-11.safetensors").unlink()
@@ -201,7 +203,7 @@ def test_a_manifest_of_another_generation_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [FORMAT - 1, FORMAT + 1])
 def test_another_format_is_not_passed_over(tmp_path: Path, version: int) -> None:
-    write(*small(3), tmp_path, FILES)
+    write(small(3), tmp_path, FILES)
     put(tmp_path, signed(b"anything at all", version=version), b"", generation=8)
     with pytest.raises(IncompatibleCheckpoint, match=f"version {version}") as caught:
         newest(tmp_path, FILES)
@@ -210,7 +212,7 @@ def test_another_format_is_not_passed_over(tmp_path: Path, version: int) -> None
 
 
 def test_a_version_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
-    write(*small(3), tmp_path, FILES)
+    write(small(3), tmp_path, FILES)
     manifest, data = contents(small(8))
     put(
         tmp_path,
@@ -227,7 +229,7 @@ def test_a_version_with_a_flipped_bit_is_passed_over(tmp_path: Path) -> None:
 def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    write(*small(), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     os.rename(tmp_path / name, elsewhere / name)
     if kind == "link":
         (tmp_path / name).symlink_to(elsewhere / name)
@@ -242,7 +244,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, name: str, kind: str) -> 
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
-    write(*small(), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     os.truncate(tmp_path / "commit-7.safetensors", 1 << 40)
     recorder = Recorder()
     with pytest.raises(CorruptState, match=r"commit-7\.safetensors has 1099511627776 bytes, not \d+\."):
@@ -254,8 +256,8 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_failing_disk_is_not_a_broken_commit(tmp_path: Path) -> None:
-    write(*small(3), tmp_path, FILES)
-    write(*small(), tmp_path, FILES)
+    write(small(3), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     for failing in (0, 1):
         with pytest.raises(StorageError) as caught:
             newest(tmp_path, DiskFiles(Recorder(failing, errno.EIO)))
@@ -263,8 +265,8 @@ def test_a_failing_disk_is_not_a_broken_commit(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_removed_manifest_first(tmp_path: Path) -> None:
-    write(*small(3), tmp_path, FILES)
-    write(*small(), tmp_path, FILES)
+    write(small(3), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     recorder = Recorder()
     remove(tmp_path, 3, DiskFiles(recorder))
     assert recorder.operations == [
@@ -277,7 +279,7 @@ def test_a_commit_is_removed_manifest_first(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
-    write(*small(), tmp_path, FILES)
+    write(small(), tmp_path, FILES)
     for name in (
         "commit-8.safetensors",
         ".commit-8.tmp",

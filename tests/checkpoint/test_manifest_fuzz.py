@@ -131,7 +131,8 @@ def test_reading_takes_memory_in_proportion(tmp_path: Path) -> None:
     def stored(checksum: int) -> StoredArray:
         return StoredArray(0, CHECKSUMS + checksum)
 
-    manifest, _, tensors = small()
+    commit = small()
+    manifest = commit.manifest
     weight = manifest.parameters[0]
     count = 2000
     ranges = tuple(
@@ -140,7 +141,8 @@ def test_reading_takes_memory_in_proportion(tmp_path: Path) -> None:
     )
     many = dataclasses.replace(weight, shape=(4096 * count,), stride=(1,), moments=False, ranges=ranges)
     manifest = dataclasses.replace(manifest, parameters=(many, manifest.parameters[1]))
-    put(tmp_path, *contents((manifest, np.zeros(2 * count + CHECKSUMS, np.uint32), tensors)))
+    checksums = np.zeros(2 * count + CHECKSUMS, np.uint32)
+    put(tmp_path, *contents(dataclasses.replace(commit, manifest=manifest, checksums=checksums)))
     tracemalloc.start()
     try:
         found = read(tmp_path, 7, FILES)
