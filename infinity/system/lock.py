@@ -14,12 +14,12 @@ another one since. Signals without a handler in Python are left alone.
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import functools
 import signal
 import sys
 import threading
 import weakref
+from _signal import getsignal as _getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -32,11 +32,9 @@ _locks: weakref.WeakSet[RuntimeLock] = weakref.WeakSet()
 """The locks that are not closed."""
 _main = threading.main_thread().ident
 _found: list[Any] = [None] * len(_SIGNALS)
-"""The handlers that the process had, as far as known: ours, or what is no function."""
-_handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-"""Signal -> the program's handler, which ours calls."""
-_waiting: dict[int, None] = {}
-"""The signals that have come, and whose handlers have not been called, in their order."""
+"""The handlers that the process had when that was last looked at: `_Waiting`, or what is no function."""
+_waiting: dict[int, Callable[[int, FrameType | None], Any]] = {}
+"""The signals that have come and have not been handled, in their order -> the program's handler."""
 
 
 class RuntimeLock:
@@ -63,7 +61,9 @@ class RuntimeLock:
         if self._asked.locked() and not self.owned():
             with self._asked:
                 pass
-        if threading.get_ident() == _main and not _is_adopted():
+        if threading.get_ident() == _main and not (
+            _getsignal(2) is _found[0] and _getsignal(15) is _found[1] and _getsignal(14) is _found[2]
+        ):
             _adopt()
         self._lock.acquire()
 
@@ -125,9 +125,9 @@ class RuntimeLock:
         """Give the program its handlers back if no other runtime is open."""
         _locks.discard(self)
         if not _locks and threading.get_ident() == _main:
-            for number, handler in _handlers.items():
-                if _signal.getsignal(number) is _arrived:
-                    signal.signal(number, handler)
+            for number in _SIGNALS:
+                if isinstance(now := _getsignal(number), _Waiting):
+                    signal.signal(number, now.program)
 
     @property
     def _in_use(self) -> bool:
@@ -152,37 +152,38 @@ def undivided(function: Callable[..., Any]) -> Callable[..., Any]:
 _UNDIVIDED = undivided(lambda: None).__code__
 
 
-def _is_adopted() -> bool:
-    """Whether the process has the handlers of `_found`. Called at each acquisition, so it must be fast."""
-    get, found = _signal.getsignal, _found
-    return get(2) is found[0] and get(15) is found[1] and get(14) is found[2]
+class _Waiting:
+    """Our handler of a signal, in the place of one of the program: whoever puts an earlier one back gets that
+    of the program, too.
+    """
+
+    def __init__(self, program: Callable[[int, FrameType | None], Any]) -> None:
+        self.program = program
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        held = [lock for lock in _locks if lock._in_use]
+        if not held and not _is_undivided(frame):
+            self.program(number, frame)
+        elif number not in _waiting:
+            _waiting[number] = self.program
+        else:
+            try:
+                self.program(number, frame)
+            except BaseException:
+                del _waiting[number]
+                for lock in held or _locks:
+                    lock.broken = True
+                raise
 
 
 def _adopt() -> None:
     """Put our handler in the place of the program's."""
     for place, number in enumerate(_SIGNALS):
-        now = _signal.getsignal(number)
-        if now is not _arrived and callable(now):
-            _handlers[number] = now
-            signal.signal(number, _arrived)
-        _found[place] = _signal.getsignal(number)
-
-
-def _arrived(number: int, frame: FrameType | None) -> None:
-    """Our handler of signals."""
-    held = [lock for lock in _locks if lock._in_use]
-    if not held and not _is_undivided(frame):
-        _handlers[number](number, frame)
-    elif number not in _waiting:
-        _waiting[number] = None
-    else:
-        try:
-            _handlers[number](number, frame)
-        except BaseException:
-            del _waiting[number]
-            for lock in held or _locks:
-                lock.broken = True
-            raise
+        now = _getsignal(number)
+        if callable(now) and not isinstance(now, _Waiting):
+            now = _Waiting(now)
+            signal.signal(number, now)
+        _found[place] = now
 
 
 def _is_undivided(frame: FrameType | None) -> bool:
@@ -202,5 +203,4 @@ def _deliver() -> None:
 def _call_handlers() -> None:
     while _waiting:
         number = next(iter(_waiting))
-        del _waiting[number]
-        _handlers[number](number, sys._getframe(2))
+        _waiting.pop(number)(number, sys._getframe(2))

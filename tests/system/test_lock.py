@@ -230,6 +230,21 @@ def test_a_handler_that_is_set_later_is_called() -> None:
     assert not lock.broken
 
 
+def test_a_handler_that_is_put_back_is_the_programs() -> None:
+    lock, calls = RuntimeLock(), list[int]()
+    with lock:
+        pass
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    with lock:
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), lock:
+        signal.raise_signal(signal.SIGINT)
+    assert calls == [1]
+
+
 def test_the_handlers_are_given_back_with_the_last_lock() -> None:
     before = signal.getsignal(signal.SIGINT)
     gc.collect()
