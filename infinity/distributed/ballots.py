@@ -95,8 +95,9 @@ class Ballots:
         ballots = self._cast.setdefault(number, {})
         ballots[self._ranks.rank] = call, facts
         self._post(number, call, facts)
-        while not self._wire.wait(lambda: self._settled(ballots), call) and patient():
-            pass
+        with self._wire.awaiting(call):
+            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
+                pass
         if any(each != call for each, _ in tuple(ballots.values())):
             raise self._ended(
                 RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME)
