@@ -278,6 +278,9 @@ if __name__ == "__main__":
     """The import path that every interpreter of this installation has."""
     import pytest  # noqa: F401
 
+    if sys.dont_write_bytecode and (cache := os.environ.get("XDG_CACHE_HOME")):
+        # Forks import the same helpers again and again, so they keep the bytecode, in the tests' own cache.
+        sys.dont_write_bytecode, sys.pycache_prefix = False, os.path.join(cache, "bytecode")
     # Not Triton, which torch 2.15 imports as well: at the end it prints all objects that are not freed.
     sys.modules["triton"] = None  # type: ignore[assignment]
     import torch._dynamo  # noqa: F401

@@ -67,7 +67,6 @@ def test_so_they_have_in_half_precision(of: Entry, compute: str, tmp_path: Path)
         assert_same(of, tmp_path, compute=compute)
 
 
-@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("name", OF_THEIR_OWN_RECOMPUTATION)
 def test_a_model_that_recomputes_by_itself_gets_the_plain_loop(name: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="recomputes its blocks.*recompute=True"):

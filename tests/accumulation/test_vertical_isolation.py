@@ -278,7 +278,6 @@ class WatchingBelow(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("mode", [Watching, WatchingBelow])
 def test_a_mode_that_sees_one_thread_gets_the_plain_loop(mode: Any, tmp_path: Path) -> None:
     def loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -109,7 +109,6 @@ def check_all(saved: SavedCommit, source: CommitSource) -> list[Damage]:
     return [damage for checked in source.check(1 << 16) for damage in checked.damage]
 
 
-@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize(
     "home, states, count",
     [

@@ -97,7 +97,6 @@ def check_equal(directory: Path, found: SavedCommit) -> None:
 MUTATIONS = {"text": change_text, "tree": change_tree, "data": change_data}
 
 
-@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_changed_commits_are_refused_or_equal(tmp_path: Path, kind: str) -> None:
     whole = fuzz(tmp_path, MUTATIONS[kind], range(500))
@@ -111,7 +110,6 @@ def test_many_changed_commits_are_refused_or_equal(tmp_path: Path, kind: str) ->
     fuzz(tmp_path, MUTATIONS[kind], range(1000, 26_000))
 
 
-@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("node", [[], {"$tuple": []}, "", 1, {"$dict": []}, [[[[[[[[1]]]]]]]]])
 def test_small_nodes_take_memory_in_proportion(tmp_path: Path, node: Any) -> None:
     """A state of very many nodes, each a few bytes of text, takes at most the allowed bytes."""

@@ -235,7 +235,6 @@ DAMAGES: dict[Callable[[Moved], None], Any] = {
 """What is done to slabs, and the errors that it leads to."""
 
 
-@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize(
     "damage, error, streamed",
     [

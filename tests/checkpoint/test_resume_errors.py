@@ -180,7 +180,7 @@ REFUSALS: dict[str, tuple[str, Changed]] = {
 }
 
 
-@pytest.mark.sweep(most=12)
+@pytest.mark.sweep
 @pytest.mark.parametrize("streamed", [False, True], ids=["adopted", "streamed"])
 @pytest.mark.parametrize("what", REFUSALS)
 def test_a_run_that_is_not_the_one_committed(

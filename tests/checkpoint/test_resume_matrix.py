@@ -94,6 +94,7 @@ def test_a_device_whose_streams_are_late(before: str, after: str, tmp_path: Path
     assert differences(vars(replace(found, adopted=[])), vars(wanted)) == []
 
 
+@pytest.mark.sweep(most=8)
 @pytest.mark.parametrize("case", parameters())
 def test_a_resumed_run_has_the_bits_of_one_without_a_break(case: Case, tmp_path: Path) -> None:
     working = {report.name for report in aio.probe(tmp_path).backends if report.ok}

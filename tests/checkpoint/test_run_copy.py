@@ -53,6 +53,7 @@ __all__ = ["copy", "swap", "watchdog"]
 # --- what is in the files ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("states", ["fp32", "bf16", "int8"])
 def test_the_bits_of_pages_are_in_the_files(compute: str, states: str, tmp_path: Path, swap: Path) -> None:

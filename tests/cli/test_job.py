@@ -187,6 +187,7 @@ def budget_options(job: TinyJob, sizes: dict[str, Any]) -> list[str]:
     return options
 
 
+@pytest.mark.sweep(most=3)
 @pytest.mark.parametrize(("tier", "sizes"), SHORT)
 def test_a_budget_error_names_the_option_and_the_least_size_that_does(
     tier: str, sizes: dict[str, Any], job: TinyJob, capsys: pytest.CaptureFixture[str]

@@ -96,6 +96,7 @@ formats of gradients, parameters and moments.
 """
 
 
+@pytest.mark.sweep(most=1)
 @needs_nvrtc
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_is_fused_approximated_or_flushed(architecture: str, kept: Path) -> None:

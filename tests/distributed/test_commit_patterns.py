@@ -41,7 +41,7 @@ def alone(plan: Plan, directory: Path) -> tuple[list[list[str]], dict[str, str],
         return losses, everything(model, runtime), values
 
 
-@pytest.mark.sweep(most=2)
+@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_ways_to_commit(name: str, tmp_path: Path) -> None:
     plan = replace(PATTERNS[name], directory=str(tmp_path))

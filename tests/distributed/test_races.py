@@ -6,7 +6,6 @@ import pytest
 import rank_processes
 
 
-@pytest.mark.sweep(most=3)
 @pytest.mark.parametrize(
     "program",
     [

@@ -78,7 +78,6 @@ def test_every_bit_whenever_updates_run(home: str, update: str, tmp_path: Path) 
     assert differences(vars(wide), vars(single)) == []
 
 
-@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("name", ["convnet", "checkpointed", "frozen"])
 def test_every_bit_of_parameters_of_two_dtypes_recomputed_and_frozen(name: str, tmp_path: Path) -> None:
     recipe = Recipe(compute="bf16", clip=0.05)

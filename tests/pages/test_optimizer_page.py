@@ -91,6 +91,7 @@ def same(one: Run, two: Run) -> bool:
     )
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize(
     ("compute", "states"), [("bf16", "bf16"), ("bf16", "int8"), ("fp16", "bf16"), ("fp32", "int8")]
 )

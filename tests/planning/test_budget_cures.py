@@ -28,7 +28,6 @@ def check(program: str, examples: int) -> None:
         cured()
 
 
-@pytest.mark.sweep(most=4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_first_budget_that_an_error_names_is_enough(program: str) -> None:
@@ -51,7 +50,7 @@ HOLDERS: list[Any] = [
 ]
 
 
-@pytest.mark.sweep(most=4)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("program", "which", "said"), HOLDERS)
 @pytest.mark.parametrize("place", ["unified-nvme", "emulated"])
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -77,7 +77,6 @@ def test_a_checkpointed_step_takes_what_a_real_one_takes() -> None:
     assert max(bytes_of[True], bytes_of[False]) < bytes_of[None] / 2
 
 
-@pytest.mark.sweep(most=6)
 @pytest.mark.parametrize("each", ENTRIES, ids=str)
 def test_nothing_of_a_model_changes_and_its_bytes_are_right(each: Entry) -> None:
     model, (inputs, _) = each.make(), each.batch(0, 0)
@@ -93,7 +92,6 @@ def test_nothing_of_a_model_changes_and_its_bytes_are_right(each: Entry) -> None
         assert found.activations == real or (each.name == "recurrent" and found.activations is not None)
 
 
-@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("name", ["checkpointed", "reentrant", "convnet", "recurrent"])
 def test_example_inputs_change_nothing_of_training(name: str) -> None:
     after = []

@@ -349,6 +349,7 @@ def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, *
     return found
 
 
+@pytest.mark.sweep(most=2)
 @pytest.mark.parametrize("update", ["sync", "lazy"])
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_copies_under_way_keep_no_page_from_its_room(
