@@ -51,7 +51,7 @@ def voted_before_the_part_was_written(patch: Patch) -> None:
     make = Committer._make_durable
 
     def early(self: Committer, commit: Any, draft: Any) -> None:
-        _vote_early(self._others)  # type: ignore[arg-type]
+        _vote_early(self._votes)  # type: ignore[arg-type]
         make(self, commit, draft)
 
     patch.set(Committer, "_make_durable", early)
@@ -79,7 +79,7 @@ def old_parts_removed_before_others_voted(patch: Patch) -> None:
     committers: dict[Any, Committer] = {}
 
     def remembering(self: Committer, *arguments: Any) -> Any:
-        committers[self._others] = self
+        committers[self._votes] = self
         return outcome(self, *arguments)
 
     def late(self: CommitVotes, number: int, wanted: Any) -> Any:
