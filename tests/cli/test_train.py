@@ -331,7 +331,7 @@ def test_the_json_of_a_plan_is_what_the_run_then_does(
 
 def test_the_peak_of_the_first_command_is_within_its_budget(job: TinyJob) -> None:
     # Measured beyond the process's use before the model is filled; the plan leaves hardly a byte free.
-    arguments = ["train", "--json", "--steps", "3", "--budget-host", "256MiB", *job.nvme("1GiB")]
+    arguments = ["train", "--json", "--steps", "2", "--budget-host", "256MiB", *job.nvme("1GiB")]
     data = ["--data", str(job.folder / "data")]
     process = job.start(*arguments, *data, script=False)
     with ended(process):

@@ -27,7 +27,7 @@ from infinity.tiers.slab import slab_name
 
 pytestmark = pytest.mark.usefixtures("warm")
 RANKS = 2
-STEPS = 40
+STEPS = 20
 ENDLESS = 1_000_000
 
 
@@ -180,7 +180,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]
 
 
 @pytest.mark.parametrize(
-    ("number", "alone"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGTERM, True)]
+    ("number", "alone"),
+    [
+        (signal.SIGTERM, False),
+        (signal.SIGKILL, False),
+        pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_job_goes_on_where_all_ranks_have_committed(
     number: signal.Signals, alone: bool, job: TinyJob, unbroken: list[tuple[int, float]]

@@ -240,9 +240,9 @@ def inputs() -> tuple[State, torch.Tensor]:
 def test_every_update_is_within_8_ulp(inputs: tuple[State, torch.Tensor], rule: str) -> None:
     """Every result of an update differs by at most 8 ULP from the fp64 oracle, with every instruction set.
 
-    AdamW and Adam get all inputs. To save time, the other rules get every eighth input.
+    To save time, AdamW and Adam get every fourth input, and the other rules every sixteenth.
     """
-    stride = 1 if rule in ("adamw", "adam") else 8
+    stride = 4 if rule in ("adamw", "adam") else 16
     states, g = inputs
     check_bound(
         RULES[rule], {name: each[::stride].clone() for name, each in states.items()}, g[::stride].clone()
