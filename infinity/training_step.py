@@ -10,7 +10,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -623,11 +623,11 @@ class TrainingStep:
     def _agreed_norm(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]]) -> float:
         """The norm of complete gradients, all of which, `keys`, have one factor."""
         gradients = self._gradients
-        before = set(self._having())
+        before = set(self._having()) if gradients.factors else set()
         # An eager step with a lost gradient ends as one that is not finite does; see `_check_whole_updates`.
         squares = self._settle(call, keys, forgiving=self._eager is not None)
-        for key in gradients.having():
-            if gradients.factors and key not in before:  # another rank's, which this rank could not scale
+        for key in gradients.having() if gradients.factors else ():
+            if key not in before:  # another rank's, which this rank could not scale
                 gradients.scale(*key, gradients.factor)
         return gradients.norm_of(squares, gradients.unscale)
 
@@ -686,13 +686,13 @@ class TrainingStep:
             self._groups, self._members = groups, members
         return self._groups
 
-    def _having(self) -> list[tuple[int, int]]:
+    def _having(self) -> Iterator[tuple[int, int]]:
         """The parameters, (unit, index), that have a gradient, as far as this rank knows."""
-        return [key for key in self._gradients.having() if self.has_gradient(*key)]
+        return (key for key in self._gradients.having() if self.has_gradient(*key))
 
-    def _to_be_updated(self) -> list[tuple[int, int]]:
+    def _to_be_updated(self) -> Iterator[tuple[int, int]]:
         """Those of `_having` that are in a group, as of `_group_of`."""
-        return [key for key in self._having() if key in self._groups]
+        return (key for key in self._having() if key in self._groups)
 
     def _values(self, place: Place) -> torch.Tensor:
         """A copy in RAM of a parameter's values, (numel,) in memory order, with the user's edits."""
