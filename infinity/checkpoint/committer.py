@@ -36,13 +36,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.record import Recorder
+from infinity.checkpoint.record import Recorder, now
 from infinity.checkpoint.run_state import generators
 from infinity.errors import ConfigError, InfinityError
 from infinity.optim.scheduler import UpdateScheduler
@@ -161,8 +160,7 @@ class Committer:
             self._health.check()
         except InfinityError as error:
             failure = error.again()
-        now = datetime.now(timezone.utc).isoformat(timespec="microseconds")
-        return self._votes.begin(self.generation, now, failure)
+        return self._votes.begin(self.generation, now(), failure)
 
     def _save(
         self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object
