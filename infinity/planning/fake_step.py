@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +25,6 @@ from infinity.config import Precision
 from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
 from infinity.planning.fake_model import CannotCopy, Copier, fake_model, same_generators, same_globals
 from infinity.planning.predict import Work
-from infinity.system.lock import RuntimeLock
 
 _UNKNOWABLE = (
     fake_tensor.DataDependentOutputException,
@@ -31,6 +33,7 @@ _UNKNOWABLE = (
 )
 """Errors of a step that cannot go on without the data of its tensors."""
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _LONGEST = 300
 """Characters of the longest reason that is not cut."""
 
@@ -134,15 +137,28 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Have Ctrl-C arrive at the end: an error that a handler raises in code of Python that torch dispatches
-    an operation to may end the process (std::terminate).
+    """Have Ctrl-C and the like arrive at the end, or at once if they come twice: an error that a handler
+    raises in code of Python that torch dispatches an operation to may end the process (std::terminate).
     """
-    lock = RuntimeLock()
+    came: list[int] = []
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        if number in came:
+            handlers[number](number, frame)
+        came.append(number)
+
+    main = threading.current_thread() is threading.main_thread()  # others can set no handler, and get none
+    found = {number: signal.getsignal(number) for number in _SIGNALS if main}
+    handlers: dict[int, Any] = {number: handler for number, handler in found.items() if callable(handler)}
     try:
-        with lock:
-            yield
+        for number in handlers:
+            signal.signal(number, arrived)
+        yield
     finally:
-        lock.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import ENTRIES, Entry, entry
 
 import infinity
+from infinity.cli.command import handled, interrupt
 from infinity.planning import fake_step
 from infinity.planning.fake_step import FakeStep, run_fake_step
 from infinity.planning.predict import Work
@@ -494,8 +495,10 @@ def test_a_signal_in_a_step_arrives_at_its_end(monkeypatch) -> None:
 
     model = Signalled(8, 8)
     before = state_of(LOG, global_generators())
-    with pytest.raises(KeyboardInterrupt):
-        dry(model, X)
+    with handled(interrupt, signal.SIGINT):
+        with pytest.raises(KeyboardInterrupt):
+            dry(model, X)
+        assert signal.getsignal(signal.SIGINT) is interrupt
     assert ended == [None]
     assert state_of(LOG, global_generators()) == before
 
