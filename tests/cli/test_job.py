@@ -14,6 +14,7 @@ from tiny_job import PLAN_KEYS, TinyJob, run_error
 from infinity import cli
 from infinity.cli.job import make_job
 from infinity.cli.options import add_options
+from infinity.ranks import SingleRank
 
 OPTIONS = {
     "--model": "10m",
@@ -310,15 +311,17 @@ def test_what_a_job_is_made_of(job: TinyJob) -> None:
     parser = argparse.ArgumentParser()
     add_options(parser, train=True)
     arguments = job.arguments("", "--steps", 7, "--accumulate", 2, "--clip", 0.5, "--compute", "fp32")[1:]
-    made = make_job(parser.parse_args(arguments))
+    made = make_job(parser.parse_args(arguments), ranks=SingleRank())
     assert (made.recipe.steps, made.recipe.accumulate, made.recipe.clip) == (7, 2, 0.5)
     assert made.recipe.learning_rate == 1e-2  # the learning rate of the preset
     assert made.plan.accumulation == 2
     assert made.device == torch.device("cpu")
     assert made.batches.training(0, 0).shape == (2, 33)
     assert all(each.is_meta for each in made.language_model.model.parameters())
-    assert make_job(parser.parse_args([*arguments, "--clip", "0"])).recipe.clip == math.inf
-    given = make_job(parser.parse_args([*arguments, "--lr", "0.5", "--accumulate", "1"]))
+    assert (
+        make_job(parser.parse_args([*arguments, "--clip", "0"]), ranks=SingleRank()).recipe.clip == math.inf
+    )
+    given = make_job(parser.parse_args([*arguments, "--lr", "0.5", "--accumulate", "1"]), ranks=SingleRank())
     assert given.recipe.learning_rate == given.optimizer.param_groups[0]["lr"] == 0.5
     assert given.plan.accumulation == 1
 
@@ -329,6 +332,7 @@ def test_compute_is_what_the_cpu_has_instructions_for(job: TinyJob, monkeypatch:
 
     def compute(supported: bool, *more: str) -> str:
         monkeypatch.setattr(cli.job, "multiplies", lambda *_: supported)
-        return make_job(parser.parse_args(job.arguments("", *more)[1:])).plan.precision.compute
+        options = parser.parse_args(job.arguments("", *more)[1:])
+        return make_job(options, ranks=SingleRank()).plan.precision.compute
 
     assert (compute(True), compute(False), compute(False, "--compute", "bf16")) == ("bf16", "fp32", "bf16")
