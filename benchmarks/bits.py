@@ -13,8 +13,8 @@ this script also train with the package in DIR, in a second process. DIR is a ch
 its native modules built. The script prints "N of N cases have the same bits", or the names of the cases that
 differ, and then exits with 1.
 
-Models, homes and the training loop are those of this checkout's parity tests (tests/zoo.py, tests/homes.py
-and tests/parity.py), which choose the homes of pages by budgets alone. On a CPU no budget makes updates run
+Models, homes and the training loop are those of this checkout's parity tests (zoo.py, homes.py
+and parity.py), which choose the homes of pages by budgets alone. On a CPU no budget makes updates run
 on the device, so the cases named "device updates" patch the package (`infinity.planning.twin_flow`), as the
 tests do. If a checkout has no such module, the case has a reason in place of the digest. The bits of these
 cases may change from one commit to another: `--without-device-updates` leaves the cases out.
@@ -39,8 +39,8 @@ from unittest import mock
 
 import torch
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
-sys.path.append(os.fspath(TESTS))
+SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support"
+sys.path += [os.fspath(SUPPORT / kind) for kind in ("runs", "devices", "crash", "ranks")]
 
 import parity  # noqa: E402
 import zoo  # noqa: E402
@@ -49,7 +49,7 @@ from homes import HOMES  # noqa: E402
 import infinity  # noqa: E402
 
 MODEL = "transformer"
-"""The model, a name in tests/zoo.py, that trains with most combinations of options. Others have few cases."""
+"""The model, a name in zoo.py, that trains with most combinations of options. Others have few cases."""
 FORMATS = (("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "int8"))
 """Pairs of formats that are combined: (compute dtype, format of optimizer states)."""
 DEVICE_UPDATES = "device updates"
@@ -59,7 +59,7 @@ DEVICE_UPDATES = "device updates"
 class Case:
     """One training run, whose bits give a digest.
 
-    model: a name in tests/zoo.py. home: where pages rest, one of tests/homes.py's HOMES. update: "lazy" or
+    model: a name in zoo.py. home: where pages rest, one of homes.py's HOMES. update: "lazy" or
     "eager". recipe: all other options of the training.
     """
 

@@ -1,6 +1,6 @@
 """Tests of runs with commits in which one call to the disk fails; with -m slow every call does, in turn.
 
-`python tests/fault_sweep.py` prints what came of each call.
+`python fault_sweep.py` prints what came of each call.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TRANSFORMER = zoo.entry("transformer")
 
 
 def one_home_each(*homes: str) -> pytest.MarkDecorator:
-    """Parametrise a test with all pairs of `entry`, a model of tests/zoo.py, and `home`, one of `homes`.
+    """Parametrise a test with all pairs of `entry`, a model of zoo.py, and `home`, one of `homes`.
 
     One pair for each model runs by default: the first model with the first home, the next model with the
     next home, and after the last home the first again. The other pairs are marked slow, because test_matrix

@@ -1,5 +1,5 @@
 """Tests of SIGINT before single lines of `save`, `Commit.wait`, `load`, of updates that land a commit, and of
-an `offload` that continues a run. tests/interrupted_runs.py says what must follow.
+an `offload` that continues a run. interrupted_runs.py says what must follow.
 """
 
 from __future__ import annotations

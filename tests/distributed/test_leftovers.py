@@ -1,7 +1,7 @@
 """Tests of a directory that several ranks share for pages on NVMe: the next run removes what killed ranks
 left there, and leaves alone what living ranks have there.
 
-The ranks train the model of tests/hang_ranks.py, and rank 0 pauses in a backward of its second step.
+The ranks train the model of hang_ranks.py, and rank 0 pauses in a backward of its second step.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def outcomes(plan: Plan, directory: Path, nodes: Nodes, function: str = "train") -> Outcomes:
-    """How each rank of a plan ended that ran a function of tests/hang_ranks.py. The link is up then."""
+    """How each rank of a plan ended that ran a function of hang_ranks.py. The link is up then."""
     text = json.dumps(dataclasses.asdict(dataclasses.replace(plan, directory=str(directory))))
     environment = {"PLAN": text, TIMEOUT_VARIABLE: f"{plan.timeout:g}"}
     found = rank_processes.run(

@@ -96,4 +96,4 @@ with infinity.offload(model, torch.optim.SGD(model.parameters()), budget=budget,
     threads = {each.name for each in threading.enumerate()} - {"MainThread"}
     sys.exit(any(each.startswith("infinity.distributed") for each in sys.modules) or bool(threads))
 """
-    assert Popen([sys.executable, "-c", code], cwd=rank_processes.TESTS).wait() == 0
+    assert Popen([sys.executable, "-c", code], cwd=rank_processes.PROGRAMS).wait() == 0

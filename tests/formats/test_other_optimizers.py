@@ -1,6 +1,6 @@
 """Tests of infinity.formats.optimizer_rules: optimizers of other packages have their rules, or are refused.
 
-The classes are stand-ins of equal names (tests/other_optimizers.py). Where the real packages are installed,
+The classes are stand-ins of equal names (other_optimizers.py). Where the real packages are installed,
 their classes must be recognised too.
 """
 

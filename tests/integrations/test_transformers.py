@@ -522,10 +522,11 @@ def test_fp16_is_near_fp32(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_that_torchrun_starts_have_the_losses_of_one(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
-    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    helpers = [str(each) for each in sorted((tests / "support").iterdir())]
+    path = os.pathsep.join([*helpers, str(tests.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "DIRECTORY": str(tmp_path), "COMPUTE": "fp32"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command.append(str(tests / "trainer_ranks.py"))
+    command.append(str(tests / "support" / "ranks" / "trainer_ranks.py"))
     environment |= {"MODEL": "llama"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -38,7 +38,7 @@ def opened(
     """Offload a model in bf16 with its pages in `directory`, and yield (model, runtime, scheduler).
 
     The scheduler halves the learning rate at each of its steps. Asserts at the end that no file is left.
-    home: one of HOMES in tests/homes.py. update: as in `offload`. model: None makes a small model with tied
+    home: one of HOMES in homes.py. update: as in `offload`. model: None makes a small model with tied
     parameters. faults: injects faults into the runtime's I/O. more: bytes of host budget beyond what `home`
     needs.
     """

@@ -1,4 +1,4 @@
-"""Tests of PagedOptimizer on plain tensors (tests/update_backend.py) instead of pages.
+"""Tests of PagedOptimizer on plain tensors (update_backend.py) instead of pages.
 
 It must update parameters, run closures and hooks, obey schedulers and refuse misuse as torch's optimizers do.
 """

@@ -56,7 +56,7 @@ def loss_of(model: nn.Module, number: int) -> Tensor:
 def train(directory: Path, home: str, precision: infinity.Precision, make: Any, *, seed: int = 5) -> Run:
     """Train four steps with all pages at `home`, and return losses, parameters and optimizer states.
 
-    The budget is that of budget_for in tests/homes.py. make: function from parameters to a torch optimizer.
+    The budget is that of budget_for in homes.py. make: function from parameters to a torch optimizer.
     """
     torch.manual_seed(seed)
     model = Odd()

@@ -364,7 +364,7 @@ def train(runtime: Any, model: nn.Module, twin: nn.Module, steps: int) -> None:
 def check_smallest(parts: tuple[Part, ...], place: str) -> None:
     """Assert that a model of `parts` trains in the smallest budgets that its plan names, and in no less.
 
-    place: kind of machine, one of PLACES in tests/hard_budgets.py. With 4 KiB less in any one tier, `offload`
+    place: kind of machine, one of PLACES in hard_budgets.py. With 4 KiB less in any one tier, `offload`
     must raise BudgetError, and must accept the budget that this error names for the tier.
     """
     parts = tuple(part for part in parts if part.kind != "tied") or (Part("norm", 1),)

@@ -1,4 +1,4 @@
-"""torchrun, except that its ranks are forks with torch imported: see tests/warm_python.py."""
+"""torchrun, except that its ranks are forks with torch imported: see warm_python.py."""
 
 from __future__ import annotations
 

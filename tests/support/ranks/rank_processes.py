@@ -23,7 +23,8 @@ from warm_python import Popen
 
 from infinity.errors import InfinityError
 
-TESTS = Path(__file__).parent
+PROGRAMS = Path(__file__).parent
+_HELPERS = [str(each) for each in sorted(PROGRAMS.parent.iterdir()) if each.is_dir()]
 _MARK = "result of this rank: "
 
 
@@ -105,11 +106,11 @@ def _start(script: str, function: str, rank: int, more: Mapping[str, str], outpu
         "MASTER_ADDR": "127.0.0.1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "PYTHONPATH": os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join([*os.environ.get("PYTHONPATH", "").split(os.pathsep), *_HELPERS]),
         **more,
     }
-    command = [sys.executable, str(TESTS / script), function]
-    return Popen(command, cwd=TESTS, env=environment, stdout=output, stderr=-2, text=True)
+    command = [sys.executable, str(PROGRAMS / script), function]
+    return Popen(command, cwd=PROGRAMS, env=environment, stdout=output, stderr=-2, text=True)
 
 
 def _runs(process: Any) -> bool:

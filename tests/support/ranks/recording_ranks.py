@@ -1,7 +1,7 @@
 """Recording ranks: two ranks that train and commit, and record what they do to the disks of their nodes.
 
 Both ranks mark by which calls they hear of each other, so that a test can tell which moments of the two may
-be at the same time (tests/crash_cuts.py): "sent X" stands before what makes the other rank hear X, and
+be at the same time (crash_cuts.py): "sent X" stands before what makes the other rank hear X, and
 "heard X" behind it. Other messages, such as pages and gradients, are not marked: commits must not need them.
 """
 

@@ -1,4 +1,4 @@
-"""A training of several ranks that commit after every step, one of which dies; see tests/commit_plans.py.
+"""A training of several ranks that commit after every step, one of which dies; see commit_plans.py.
 
 A rank prints lines: "begins STEP" (the step of the commit that it continues, or 0), "step STEP LOSS", and
 "durable STEP" when it knows that the commit of a step is durable.
@@ -59,7 +59,7 @@ AFTER: dict[str, tuple[Any, str]] = {
     "slab sync": (NvmeTier, "sync"),
     "after the vote": (CommitVotes, "_vote"),
     "votes heard": (CommitVotes, "decide"),
-    "resume": (initial_pages, "adopt_commit"),
+    "resume": (initial_pages, "adopt_slabs"),
     "re-layout": (Store, "patch"),
     "after a re-layout": (initial_pages, "restore"),
 }

@@ -134,7 +134,7 @@ def trainer_of(model: Any, name: str, directory: Path, placed: bool = True, **op
 
 
 def budget(trainer: Any, home: str, directory: Path, compute: str) -> infinity.Budget:
-    """The budget under which the pages of a trainer's model rest at `home` of tests/homes.py."""
+    """The budget under which the pages of a trainer's model rest at `home` of homes.py."""
     accumulation = trainer.args.gradient_accumulation_steps
     precision = infinity.Precision(compute=compute)
     optimizer = trainer.create_optimizer()

@@ -40,7 +40,7 @@ METHODS: dict[str, tuple[Any, str]] = {
     "update": (ChunkUpdate, "write"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
-    "resume": (initial_pages, "adopt_commit"),
+    "resume": (initial_pages, "adopt_slabs"),
     "re-layout": (Store, "patch"),
     "after a re-layout": (initial_pages, "restore"),
 }

@@ -41,7 +41,7 @@ def paged(
 ) -> Iterator[Any]:
     """Offload the model with its pages at `home`, and yield the runtime. Pages lie in `swap` beside `out`.
 
-    home: one of HOMES in tests/homes.py. compute, keep: fields of Precision. optimizer: the optimizer's
+    home: one of HOMES in homes.py. compute, keep: fields of Precision. optimizer: the optimizer's
     class, or None for inference. faults: injects faults into the runtime's I/O. options: of `offload`.
     """
     made = None if optimizer is None else optimizer(model.parameters(), lr=0.05)

@@ -1,4 +1,4 @@
-"""Cases of tests/ranked_cases.py whose runs go on from commits, or from copies (`Runtime.save(path)`)."""
+"""Cases of ranked_cases.py whose runs go on from commits, or from copies (`Runtime.save(path)`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of what one of several ranks does wrong, and what may follow; see tests/hang_ranks.py."""
+"""Plans of what one of several ranks does wrong, and what may follow; see hang_ranks.py."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Plan:
     """What one rank of a training does wrong."""
 
     fault: str
-    """One of FAULTS or SLOW, or of tests/link_faults.py, "none", or "pause": the rank waits until a test
+    """One of FAULTS or SLOW, or of link_faults.py, "none", or "pause": the rank waits until a test
     removes `mark`.
     """
     point: str = ""

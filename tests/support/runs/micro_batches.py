@@ -62,7 +62,7 @@ def found_by(
     count: int = MICRO_BATCHES,
     **options: Any,
 ) -> Found:
-    """Train a model of tests/zoo.py, offloaded, and return (losses of all steps, gradients of the last step).
+    """Train a model of zoo.py, offloaded, and return (losses of all steps, gradients of the last step).
 
     of: the model with its batches and loss. vertical: True takes micro-batches through runtime.accumulate,
     which gets `options`; False takes them through the plain loop. home, compute, device_factor: as in

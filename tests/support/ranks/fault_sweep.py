@@ -11,7 +11,7 @@ every phase, the 1st, 2nd, 3rd... call is made to fail until the phase needs no 
 - "unnoticed": no error was raised, for the call was not needed or its failure was made good.
 
 In every case all losses and states are those of a run without faults, or else an AssertionError is raised.
-`python tests/fault_sweep.py` prints the table.
+`python fault_sweep.py` prints the table.
 """
 
 from __future__ import annotations

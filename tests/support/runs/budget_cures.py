@@ -23,7 +23,7 @@ from infinity.errors import BudgetError
 from infinity.tiers import Tier
 
 PLACES = ("unified", "unified-nvme", "apart", "apart-nvme", "emulated", "emulated-nvme")
-"""Kinds of machine, as in tests/hard_budgets.py. "emulated": a device apart with a driver of its own."""
+"""Kinds of machine, as in hard_budgets.py. "emulated": a device apart with a driver of its own."""
 
 
 class Net(Stack):

@@ -1,4 +1,4 @@
-"""Trainings of several ranks in which the commit of one rank fails; see tests/commit_plans.py.
+"""Trainings of several ranks in which the commit of one rank fails; see commit_plans.py.
 
 Each function takes `Plan.rank` for the rank that fails, and returns what that rank and the others met.
 """

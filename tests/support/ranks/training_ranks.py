@@ -1,4 +1,4 @@
-"""Programs of ranks that train the cases of tests/ranked_cases.py, many of them one after the other."""
+"""Programs of ranks that train the cases of ranked_cases.py, many of them one after the other."""
 
 from __future__ import annotations
 

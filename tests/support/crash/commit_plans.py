@@ -1,6 +1,6 @@
 """Plans of what a run of several ranks with commits does, and where one of them dies or fails.
 
-tests/committing_ranks.py carries a plan out, in each rank.
+committing_ranks.py carries a plan out, in each rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Plan:
     pause: float = 0.2
     """Seconds between the point and the death, in which the others come as far as they can."""
     fault: str = "kill"
-    """What comes at the point: "kill", or a fault of tests/link_faults.py."""
+    """What comes at the point: "kill", or a fault of link_faults.py."""
     timeout: float = 300.0
     """Seconds for which ranks wait for each other. No death needs it to be noticed."""
 
