@@ -326,7 +326,7 @@ def _limited(plan: Plan) -> HeapGuard:
     """
     budget = plan.ram_budget
     margin = min(_GUARD_MARGIN, budget // 16)
-    return HeapGuard(machine.process_memory().resident + budget - margin)
+    return HeapGuard(machine.process_memory().resident + budget - margin, margin)
 
 
 def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:

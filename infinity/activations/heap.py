@@ -14,7 +14,9 @@ from collections.abc import Callable
 from infinity.system import machine
 
 _SLACK = 8 << 20
-
+"""Bytes by which resident memory that a trim could not bring below the limit grows before the next trim."""
+_LEAST_SLACK = 1 << 20
+"""The same where the budget is near."""
 _BETWEEN_LOOKS = 2 << 20
 """The fewest bytes allocated between two checks of this process's resident memory."""
 _LOOKS = 128
@@ -31,14 +33,18 @@ class HeapGuard:
     Memory in use is not reduced, so the limit can still be exceeded. Without glibc the guard does nothing.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        """limit: bytes of resident memory of the whole process. None: the guard does nothing."""
+    def __init__(self, limit: int | None, margin: int = 0) -> None:
+        """limit: bytes of resident memory of the whole process. None: the guard does nothing. margin: bytes
+        between the limit and the budget.
+        """
         self._limit = limit or 0
+        self._budget = self._limit + margin
         self._next = self._limit
         """Bytes of resident memory above which the heap is trimmed: the limit, or more after a trim that did
         not reach it.
         """
-        self._between = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
+        self._far = max(_BETWEEN_LOOKS, self._limit // _LOOKS)
+        self._between = self._far
         self._allocated = 0
         self._trim: Callable[[int], int] | None = None
         if limit is not None:
@@ -46,7 +52,7 @@ class HeapGuard:
 
     def allocated(self, nbytes: int) -> None:
         """Count `nbytes` bytes of new allocations. Calls `check` for each 1/128 of the limit, and at least 2
-        MiB.
+        MiB; for every 2 MiB while resident memory is above the limit.
         """
         self._allocated += nbytes
         if self._allocated >= self._between:
@@ -55,15 +61,19 @@ class HeapGuard:
 
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit. If it still is
-        afterwards, the next trim waits until it has grown by 8 MiB.
+        afterwards, the next trim waits until it has grown by half of what is left of the budget, at least 1
+        and at most 8 MiB; by 8 MiB where it is above the budget, too.
         """
         if self._trim is None:
             return
         resident = machine.resident_bytes()
+        self._between = self._far if resident <= self._limit else _BETWEEN_LOOKS
         if resident <= self._limit:
             self._next = self._limit
         elif resident > self._next:
             self._trim(0)
             resident = machine.resident_bytes()
+            left = self._budget - resident
+            slack = _SLACK if left <= 0 else min(_SLACK, max(_LEAST_SLACK, left // 2))
             # Memory in use remains after the trim; do not try again before it has grown.
-            self._next = self._limit if resident <= self._limit else resident + _SLACK
+            self._next = self._limit if resident <= self._limit else resident + slack

@@ -49,8 +49,11 @@ that come and go during a backward.
 _SHARE = 8
 """The bytes of live tensors divided by this number are assumed to be lost to rounding and fragmentation.
 The number is an estimate: in a simulation of the allocator with the steps of decoders the loss is smaller
-(tests/planning/test_headroom.py). The estimate has not been checked on a GPU yet. On the CPU a decoder of
-9.9M parameters with 210 MiB of live tensors took 26 MiB more.
+(tests/planning/test_headroom.py). The estimate has not been checked on a GPU yet.
+"""
+_SCRATCH = 30 * _MIB
+"""Bytes of oneDNN's compiled operations and of their scratch (20 to 25 MiB), and of holes in the heap, that
+100 steps of a decoder of 9.9M parameters took on the CPU, with 128 MiB of live tensors in bf16.
 """
 
 _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
@@ -92,6 +95,8 @@ class Headroom:
     """The bytes of live tensors divided by this number are lost to rounding and fragmentation. If None, no
     bytes are lost.
     """
+    scratch: int = 0
+    """Bytes that are lost at least, but never more than twice the share."""
 
     @staticmethod
     def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
@@ -121,11 +126,12 @@ class Headroom:
         return segment(self.workspace) if self.workspace >= MEDIUM else self.workspace
 
     def _lost(self, live: int) -> int:
-        return -(-live // self.share) if self.share else 0
+        lost = -(-live // self.share) if self.share else 0
+        return max(lost, min(self.scratch, 2 * lost))
 
 
-HEAP = Headroom(share=_SHARE)
-"""The headroom of the CPU: holes in the heap. HeapGuard returns them to the kernel where they are more."""
+HEAP = Headroom(share=_SHARE, scratch=_SCRATCH)
+"""The headroom of the CPU. HeapGuard returns holes in the heap to the kernel where they are more."""
 
 NO_HEADROOM = Headroom()
 

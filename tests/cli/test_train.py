@@ -104,7 +104,7 @@ def test_where_pages_are_changes_no_bit(job: TinyJob, capsys: pytest.CaptureFixt
         "disk": disk,
         "RAM": ["--budget-device", "64MiB", "--budget-host", "64MiB"],
         "RAM as the device": ["--budget-host", "64MiB"],
-        "disk, RAM as the device": ["--budget-host", "450KiB", *job.nvme()],
+        "disk, RAM as the device": ["--budget-host", "480KiB", *job.nvme()],
     }
     runs = {name: job.train(capsys, *options, "--steps", 4) for name, options in homes.items()}
     assert {name: run["nvme"]["planned"] > 0 for name, run in runs.items()} == {

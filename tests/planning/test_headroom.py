@@ -77,8 +77,10 @@ def test_a_segment_is_the_allocator_s(nbytes: int, expected: int) -> None:
 
 def test_the_cpu_has_that_of_the_heap() -> None:
     heap = Headroom.of(torch.device("cpu"))
-    assert (heap.beside(0), heap.beside(800), heap.one_more(800)) == (0, 100, 100)
-    assert Reserve.of(8 * 4096, 4096, unknown=None, headroom=heap).nbytes == 11 * 4096
+    assert (heap.beside(0), heap.beside(800), heap.one_more(800)) == (0, 200, 200)
+    assert heap.beside(128 << 20) == heap.beside(200 << 20) == 30 << 20
+    assert heap.beside(1 << 30) == 128 << 20
+    assert Reserve.of(8 * 4096, 4096, unknown=None, headroom=heap).nbytes == 12 * 4096
     assert Reserve.of(8 * 4096, 4096, unknown=None, headroom=heap).least == 2 * 4096
     assert NO_HEADROOM.beside(1 << 40) == NO_HEADROOM.one_more(1 << 40) == 0
     assert Reserve.of(4096, 0, unknown=None).nbytes == 4096
