@@ -93,8 +93,9 @@ class SingleVotes:
     def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
         """Tell all ranks that this one is ready, and wait until it is known whether the commit counts.
 
-        Called by the thread of the commit, without the runtime's lock. wanted: whether this rank waits for
-        the commit; the others then complete what they lack. Returns None if all ranks are ready, else the
+        Called by the thread of the commit, without the runtime's lock. wanted: returns whether a caller on
+        this rank waits for the commit now; the other ranks then complete the updates for which their parts
+        wait. Returns None if all ranks are ready, else the
         reason of one that is not. Raises RankFailure if a rank is lost.
         """
         return None
@@ -235,7 +236,9 @@ class SingleRank(Closing):
     # --- a runtime's ----------------------------------------------------------------------------------------
 
     def serve(self, parts: Components) -> SingleStep | None:
-        """Serve other ranks from now on. Returns what a training step does with them; None for inference."""
+        """Begin to answer requests of other ranks. Returns the object by which a training step works with the
+        ranks; None for inference.
+        """
         return None if parts.gradients is None else SingleStep(parts.gradients)
 
 

@@ -286,7 +286,10 @@ class Runtime(Closing):
                 yield
 
     def _exchange_back(self, copies: Copies, states: States, before: dict[int, Any]) -> None:
-        """End `averaged`. before: `States.edits` at its beginning."""
+        """Put masters and averages back at the end of `averaged`. before: `States.edits` when it began.
+
+        Raises ConfigError if a parameter was edited since.
+        """
         with self._components.pager.lock:
             if self._components.health.closed:
                 return

@@ -134,7 +134,9 @@ def write(
 def _undo(
     directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None
 ) -> None:
-    """Remove a commit's files while no manifest has a name. tier: with slabs that no other commit needs."""
+    """Remove the data file and the temporary manifest of a commit whose manifest has not got its final name.
+    tier: its slabs get back their names of before; None if another commit needs them.
+    """
     if tier is not None:
         tier.uncommit()
     files.remove(_temporary_path(directory, generation))
@@ -309,7 +311,9 @@ def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tu
 
 
 def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of each block's identity: uint32 (count,), by index in the table; 0 for no block's."""
+    """The CRC-32C of what each block is, by its index in the table of checksums: uint32 (count,). It is 0 at
+    an index to which no array refers.
+    """
     found = np.zeros(count, dtype=np.uint32)
     referred = 0
     for parameter in manifest.parameters:

@@ -60,7 +60,10 @@ def open_slabs(
 
 
 def reader_of(tier: NvmeTier) -> Read:
-    """What reads the volume of a tier that has adopted a commit's slabs, and leased nothing."""
+    """Return a function that reads bytes of a tier's volume into memory.
+
+    tier: has adopted a commit's slabs, and has no leases; all its free bytes are leased for this.
+    """
     lease = tier.lease(tier.free_bytes)
     return lambda memory, offset: tier.read(lease, memory, offset=offset).wait()
 
@@ -204,11 +207,11 @@ class CommitSource:
     def _compared(
         self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Read an array's bytes, uint8, for elements [first, end) of the parameter that lie in a range and
-        are whole blocks of it.
+        """Read the bytes, uint8, of an array for elements [first, end) of a parameter, which must lie in
+        `within` and be whole blocks of it.
 
         Returns them with the ranges of elements whose bytes differ from their checksums. Raises CorruptState
-        if the commit does not have the array, and StorageError.
+        if the commit does not have the array, and StorageError if the bytes cannot be read.
         """
         first, end = elements
         stored = within.arrays.get(array)

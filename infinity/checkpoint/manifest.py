@@ -264,8 +264,8 @@ class RunRecord:
 
 
 class CommitName(NamedTuple):
-    """What tells a commit from all others. It is equal for all parts of a commit of ranks. Names of one run
-    are in the order of its commits.
+    """Identifies a commit; equal in the parts of all ranks. Names of one run sort in the order of its
+    commits.
     """
 
     generation: int

@@ -65,7 +65,10 @@ class Restored:
     """Canonical names of the parameters whose saved states were left out, because they are frozen here."""
 
     def warn(self, stacklevel: int) -> None:
-        """Warn of these parameters, if there are any. stacklevel: of `warnings.warn`, for the caller."""
+        """Warn of parameters whose optimizer states begin anew or were left out, if there are any.
+
+        stacklevel: of `warnings.warn`, for the caller.
+        """
         if self.fresh:
             warnings.warn(
                 f"The optimizer states of {listed(list(self.fresh))} begin anew: the checkpoint has none.",

@@ -124,7 +124,7 @@ class RunState:
             )
 
     def set_generators(self) -> None:
-        """Set all random number generators. Raises CorruptState for a state that is none of a generator."""
+        """Set all random number generators to the saved states. Raises CorruptState if one is not valid."""
         try:
             set_generators({name: decode(each, self.tensors, name) for name, each in self.record.rng.items()})
         except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:

@@ -270,7 +270,7 @@ def told_claims(claims: Sequence[Claim]) -> list[Any]:
 
 
 def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
-    """Check that the claims of all ranks fit where they are. Pure.
+    """Check that what the ranks of a node claim of one place is together not more than is free. Pure.
 
     heard: rank -> (its node, its claims by `told_claims`). Raises BudgetError, the same on all ranks.
     """

@@ -1,4 +1,5 @@
-"""Contributions: gradients on their way from the rank that computed them to the rank that keeps their sum.
+"""Contributions: gradients on their way from the rank that computed them to the rank that keeps their sum
+(the reduce-scatter of ZeRO stages 2 and 3).
 
 The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every
 rank's gradient of the piece is a contribution. Its bytes stay where autograd made them until the owner asks

@@ -111,8 +111,8 @@ def _values(tensors: Sequence[torch.Tensor], number: int, first: int, count: int
 
 
 def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """The part of a tensor that a tensor with strides `stride`, such as an expanded one, has apart in memory:
-    of a dimension with stride 0 the first element, which is all others, too.
+    """A view of a tensor without repeated elements: a dimension of stride 0, as an expanded tensor has, is
+    narrowed to its first element. stride: the strides of the tensor in memory.
     """
     for dimension, (size, step) in enumerate(zip(tensor.shape, stride, strict=True)):
         if step == 0 and size > 1:

@@ -134,7 +134,9 @@ class Liveness:
     # --- the store ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """A store whose host is stopped keeps whoever asks it: that no round ends shows it."""
+        """Fail all waits if no round of heartbeats has ended for `patience` seconds. A thread of its own:
+        calls to a store whose host is stopped do not return, so the thread of the heartbeats cannot notice.
+        """
         seen, silent = -1, 0
         while not self._ended.wait(self._interval):
             silent = 0 if self._rounds != seen else silent + 1

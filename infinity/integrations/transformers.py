@@ -168,7 +168,10 @@ class _Checkpoints(transformers.TrainerCallback):
             torch.save(trainer.args, directory / TRAINING_ARGS_NAME)
 
     def save_states(self, output_dir: str) -> None:
-        """Replaces `Trainer._save_optimizer_and_scheduler`. A copy of the run has the states already."""
+        """Save the scheduler; for adapters without commits the optimizer's states; with commits a commit, for
+        which this waits. Replaces `Trainer._save_optimizer_and_scheduler`. A copy of the run has the
+        optimizer's states already.
+        """
         trainer, directory = self._trainer, Path(output_dir)
         writes = trainer.args.should_save
         states = None

@@ -108,7 +108,7 @@ def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) 
 
 
 def _cast_in_backward(model: nn.Module, casts: CastOperands) -> None:
-    """Have modules that a backward calls again enter `casts`."""
+    """Have modules enter `casts` if they run within a backward, as under torch.utils.checkpoint."""
     entered = []
 
     def begin(*_: Any) -> None:

@@ -1,5 +1,7 @@
 """Placement: the homes of a model's pages, and the sizes of working buffers. Pure.
 
+infinity/planning/search.py decides which page gets which tier.
+
 The pool of resident pages has room for 12 parameter pages if they take at most a quarter of the tier that
 computes, else for 3 if they take at most half of it. Where that does not fit, smaller buffers are tried, down
 to one update and one page. Placements without NVMe are tried before all others, with room for 3, 2 or 1

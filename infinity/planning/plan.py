@@ -197,7 +197,7 @@ class Plan(Placement):
 
     @property
     def ring_block_bytes(self) -> int:
-        """Bytes of the largest copy out of the ring."""
+        """Bytes of the largest single copy out of the gradient ring."""
         return min(_LARGEST_BLOCK, self.ring_bytes // 2)
 
     @property

@@ -241,7 +241,8 @@ class _Planner:
         """Return a plan in which the device updates whole units, if that saves time; else return `plan`.
 
         The returned plan leaves part of the device's bytes to the workspace of these updates. preferred:
-        whether `plan` has the preferred division, which is then not given up for these updates.
+        whether `plan` has the preferred division into units and chunks; a plan with another one is not
+        returned then.
         """
         room = self.room
         assert room.device is not None

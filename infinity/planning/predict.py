@@ -52,9 +52,9 @@ backward, "sync" after the last backward.
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The seconds of one step, in total and for each resource: predicted, those for which it is busy;
-    measured, those that the training thread spent on computing, on updates, and on waiting for the disk or
-    the link.
+    """The seconds of one step, in total and for each resource. If predicted, a resource has the seconds for
+    which it is busy. If measured, it has those that the training thread spent on computing, on updates, or on
+    waiting for the disk or the link.
     """
 
     least: float

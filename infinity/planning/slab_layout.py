@@ -5,8 +5,8 @@ pages and all optimizer pages have two images, so that a write never overwrites 
 frozen regions have one. The layout follows from units, chunks and formats alone, so that a run with other
 budgets finds the same places. Gradients have no image; if at home on NVMe, they lie behind all images.
 
-One of several ranks has images of its homes. Of a home with the whole page only the chunks that the rank
-updates have two; the other chunks are in the commits of their owners.
+Each of several ranks has images of its own homes alone. Where a home has the whole page, only the chunks that
+the rank updates have two images; the other chunks are in the commits of their owners.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class _Waiting:
 
 
 def _adopt() -> None:
-    """Put our handler in the place of the program's."""
+    """Put a `_Waiting` around the handler of each of _SIGNALS that has one in Python, if it is not one."""
     for place, number in enumerate(_SIGNALS):
         now = _getsignal(number)
         if callable(now) and not isinstance(now, _Waiting):
