@@ -2,8 +2,9 @@
 
 [Note: two threads]
 The caller's thread makes the content of the files, because the runtime's lock, CUDA's current stream and
-inference mode belong to that thread. A second thread writes them. A file's content comes in pieces: one is
-written while the caller makes the next, and no other is in memory.
+inference mode belong to that thread. An event loop in a second thread writes the files, so that the caller
+may itself run inside an event loop. A file's content comes in pieces. One piece is written while the caller
+makes the next, and no other piece is in memory.
 
 [Note: all or nothing]
 All files are written into a temporary directory beside the target and synced, and the directory is renamed
@@ -13,15 +14,19 @@ directory is removed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from io import RawIOBase
+import threading
+from collections.abc import Coroutine, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+import aiofiles  # type: ignore[import-untyped]
 
 from infinity.config import format_size
 from infinity.errors import ConfigError, StorageFull, storage_errors
@@ -32,38 +37,72 @@ _FULL = "Free space on that file system, or give a directory on another one."
 class Writer:
     """Writes files in a thread of its own, inside a `with` statement; see [Note: two threads]."""
 
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="infinity-export")
+
     def __enter__(self) -> Writer:
-        self._thread = ThreadPoolExecutor(1, "infinity-export")
+        try:
+            self._thread.start()
+        except BaseException:  # after Ctrl-C the thread starts nevertheless
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def write(self, path: Path, content: Iterable[bytes | memoryview]) -> None:
         """Write a new file, and sync it to the disk. Raises OSError, and any error that `content` raises.
 
         content: the bytes of the file, piece by piece.
         """
-        last: Future[None] | None = None
-        with open(path, "xb", buffering=0) as file:
-            try:
-                for data in content:
-                    if last is not None:
-                        last.result()
-                    last = self._thread.submit(_write, file, data)
+        file = self._do(_open(path))
+        last: Future[Any] | None = None
+        try:
+            for data in content:
                 if last is not None:
                     last.result()
-                last = self._thread.submit(os.fsync, file.fileno())
+                last = self._begin(file.write(data))
+            if last is not None:
                 last.result()
-            finally:
-                if last is not None:
-                    wait([last])  # it uses the file
+            self._do(_flush(file))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._do(file.close())  # the file's lock orders it after the write under way
+            raise
+        self._do(file.close())
+
+    def _begin(self, action: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Submit a coroutine to the writing thread; returns the future of its result."""
+        return asyncio.run_coroutine_threadsafe(action, self._loop)
+
+    def _do(self, action: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the writing thread, and return its result when it has ended."""
+        return self._begin(action).result()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        finally:
+            self._loop.close()
+
+    async def _finish(self) -> None:
+        """Wait for all tasks of the event loop, even tasks whose caller was interrupted while waiting."""
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
 
 
-def _write(file: RawIOBase, data: bytes | memoryview) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+async def _open(path: Path) -> Any:
+    return await aiofiles.open(path, "xb")
+
+
+async def _flush(file: Any) -> None:
+    await file.flush()
+    await asyncio.to_thread(os.fsync, file.fileno())
 
 
 def check_destination(path: str | os.PathLike[str], purpose: str = "export to") -> Path:

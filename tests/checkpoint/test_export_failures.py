@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import process_resources
 import pytest
 import torch
@@ -24,7 +24,6 @@ from torch import nn
 from zoo import entry
 
 from infinity.aio import Faults
-from infinity.checkpoint import atomic_directory
 from infinity.checkpoint import export as exporting
 from infinity.errors import ConfigError, StorageError, StorageFull
 from infinity.pages.store import Store
@@ -175,9 +174,9 @@ def test_files_that_cannot_be_written(code: int, out: Path, monkeypatch: pytest.
 
 
 def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = aiofiles.open
     with paged(entry("tied").make(), out) as runtime, monkeypatch.context() as patch, nothing_left(out):
-        full = functools.partial(open, "/dev/full", "wb", buffering=0)
-        patch.setattr(atomic_directory, "open", lambda path, mode, **_: full(), raising=False)
+        patch.setattr(aiofiles, "open", lambda path, mode: real("/dev/full", "wb"))
         with pytest.raises(StorageFull) as caught:
             runtime.export(out)
         assert caught.value.path == str(out / "model.safetensors")
@@ -187,17 +186,24 @@ def test_a_disk_that_is_full(out: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_every_write_is_asked_for_its_result(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The export fails if its first or its last write fails, so no write's result is ignored."""
-    real = atomic_directory._write
+    real = aiofiles.open
     calls: list[int] = []
     failing: list[int] = []
 
-    def counted(file: Any, data: Any) -> None:
-        calls.append(1)
-        if len(calls) in failing:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(file, data)
+    async def failing_open(path: Path, mode: str) -> Any:
+        file = await real(path, mode)
+        write = file.write
 
-    monkeypatch.setattr(atomic_directory, "_write", counted)
+        async def counted(data: Any) -> int:
+            calls.append(1)
+            if len(calls) in failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return await write(data)
+
+        file.write = counted
+        return file
+
+    monkeypatch.setattr(aiofiles, "open", failing_open)
     with paged(entry("custom").make(), out) as runtime:
         runtime.export(out.parent / "well")
         for nth in (1, len(calls)):

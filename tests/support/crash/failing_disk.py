@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiofiles
 import pytest
-
-from infinity.checkpoint import atomic_directory
 
 
 class FailingDisk:
@@ -19,6 +18,19 @@ class FailingDisk:
         self.calls = 0
         self.failing: tuple[int, int] | None = None
         """(which call fails, counted from 1; its errno)."""
+        open_file, sync, mkdir, rename = aiofiles.open, os.fsync, Path.mkdir, Path.rename
+
+        async def opened(path: Path, mode: str) -> Any:
+            self.count()
+            file = await open_file(path, mode)
+            write = file.write
+
+            async def counted(data: Any) -> int:
+                self.count()
+                return int(await write(data))
+
+            file.write = counted
+            return file
 
         def counting(real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **options: Any) -> Any:
@@ -27,11 +39,10 @@ class FailingDisk:
 
             return call
 
-        patch.setattr(atomic_directory, "open", counting(open), raising=False)
-        patch.setattr(atomic_directory, "_write", counting(atomic_directory._write))
-        patch.setattr(os, "fsync", counting(os.fsync))
-        patch.setattr(Path, "mkdir", counting(Path.mkdir))
-        patch.setattr(Path, "rename", counting(Path.rename))
+        patch.setattr(aiofiles, "open", opened)
+        patch.setattr(os, "fsync", counting(sync))
+        patch.setattr(Path, "mkdir", counting(mkdir))
+        patch.setattr(Path, "rename", counting(rename))
 
     def count(self) -> None:
         self.calls += 1
