@@ -9,7 +9,8 @@ ends half way (KeyboardInterrupt, SystemExit) loses the runtime: `RuntimeLock.br
 later call raises a ConfigError. What is on disk stays right, as after a kill.
 
 Our handler takes the place of the program's when the main thread takes the lock, also if the program has set
-another one since. Signals without a handler in Python are left alone.
+another one since. Signals without a handler in Python are left alone, and so is the
+handler of asyncio.run.
 """
 
 from __future__ import annotations
@@ -180,10 +181,21 @@ def _adopt() -> None:
     """Put a `_Waiting` around the handler of each of _SIGNALS that has one in Python, if it is not one."""
     for place, number in enumerate(_SIGNALS):
         now = _getsignal(number)
-        if callable(now) and not isinstance(now, _Waiting):
+        if callable(now) and not isinstance(now, _Waiting) and not _is_asyncio_s(now):
             now = _Waiting(now)
             signal.signal(number, now)
         _found[place] = now
+
+
+def _is_asyncio_s(handler: Any) -> bool:
+    """Whether a handler is that of asyncio.run, which puts the default one back only if it finds its own. At
+    the first signal it cancels the main task, and raises nothing.
+    """
+    return (
+        isinstance(handler, functools.partial)
+        and hasattr(handler.func, "__self__")
+        and (type(handler.func.__self__).__module__ == "asyncio.runners")
+    )
 
 
 def _is_undivided(frame: FrameType | None) -> bool:

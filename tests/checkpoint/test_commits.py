@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulated_device import EmulatedDevice
@@ -208,6 +210,7 @@ def test_no_commit_is_made_in_slabs_without_a_name(lost: str, tmp_path: Path) ->
 AT_EXIT = """
 import sys
 from pathlib import Path
+from typing import Any
 from run_copies import train
 from runs_on_disk import Run
 from zoo import entry
@@ -236,5 +239,7 @@ def end_of_script(where: Path, home: str, how: str) -> str:
     """Run a script that ends with `save` and closes nothing. Returns what it wrote to stderr."""
     command = [sys.executable, "-c", AT_EXIT, str(where), home, how]
     tests = Path(__file__).parents[1]  # not the checkout, whose package may have no native modules
-    ended = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=100, check=True)
+    helpers = os.pathsep.join([*map(str, (tests / "support").iterdir()), os.environ.get("PYTHONPATH", "")])
+    how_run: dict[str, Any] = {"cwd": tests, "env": {**os.environ, "PYTHONPATH": helpers}, "timeout": 100}
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, **how_run)
     return ended.stderr

@@ -47,6 +47,6 @@ def test_a_first_update_does_not_change_the_commit_that_is_still_written(tmp_pat
         commit.wait()
     saved = newest(directories[0], DiskFiles())
     assert saved is not None
-    (unit,) = (each for each in saved.manifest.units if "spare.weight" in each.parameters)
-    assert not any(chunk.begun for chunk in unit.chunks)
+    (spare,) = (each for each in saved.manifest.parameters if "spare.weight" in each.names)
+    assert not spare.moments
     assert continued(job, directories, EDITED_AFTER) is None

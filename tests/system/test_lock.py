@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import signal
@@ -333,3 +334,14 @@ def test_no_line_of_the_lock_leaves_it_held() -> None:
         assert not lock.broken, place
     with lock:
         pass
+
+
+def test_asyncio_run_gives_its_handler_back() -> None:
+    async def main() -> None:
+        lock = RuntimeLock()
+        with lock:
+            pass
+        lock.close()
+
+    asyncio.run(main())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
