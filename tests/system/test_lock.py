@@ -337,11 +337,12 @@ def test_no_line_of_the_lock_leaves_it_held() -> None:
 
 
 def test_asyncio_run_gives_its_handler_back() -> None:
+    lock = RuntimeLock()
+
     async def main() -> None:
-        lock = RuntimeLock()
         with lock:
             pass
-        lock.close()
 
     asyncio.run(main())
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    lock.close()
