@@ -95,8 +95,8 @@ class SingleVotes:
 
         Called by the thread of the commit, without the runtime's lock. wanted: returns whether a caller on
         this rank waits for the commit now; the other ranks then complete the updates for which their parts
-        wait. Returns None if all ranks are ready, else the
-        reason of one that is not. Raises RankFailure if a rank is lost.
+        wait. Returns None if all ranks are ready, else the reason of one that is not. Raises RankFailure if a
+        rank is lost.
         """
         return None
 

@@ -28,9 +28,9 @@ class RemotePages:
         """Begin to bring bytes of a parameter page that a rank owns, and return the transfer.
 
         The bytes have their values after step number `step`, with all edits of user code that this rank has
-        made. start: bytes from the start of the page.
-        into: contiguous uint8 memory that the CPU can use; its size is the number of bytes. The transfer
-        raises RankFailure if the owner is gone, and RankDivergence if the owner cannot serve the bytes.
+        made. start: bytes from the start of the page. into: contiguous uint8 memory that the CPU can use; its
+        size is the number of bytes. The transfer raises RankFailure if the owner is gone, and RankDivergence
+        if the owner cannot serve the bytes.
         """
         raise AssertionError("one rank has all pages")
 

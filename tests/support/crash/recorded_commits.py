@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from committed_runs import COMMITS, STEPS, Job, Marks, after, opened, take_step, train, user_state
@@ -32,8 +33,8 @@ Record = Callable[[Path, Faults], Recorded]
 """Function that makes a recording of a run below a directory, with faults."""
 
 
-def whole(job: Job) -> Record:
-    """A run of STEPS steps, from after its offload to its close."""
+def new_run(job: Job, act: Callable[[Any, Any, Recording], object]) -> Record:
+    """A new run, from after its offload to its close. act: trains a model with a runtime."""
 
     def record(root: Path, faults: Faults) -> Recorded:
         recording = Recording(faults)
@@ -41,29 +42,32 @@ def whole(job: Job) -> Record:
         with injected(faults, recording), opened(job, directories) as (model, runtime):
             base = images(*directories)
             before = len(recording.events())
-            train(model, runtime, Marks(recording.mark), range(1, STEPS + 1))
+            act(model, runtime, recording)
         return Recorded(job, recording.events()[before:], base, directories)
 
     return record
+
+
+def whole(job: Job) -> Record:
+    """A run of STEPS steps."""
+
+    def act(model: Any, runtime: Any, recording: Recording) -> None:
+        train(model, runtime, Marks(recording.mark), range(1, STEPS + 1))
+
+    return new_run(job, act)
 
 
 def refused(job: Job) -> Record:
     """A run of STEPS steps that begins with a commit whose slab a full disk gives no name."""
 
-    def record(root: Path, faults: Faults) -> Recorded:
-        recording = Recording(faults)
-        directories = job.directories(root)
-        with injected(faults, recording), opened(job, directories) as (model, runtime):
-            base = images(*directories)
-            before = len(recording.events())
-            take_step(model, runtime, 1)
-            recording.fail("rename", 1, errno.ENOSPC)
-            with pytest.raises(StorageError, match=r"\.slab"):
-                runtime.save(state=user_state(1)).wait()
-            train(model, runtime, Marks(recording.mark), range(2, STEPS + 1))
-        return Recorded(job, recording.events()[before:], base, directories)
+    def act(model: Any, runtime: Any, recording: Recording) -> None:
+        take_step(model, runtime, 1)
+        recording.fail("rename", 1, errno.ENOSPC)
+        with pytest.raises(StorageError, match=r"\.slab"):
+            runtime.save(state=user_state(1)).wait()
+        train(model, runtime, Marks(recording.mark), range(2, STEPS + 1))
 
-    return record
+    return new_run(job, act)
 
 
 def streamed(first: Job, second: Job) -> Record:

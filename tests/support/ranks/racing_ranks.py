@@ -72,8 +72,8 @@ class Training:
         return [each.contiguous() for each in self.model.state_dict().values()]
 
 
-def idle_rank(partition: str = "optimizer") -> list[str]:
-    """Rank 0 has no backward in the second step, and hears late that gradients were cleared."""
+def hear_late_of_cleared() -> None:
+    """From now on, rank 0 hears late that other ranks have cleared their gradients."""
     act = Conductor._act
 
     def late(self: Conductor, waiting: list[Any]) -> bool:
@@ -82,6 +82,11 @@ def idle_rank(partition: str = "optimizer") -> list[str]:
         return act(self, waiting)
 
     Conductor._act = late  # type: ignore[method-assign]
+
+
+def idle_rank(partition: str = "optimizer") -> list[str]:
+    """Rank 0 has no backward in the second step, and hears late that gradients were cleared."""
+    hear_late_of_cleared()
     training, found = Training(partition), []
     for step in range(3):
         for number in range(TOGETHER):

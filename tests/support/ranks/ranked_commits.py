@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from committed_runs import Shot, listed, shot
+from committed_runs import SPARE_FROM, STEPS, Shot, after, listed, shot
 from homes import ROOMY, check_homes
 from ranked_cases import PARTITIONS
 from torch import Tensor, nn
@@ -30,16 +30,8 @@ from infinity.ranks import SingleRank
 from infinity.tiers import Tier
 
 RANKS = 2
-STEPS = 6
 MORE = 2
 """Steps that are trained from a crash state."""
-COMMITS = (2, 3, 5)
-"""The steps after which a run commits. The first commit is waited for at once, the second after the next
-step, and the third at the end.
-"""
-EDITED_AFTER = 3
-SPARE_FROM = 4
-"""The first step that uses `Divided.spare` and `Divided.norm.gate`."""
 INPUTS, HIDDEN, OUTPUTS = 32, 160, 32
 
 
@@ -199,13 +191,6 @@ def take_step(model: Divided, runtime: Any, job: Job, step: int, ranks: range) -
     runtime.optimizer.zero_grad()
     _draw()
     return losses
-
-
-def after(model: Divided, runtime: Any, step: int) -> None:
-    """Do what a run does after a step and its commit."""
-    if step == EDITED_AFTER:
-        with runtime.full_parameters(model.first), torch.no_grad():
-            model.first.bias.add_(0.125)
 
 
 def user_state(rank: int, step: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import rank_processes
-from ranked_commits import COMMITS, RANKS, Job, Node
+from committed_runs import COMMITS
+from ranked_commits import RANKS, Job, Node
 from recorded_run import Event, Images, with_whole_slabs
 from recording_ranks import ASKED, KILLED, PATIENCE, Task, file_of
 

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import rank_processes
 import torch
+from committed_runs import COMMITS, STEPS, after, committing
 from rank_commit_bugs import BUGS, Patch
-from ranked_commits import COMMITS, MORE, STEPS, Job, Node, after, opened, take_step, user_state
+from ranked_commits import MORE, Job, Node, opened, take_step, user_state
 from recorded_run import Images, Recording, images
 
 from infinity.aio import Faults
@@ -111,18 +112,8 @@ class Rank:
 
     def train(self, model: Any, runtime: Any, steps: range) -> None:
         """Train steps, with the commits of COMMITS. The last commit may be pending."""
-        pending = None
-        for step in steps:
+        for step in committing(model, runtime, self, steps):
             self.step(model, runtime, step)
-            if pending is not None:
-                self.wait(pending)
-                pending = None
-            if step in COMMITS:
-                pending = self.save(runtime, step)
-                if step == COMMITS[0]:
-                    self.wait(pending)
-                    pending = None
-            after(model, runtime, step)
 
     def keep(self) -> None:
         """Write what was recorded to a file for the test."""

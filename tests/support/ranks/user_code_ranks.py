@@ -13,11 +13,9 @@ from typing import Any
 
 import rank_processes
 import torch
-from racing_ranks import RANK, SIZE, TOGETHER, Product, Training
+from racing_ranks import RANK, SIZE, TOGETHER, Product, Training, hear_late_of_cleared
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from infinity.distributed.conductor import Conductor
-from infinity.distributed.message import MessageKind
 from infinity.errors import InfinityError
 
 PARTITIONS = [(None, "optimizer", "gradients", "parameters")[int(each)] for each in os.environ["STAGES"]]
@@ -122,14 +120,7 @@ def eager(training: Training) -> None:
 
 def read_when_cleared() -> list[Any]:
     """Ranks read a gradient right after zero_grad(), of which rank 0 hears late."""
-    act = Conductor._act
-
-    def late(self: Conductor, waiting: list[Any]) -> bool:
-        if RANK == 0 and any(message.kind is MessageKind.CLEARED for _, message in waiting):
-            time.sleep(0.1)
-        return act(self, waiting)
-
-    Conductor._act = late  # type: ignore[method-assign]
+    hear_late_of_cleared()
     found: list[Any] = []
     for partition in PARTITIONS:
         training = Training(partition)

@@ -174,7 +174,7 @@ def take_step(model: Small, runtime: Any, step: int) -> float:
     return loss.item()
 
 
-def after(model: Small, runtime: Any, step: int) -> None:
+def after(model: Any, runtime: Any, step: int) -> None:
     """Do what a run does after a step and its commit."""
     if step == EDITED_AFTER:
         with runtime.full_parameters(model.first), torch.no_grad():
@@ -271,11 +271,13 @@ class Marks:
         self._mark(f"durable {commit.generation} 0")
 
 
-def train(model: Small, runtime: Any, marks: Marks, steps: range) -> list[float]:
-    """Train steps with the commits of COMMITS, and return the losses. The last commit may be pending."""
-    pending, losses = None, []
+def committing(model: Any, runtime: Any, marks: Any, steps: range) -> Iterator[int]:
+    """Yield steps that the caller trains, and commit between them after those of COMMITS. The last commit may
+    be pending. marks: has the methods `save` and `wait` of Marks.
+    """
+    pending = None
     for step in steps:
-        losses.append(take_step(model, runtime, step))
+        yield step
         if pending is not None:
             marks.wait(pending)
             pending = None
@@ -285,4 +287,8 @@ def train(model: Small, runtime: Any, marks: Marks, steps: range) -> list[float]
                 marks.wait(pending)
                 pending = None
         after(model, runtime, step)
-    return losses
+
+
+def train(model: Small, runtime: Any, marks: Marks, steps: range) -> list[float]:
+    """Train steps with the commits of COMMITS, and return the losses. The last commit may be pending."""
+    return [take_step(model, runtime, step) for step in committing(model, runtime, marks, steps)]
