@@ -150,6 +150,13 @@ def test_every_path_that_a_document_names_exists(document: Path) -> None:
     assert [link for link in links if not (document.parent / link).exists()] == []
 
 
+def test_every_file_that_a_source_names_exists() -> None:
+    sources = [*FILES, *(ROOT / "csrc").rglob("*.[hc]pp"), *(ROOT / "csrc").rglob("*.inl")]
+    named = {name for each in sources for name in paths(each.read_text()) if Path(name).suffix}
+    assert len(named) > 50
+    assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda each: each.name)
 def test_every_file_that_a_document_names_by_itself_exists(document: Path) -> None:
     def there(name: str) -> bool:

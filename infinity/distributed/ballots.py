@@ -10,7 +10,7 @@ A commit of several ranks counts if every rank's part of it is durable, and else
 
 So at any time there is a commit of which every rank's part is whole: a rank that has freed the slots of the
 one before knew that all have the new one. A restart continues the newest commit that all ranks have
-(infinity/distributed/agreed_commit.py). No rank decides for the others, so no rank's loss leaves a decision
+(infinity/checkpoint/continued_commit.py). No rank decides for the others, so no rank's loss leaves a decision
 open that a restart would have to ask it for.
 
 A rank that is not ready ends the commit on all. The others then take their manifests back before they free
