@@ -23,7 +23,7 @@ before, so the slots of both stay held.
 [Note: commits of ranks]
 With several ranks each commits its part, and no part counts unless all do. So between 4 and 5 a rank waits
 until all others have come as far. If one of them fails, this rank takes its manifest back, and its commit has
-failed, too. infinity/distributed/ballots.py says why a restart finds a commit that all ranks have.
+failed, too. infinity/distributed/barrier.py says why a restart finds a commit that all ranks have.
 """
 
 from __future__ import annotations

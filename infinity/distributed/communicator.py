@@ -17,17 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.config import Budget
 from infinity.distributed.agreed_plan import agreed_plan, check_equal
-from infinity.distributed.ballots import Ballots, CommitVotes, check_same, error_of, told
-from infinity.distributed.bell import Bell
-from infinity.distributed.conductor import Conductor
-from infinity.distributed.contributions import Contributions
+from infinity.distributed.barrier import Barrier, CommitVotes, check_same, error_of, told
 from infinity.distributed.exchange import Exchange, InitialStates, initial_values
+from infinity.distributed.failure_event import FailureEvent
+from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import NodeCache, RemoteParts
+from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
@@ -62,11 +62,11 @@ class Communicator(SingleRank):
         super().__init__(device, share=Share(self.ranks.rank, self.ranks.size, stage))
         self.met = 0
         """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
-        self.bell = Bell()
-        self.wire = Wire(self.ranks, self.bell, self.meter, self.lock.released)
-        self.liveness = Liveness(self.ranks, self.bell)
-        self.ballots = Ballots(self.ranks, self.wire)
-        self.conductor = Conductor(self.wire, self.lock, self.liveness)
+        self.failure_event = FailureEvent()
+        self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
+        self.liveness = Liveness(self.ranks, self.failure_event)
+        self.barrier = Barrier(self.ranks, self.wire)
+        self.service_thread = ServiceThread(self.wire, self.lock, self.liveness)
         self._closed = False
         self._alone = False
         """Whether this rank has left without having waited for the others."""
@@ -78,7 +78,7 @@ class Communicator(SingleRank):
         return self.lock.released()
 
     def gather(self, call: str, fact: Any, patient: Callable[[], bool] = lambda: False) -> dict[int, Any]:
-        return self.ballots.agree(call, fact, patient=patient)
+        return self.barrier.agree(call, fact, patient=patient)
 
     def same(self, call: str, **facts: Any) -> None:
         check_same(
@@ -116,11 +116,11 @@ class Communicator(SingleRank):
         return True
 
     def leave(self) -> None:
-        if self.bell.failure is None:
+        if self.failure_event.failure is None:
             try:
                 for peer in self.ranks.peers:
                     self.wire.post(peer, MessageKind.LEAVING)
-                self.ballots.agree("close()", {}, patient=lambda: not self._awaited_elsewhere(), anyway=True)
+                self.barrier.agree("close()", {}, patient=lambda: not self._awaited_elsewhere(), anyway=True)
             except InfinityError:
                 self._alone = True
 
@@ -198,7 +198,7 @@ class Communicator(SingleRank):
     # --- a runtime's ----------------------------------------------------------------------------------------
 
     def commit_votes(self) -> CommitVotes:
-        return CommitVotes(self.ranks, self.wire, self.ballots)
+        return CommitVotes(self.ranks, self.wire, self.barrier)
 
     def serve(self, parts: Components) -> RankedStep | None:
         store, wire, remote = parts.store, self.wire, self.remote
@@ -217,11 +217,11 @@ class Communicator(SingleRank):
         )
         step = None
         if parts.gradients is not None and parts.scheduler is not None:
-            contributions, whole = None, None
+            shards, whole = None, None
             if self.share.whole_gradients:
                 whole = WholeGradients(self.share, parts.gradients, parts.scheduler, remote)
             else:
-                contributions = Contributions(
+                shards = GradientShards(
                     wire,
                     self.share,
                     gradients=parts.gradients,
@@ -232,8 +232,8 @@ class Communicator(SingleRank):
             step = RankedStep(
                 self.share,
                 wire,
-                ballots=self.ballots,
-                contributions=contributions,
+                barrier=self.barrier,
+                shards=shards,
                 whole=whole,
                 service=service,
                 remote=remote,
@@ -241,7 +241,7 @@ class Communicator(SingleRank):
                 gradients=parts.gradients,
             )
         drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
-        self.conductor.attach(service, step, remote.cache, drive)
+        self.service_thread.attach(service, step, remote.cache, drive)
         return step
 
     def close(self) -> None:
@@ -250,8 +250,8 @@ class Communicator(SingleRank):
         self._closed = True
         _open.discard(self)
         atexit.unregister(self._end)
-        self.conductor.stop()
-        orderly = self.bell.failure is None
+        self.service_thread.stop()
+        orderly = self.failure_event.failure is None
         ended = self.wire.close(patience=1.0 if self._alone else 10.0)
         if not self.liveness.close():
             self.ranks.hang_up(store_alone=True)
@@ -259,7 +259,7 @@ class Communicator(SingleRank):
         if not ended:
             self.ranks.hang_up()
             self.wire.close()
-        self.ranks.close(orderly=orderly and self.bell.failure is None)
+        self.ranks.close(orderly=orderly and self.failure_event.failure is None)
 
 
 def _on_each(nodes: Sequence[object]) -> int:

@@ -36,7 +36,7 @@ _MASTER = "master"
 class Exchange(SingleExchange):
     """Ranks take ranges of each other's tensors, which have numbers. All ranks make it, and end it.
 
-    The conductor gives what this rank has, in its own thread. Ranks may take from each other in any order.
+    The service thread gives what this rank has. Ranks may take from each other in any order.
     """
 
     def __init__(self, communicator: Communicator, label: str, part: Part) -> None:
@@ -45,7 +45,7 @@ class Exchange(SingleExchange):
         """
         self._communicator = communicator
         self._label = label
-        self._number = communicator.conductor.open_exchange(label, part)
+        self._number = communicator.service_thread.open_exchange(label, part)
 
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
@@ -65,10 +65,10 @@ class Exchange(SingleExchange):
 
     def end(self) -> None:
         """Raises RankFailure, and RankDivergence if a rank neither asks for anything more nor ends it."""
-        self._communicator.ballots.agree(
-            f"the end of the exchange of {self._label}", patient=self._communicator.conductor.has_given
+        self._communicator.barrier.agree(
+            f"the end of the exchange of {self._label}", patient=self._communicator.service_thread.has_given
         )
-        self._communicator.conductor.close_exchange()
+        self._communicator.service_thread.close_exchange()
 
 
 @contextmanager
@@ -169,8 +169,8 @@ class InitialStates:
         unfit = [at for at, each in enumerate(with_master) if not self._fits_here(each)]
         # Each rank checks the elements that it keeps. A master that does not fit on one rank is used on none,
         # so all are taken a second time, when that is known: no rank has room for those of all parameters.
-        conductor = self._communicator.conductor
-        heard = self._communicator.gather("offload()", {"unfit_masters": unfit}, conductor.has_given)
+        service_thread = self._communicator.service_thread
+        heard = self._communicator.gather("offload()", {"unfit_masters": unfit}, service_thread.has_given)
         unused = {at for each in heard.values() for at in each["unfit_masters"]}
         for at, each in enumerate(with_master):
             if at not in unused:

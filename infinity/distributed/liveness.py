@@ -10,7 +10,7 @@ import atexit
 import json
 import threading
 
-from infinity.distributed.bell import Bell
+from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.mesh import Ranks, store_lost
 from infinity.errors import InfinityError, RankFailure, rank_failure
 
@@ -20,14 +20,16 @@ _FAILURE = "failure"
 class Liveness:
     """A thread that beats and looks at the others' beats, and one that watches whether the store answers.
 
-    What they find ends all waits (`Bell.fail`). A rank whose process lives but whose Python does not run, as
-    when native code keeps the GIL for longer than `patience`, is taken for dead.
+    What they find ends all waits (`FailureEvent.fail`). A rank whose process lives but whose Python does
+    not run, as when native code keeps the GIL for longer than `patience`, is taken for dead.
     """
 
-    def __init__(self, ranks: Ranks, bell: Bell, *, interval: float = 2.0, patience: float = 15.0) -> None:
+    def __init__(
+        self, ranks: Ranks, failure_event: FailureEvent, *, interval: float = 2.0, patience: float = 15.0
+    ) -> None:
         """interval: seconds between beats. patience: seconds of silence that are taken for death."""
         self._ranks = ranks
-        self._bell = bell
+        self._failure_event = failure_event
         self._interval = interval
         self._patience = patience
         self._watched = dict.fromkeys(ranks.peers, 0)
@@ -51,11 +53,11 @@ class Liveness:
     @property
     def failure(self) -> InfinityError | None:
         """The failure that ended the run, or None."""
-        return self._bell.failure
+        return self._failure_event.failure
 
     def declare(self, error: InfinityError) -> None:
         """This rank has failed. The others raise RankFailure with this error's text, and soon."""
-        self._bell.fail(error)
+        self._failure_event.fail(error)
         self._wake.set()
 
     def departed(self, rank: int) -> None:
@@ -103,7 +105,7 @@ class Liveness:
         if not self._published and store.check([_FAILURE]):
             self._published = True
             rank, what = json.loads(store.get(_FAILURE))
-            self._bell.fail(rank_failure(rank, what))
+            self._failure_event.fail(rank_failure(rank, what))
         for rank, last in tuple(self._watched.items()):
             beat = store.add(f"beat/{rank}", 0)
             self._silent[rank] = 0 if beat != last else self._silent[rank] + 1
@@ -117,12 +119,12 @@ class Liveness:
             return
         why = "it is dead, stopped, cut off, or its GIL is held"
         what = f"has given no sign of life for {self._patience:g} s: {why}"
-        self._bell.fail(rank_failure(rank, what))
+        self._failure_event.fail(rank_failure(rank, what))
         self._publish()
 
     def _publish(self) -> None:
         """Tell the others of the failure that this rank knows of. The first cause stays."""
-        error = self._bell.failure
+        error = self._failure_event.failure
         if error is None or self._published:
             return
         self._published = True
@@ -150,4 +152,4 @@ class Liveness:
         host = error.rank
         if self._closing or (host is not None and host != self._ranks.rank and host not in self._watched):
             return
-        self._bell.fail(error)
+        self._failure_event.fail(error)

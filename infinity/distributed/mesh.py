@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE, rank_timeout
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE, rank_timeout
 from infinity.errors import ConfigError, RankDivergence, RankFailure, named_ranks
 from infinity.system import launcher
 

@@ -28,14 +28,14 @@ class MessageKind(enum.IntEnum):
     """Fields: the delivery's number, label, sizes of the pieces in bytes. The pieces follow the message."""
     REFUSAL = 3
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
-    CONTRIBUTION = 4
-    """A gradient's contribution to a part that the receiver owns is ready to be fetched."""
+    GRADIENT_SHARD = 4
+    """A gradient's shard to a part that the receiver owns is ready to be fetched."""
     BACKWARD_DONE = 5
     """The sender has finished a backward: what it has not contributed by now does not come."""
     CLEARED = 6
     """The sender has dropped its gradients."""
-    BALLOT = 7
-    """Fields: the agreement's number, the call that casts the ballot, facts."""
+    BARRIER = 7
+    """Fields: the agreement's number, the call that casts the barrier, facts."""
     FAILED = 8
     """The sender is lost. The wire itself puts this message into the inbox; fields: the cause."""
     BYE = 9
@@ -79,9 +79,9 @@ class What(enum.IntEnum):
     STATES = 2
     """Bytes of the asked rank's optimizer page."""
     GRADIENT = 3
-    """A contribution that the asked rank has offered."""
+    """A shard that the asked rank has offered."""
     SUM = 4
-    """The sum of all contributions to a piece that the asked rank owns."""
+    """The sum of all shards to a piece that the asked rank owns."""
     LOCAL = 6
     """The asked rank's own gradient of a piece, not summed over ranks."""
     INITIAL = 5

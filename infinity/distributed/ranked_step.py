@@ -1,4 +1,4 @@
-"""Ranked step: what a training step does together with other ranks: contributions, agreements, its end.
+"""Ranked step: what a training step does together with other ranks: shards, agreements, its end.
 
 Two calls of a step are agreements: clip_grad_norm_ and step(). In each, first all ranks say that they have no
 more gradients to contribute, and what must be equal on all of them; then, when all sums are complete, each
@@ -11,7 +11,7 @@ gradients when all ranks have called zero_grad(), and a rank's next gradient wai
 [Note: after a failed step]
 A step may fail on all ranks alike, as with options that differ, and user code may go on: with the same call
 once more, further backwards, or zero_grad(). By then ranks have counted on it that no more gradients come.
-So the contributions of all backwards before the call are completed first, as in a step that succeeds. Where
+So the shards of all backwards before the call are completed first, as in a step that succeeds. Where
 that cannot be, because ranks are in different calls or steps, every later call raises the same error.
 
 [Note: dropped gradients]
@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from infinity.distributed.agreed_plan import digest
-from infinity.distributed.ballots import Ballots, check_same
-from infinity.distributed.contributions import Contributions
+from infinity.distributed.barrier import Barrier, check_same
+from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
@@ -67,19 +67,19 @@ class RankedStep(SingleStep):
         share: Share,
         wire: Wire,
         *,
-        ballots: Ballots,
-        contributions: Contributions | None,
+        barrier: Barrier,
+        shards: GradientShards | None,
         whole: WholeGradients | None,
         service: PageService,
         remote: RemoteParts,
         engine: PrefetchEngine,
         gradients: Gradients,
     ) -> None:
-        """contributions: takes gradients to the ranks that keep their sums; None if every rank keeps all of
+        """shards: takes gradients to the ranks that keep their sums; None if every rank keeps all of
         them. Then `whole` sums them up.
         """
         super().__init__(gradients)
-        self.contributions = contributions
+        self.shards = shards
         self._whole = whole
         self._share = share
         self._wire = wire
@@ -96,7 +96,7 @@ class RankedStep(SingleStep):
         """Parameters, (unit, index), whose `p.grad` was set to None since the last agreement -> whether this
         rank had contributed to them; see [Note: dropped gradients].
         """
-        self._ballots = ballots
+        self._barrier = barrier
         self._service = service
         self._remote = remote
         self._engine = engine
@@ -115,8 +115,8 @@ class RankedStep(SingleStep):
     ) -> ExactSum:
         """See SingleStep and [Note: after a failed step]."""
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
-        if self.contributions is not None:
-            self.contributions.pause(self._cleared[self._share.rank])
+        if self.shards is not None:
+            self.shards.pause(self._cleared[self._share.rank])
         facts = {
             _OPTIONS: digest(groups),
             _MEMBERS: _members(groups),
@@ -130,7 +130,7 @@ class RankedStep(SingleStep):
             "failure": None if failure is None else str(failure),
             "lost": self._gradients.lost,
         }
-        heard = self._ballots.agree(call, facts)
+        heard = self._barrier.agree(call, facts)
         try:
             self._check_failures(call, heard, failure)
             check_same(call, heard, _EQUAL, _SAME_VALUES)
@@ -138,7 +138,7 @@ class RankedStep(SingleStep):
         except InfinityError as error:
             self._end_failed(call, heard, error)
             raise
-        self._await_forgotten()  # a ballot may overtake the message that a rank has called zero_grad()
+        self._await_forgotten()  # a barrier may overtake the message that a rank has called zero_grad()
         contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
         for content in contents.values():
             for page, having in zip(self._pages.values(), content, strict=True):
@@ -179,26 +179,26 @@ class RankedStep(SingleStep):
         return found
 
     def _end_failed(self, call: str, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
-        """Complete the contributions of a step that fails by `error`; see [Note: after a failed step]."""
+        """Complete the shards of a step that fails by `error`; see [Note: after a failed step]."""
         if len({said[_TIMES_CLEARED] for said in heard.values()}) > 1:
-            self._ballots.end(error)
+            self._barrier.end(error)
             return
         try:
             self._await_forgotten()
             self._await_contributions(heard)
             # A rank that goes on may contribute again, which would come to one that has not ended the step.
-            self._ballots.agree(f"the end of {call}")
+            self._barrier.agree(f"the end of {call}")
         except InfinityError:  # a rank may have left with the error already
-            self._ballots.end(error)
+            self._barrier.end(error)
 
     def _contributed(self) -> dict[str, Any]:
-        """How many backwards this rank has ended, and contributions offered to each rank."""
-        contributions, ranks = self.contributions, range(self._share.ranks)
-        if contributions is None or self._outdated:
+        """How many backwards this rank has ended, and shards offered to each rank."""
+        shards, ranks = self.shards, range(self._share.ranks)
+        if shards is None or self._outdated:
             # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
             # this one contributes nothing.
             return {"backwards": 0, "offered": [0 for _ in ranks]}
-        return {"backwards": contributions.ended, "offered": [contributions.offered[rank] for rank in ranks]}
+        return {"backwards": shards.ended, "offered": [shards.offered[rank] for rank in ranks]}
 
     def _complete(
         self,
@@ -218,19 +218,19 @@ class RankedStep(SingleStep):
         try:
             self._await_contributions(heard)
         except InfinityError as error:
-            self._ballots.end(error)
+            self._barrier.end(error)
             raise
 
     def _await_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
-        """Wait until all contributions that ranks have made before their ballots are added."""
-        if self.contributions is None:
+        """Wait until all shards that ranks have made before the barrier are added."""
+        if self.shards is None:
             return
         rank = self._share.rank
-        self.contributions.close_step(
+        self.shards.close_step(
             {each: said["backwards"] for each, said in heard.items()},
             {each: said["offered"][rank] for each, said in heard.items() if each != rank},
         )
-        self.contributions.await_all()
+        self.shards.await_all()
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
         """Do a part of the work, and wait until all ranks have. Returns the sum of squares."""
@@ -244,7 +244,7 @@ class RankedStep(SingleStep):
             "squares": _told_sum(squares),
             "failure": None if failure is None else str(failure),
         }
-        heard = self._ballots.agree(call, said, anyway=True)  # also to tell of an error that ends all
+        heard = self._barrier.agree(call, said, anyway=True)  # also to tell of an error that ends all
         self._check_failures(call, heard, failure)
         total = ExactSum()
         for each in heard.values():
@@ -271,14 +271,14 @@ class RankedStep(SingleStep):
                 for index in sorted(page.content)
             }
             found: dict[str, ExactSum] = {}
-            for said in self._ballots.agree(call, mine).values():
+            for said in self._barrier.agree(call, mine).values():
                 for key, each in said.items():
                     found.setdefault(key, ExactSum()).merge(_heard_sum(each))
             self._squares = found
         return self._squares.get(f"{unit} {parameter}", ExactSum())
 
     def updated_in_part(self, begun: bool) -> bool:
-        return any(self._ballots.agree("step()", begun).values())
+        return any(self._barrier.agree("step()", begun).values())
 
     def check_settable(self, unit: int, parameter: int) -> None:
         raise ConfigError(
@@ -303,7 +303,7 @@ class RankedStep(SingleStep):
         self._forget()
 
     def cleared(self, source: int, count: int) -> None:
-        """Note that another rank has cleared its gradients `count` times. Called by the conductor."""
+        """Note that another rank has cleared its gradients `count` times. Called by the service thread."""
         self._cleared[source] = count
         self._forget()
 
@@ -312,11 +312,11 @@ class RankedStep(SingleStep):
         while self._forgotten < min(self._cleared):
             self._forgotten += 1
             self._gradients.clear()
-            if self.contributions is not None:
-                self.contributions.renew()
+            if self.shards is not None:
+                self.shards.renew()
             if self._whole is not None:
                 self._whole.clear()
-            self._wire.bell.ring()
+            self._wire.failure_event.notify()
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int) -> bool:
         self._gradients.check_addition(unit, parameter)
@@ -332,9 +332,9 @@ class RankedStep(SingleStep):
             )
         self._dropped.pop((unit, parameter), None)
         self._added.add((unit, parameter))
-        if self.contributions is None:
+        if self.shards is None:
             return False
-        self.contributions.offer(unit, parameter, gradient, self.contributions.ended + later)
+        self.shards.offer(unit, parameter, gradient, self.shards.ended + later)
         return True
 
     def drop(self, unit: int, parameter: int) -> None:
@@ -383,26 +383,26 @@ class RankedStep(SingleStep):
             # Also right after zero_grad(), though nothing has come then: how soon others have called
             # zero_grad() must not decide which of this rank's calls are agreements.
             call = f"grad({self._name(unit, parameter)})"
-            heard = self._ballots.agree(call, {_TIMES_CLEARED: cleared, "failure": None})
+            heard = self._barrier.agree(call, {_TIMES_CLEARED: cleared, "failure": None})
             self._check_failures(call, heard, None)
             check_same(call, heard, [_TIMES_CLEARED], _SAME_VALUES)
             self._await_forgotten()
             found = self._gradients.read(unit, parameter, self._sum_of)
-            self._ballots.agree(call, {})  # no rank goes on while another one still reads its gradients
+            self._barrier.agree(call, {})  # no rank goes on while another one still reads its gradients
             return found
         if self._outdated or (unit, parameter) in self._dropped:
             return self._gradients.zeros(unit, parameter)
         return self._gradients.read(unit, parameter, self._sum_of)
 
     def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
-        if self.contributions is not None:
-            return self.contributions.sum_of(page.index, chunk_index, piece)
+        if self.shards is not None:
+            return self.shards.sum_of(page.index, chunk_index, piece)
         assert self._whole is not None
         return self._whole.sum_of(page, chunk_index, piece)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
-        if self.contributions is not None:
-            self.contributions.expect(self.contributions.ended + later, parameters)
+        if self.shards is not None:
+            self.shards.expect(self.shards.ended + later, parameters)
 
     def agree_on_states(
         self,
@@ -410,7 +410,7 @@ class RankedStep(SingleStep):
         cure: str = "Give all ranks the same states, such as those of one file.",
     ) -> None:
         said = [[*place, digest] for place, digest in sorted(digests().items())]
-        heard = self._ballots.agree("a change of optimizer states", said)
+        heard = self._barrier.agree("a change of optimizer states", said)
         given = {rank: {(unit, index): each for unit, index, each in said} for rank, said in heard.items()}
         for rank, states in given.items():
             for place in sorted(given[0].keys() | states.keys()):
@@ -422,20 +422,20 @@ class RankedStep(SingleStep):
                     )
 
     def agree(self, call: str) -> None:
-        self._ballots.agree(call, {})
+        self._barrier.agree(call, {})
 
     def await_cleared(self) -> None:
-        self._ballots.check()
+        self._barrier.check()
         self._await_forgotten()
 
     def await_room(self, unit: int, parameter: int, gradient: torch.Tensor, *, together: bool) -> None:
         self.await_cleared()
-        if self.contributions is None:
+        if self.shards is None:
             super().await_room(unit, parameter, gradient, together=together)
         elif not together:
             # Micro-batches that run together reach parameters in an order that may depend on data, so that
             # ranks could wait for each other's later gradients: they wait for no room.
-            self.contributions.await_room(gradient.nbytes)
+            self.shards.await_room(gradient.nbytes)
 
     def _await_forgotten(self) -> None:
         """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""
@@ -443,20 +443,20 @@ class RankedStep(SingleStep):
         if not self._wire.wait_for_step(lambda: self._forgotten == self._cleared[rank], "zero_grad()"):
             raise RankDivergence(
                 f"Rank {self._cleared.index(min(self._cleared))} has not called zero_grad() for "
-                f"{self._wire.bell.timeout:g} s after other ranks have.",
+                f"{self._wire.failure_event.timeout:g} s after other ranks have.",
                 "Call runtime.optimizer.zero_grad() equally often on all ranks.",
             )
 
     def take_complete(self) -> list[int]:
-        if self.contributions is None:
+        if self.shards is None:
             return []
-        found = sorted(self.contributions.fresh)
-        self.contributions.fresh.clear()
+        found = sorted(self.shards.fresh)
+        self.shards.fresh.clear()
         return found
 
     def backward_ended(self, count: int) -> None:
-        if self.contributions is not None:
-            self.contributions.backward_ended(count)
+        if self.shards is not None:
+            self.shards.backward_ended(count)
 
     def stepped(self, updated: Callable[[], Sequence[int]]) -> None:
         self._remote.step += 1

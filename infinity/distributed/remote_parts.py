@@ -91,7 +91,12 @@ class NodeCache:
         for them.
         """
         landing = Delivery(
-            self._wire.bell, owner, 0, What.PARAMETERS.label, into=(into,), awaiting=self._wire.awaiting
+            self._wire.failure_event,
+            owner,
+            0,
+            What.PARAMETERS.label,
+            into=(into,),
+            awaiting=self._wire.awaiting,
         )
         with self._lock:
             entry, new = self._entry(wanted)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE, Bell
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE, FailureEvent
 from infinity.errors import InfinityError, rank_failure
 
 
@@ -17,7 +17,7 @@ class _Transfer:
 
     def __init__(
         self,
-        bell: Bell,
+        failure_event: FailureEvent,
         peer: int,
         number: int,
         label: str,
@@ -32,24 +32,24 @@ class _Transfer:
         self.label = label
         self.unit = unit
         """Index of the unit to which the bytes belong; None if there is none."""
-        self._bell = bell
+        self._failure_event = failure_event
         self._ended = False
         self._failure: InfinityError | None = None
 
     def done(self) -> bool:
         """Whether it has ended, successfully or with an error. Never blocks."""
-        return self._ended or self._bell.failure is not None
+        return self._ended or self._failure_event.failure is not None
 
     def wait(self, timeout: float | None = None) -> object:
         """Wait without the GIL until it has ended.
 
-        timeout: seconds; None: the bell's time-out. Raises RankFailure if the peer died, left, refused or
-        does not come within the time, or the failure of the run; RankDivergence if the peer sent or refused
-        something because it does otherwise than this rank. After an error the memory may still be written or
-        read, until the wire's threads have ended.
+        timeout: seconds; None: the failure event's time-out. Raises RankFailure if the peer died, left,
+        refused or does not come within the time, or the failure of the run; RankDivergence if the peer sent
+        or refused something because it does otherwise than this rank. After an error the memory may still be
+        written or read, until the wire's threads have ended.
         """
-        if not self._bell.wait_for(lambda: self._ended, timeout):
-            seconds = self._bell.timeout if timeout is None else timeout
+        if not self._failure_event.wait_for(lambda: self._ended, timeout):
+            seconds = self._failure_event.timeout if timeout is None else timeout
             raise rank_failure(
                 self.peer, f"did not {self._verb} {self.label} within {seconds:g} s ({TIMEOUT_VARIABLE})"
             )
@@ -69,7 +69,7 @@ class _Transfer:
         if not self._ended:
             self._failure = None if failure is None else failure.again()
             self._ended = True
-            self._bell.ring()
+            self._failure_event.notify()
             if self._told is not None:
                 self._told(self)
 
@@ -91,7 +91,7 @@ class Delivery(_Transfer):
 
     def __init__(
         self,
-        bell: Bell,
+        failure_event: FailureEvent,
         peer: int,
         number: int,
         label: str,
@@ -105,7 +105,7 @@ class Delivery(_Transfer):
         """instead: called if the peer has no room to relay the bytes, to have them brought from their owner.
         awaiting: makes the context of a wait, as `Wire.awaiting` does.
         """
-        super().__init__(bell, peer, number, label, unit=unit, told=told)
+        super().__init__(failure_event, peer, number, label, unit=unit, told=told)
         self.into = into
         """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
         self.instead = instead

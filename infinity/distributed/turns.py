@@ -1,14 +1,14 @@
-"""Turns: the order in which contributions to a gradient are added at its owner. Pure.
+"""Turns: the order in which shards to a gradient are added at its owner. Pure.
 
 A sum's bits depend on the order of its terms, so the order may not depend on which rank is quick. Micro-batch
 m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a part of a gradient), micro-
-batches come in order, and in each the ranks' first contributions in the order of ranks. A rank that
-contributes to a key several times in one micro-batch, as shared parameters do, has its further contributions
+batches come in order, and in each the ranks' first shards in the order of ranks. A rank that
+contributes to a key several times in one micro-batch, as shared parameters do, has its further shards
 added after the first ones of all ranks, by rank and in their sequence.
 
-A contribution that is not there either comes yet, or never, as with experts that were not taken. Which of
+A shard that is not there either comes yet, or never, as with experts that were not taken. Which of
 both is known once its rank has said that it is done with the micro-batch, or earlier if the rank has said
-which contributions its micro-batch will make.
+which shards its micro-batch will make.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class _Line(Generic[Token]):
     """What waits for its turn at one key."""
 
     waiting: dict[tuple[int, int], deque[Token]] = field(default_factory=dict)
-    """(micro-batch, rank) -> contributions in their sequence; no empty ones."""
+    """(micro-batch, rank) -> shards in their sequence; no empty ones."""
     micro_batch: int = 0
     rank: int = 0
-    """The rank whose first contribution is next; the number of ranks: further contributions are next."""
+    """The rank whose first shard is next; the number of ranks: further shards are next."""
     taking: int | None = None
-    """Micro-batch of the contribution that is being taken, or None."""
+    """Micro-batch of the shard that is being taken, or None."""
 
     def take(self, micro_batch: int, rank: int) -> Token:
         tokens = self.waiting[micro_batch, rank]
@@ -47,7 +47,7 @@ class _Line(Generic[Token]):
 
 
 class Turns(Generic[Key, Token]):
-    """Gives the contributions of each key in their order, one at a time.
+    """Gives the shards of each key in their order, one at a time.
 
     Every event returns the (key, token) pairs to take next. The caller adds each, then calls `taken`.
     """
@@ -68,10 +68,10 @@ class Turns(Generic[Key, Token]):
         self._expected: dict[tuple[int, int], Container[Hashable]] = {}
         """(rank, micro-batch) -> all that the rank contributes to, once each, if it has said so."""
         self._left: Counter[int] = Counter()
-        """Micro-batch -> contributions not yet added; none at 0."""
+        """Micro-batch -> shards not yet added; none at 0."""
 
     def offered(self, key: Key, micro_batch: int, rank: int, token: Token) -> list[tuple[Key, Token]]:
-        """A contribution is there. Those of one key, micro-batch and rank come in their sequence.
+        """A shard is there. Those of one key, micro-batch and rank come in their sequence.
 
         micro_batch: counted by the rank itself, from 0 since `clear`.
         """
@@ -103,7 +103,7 @@ class Turns(Generic[Key, Token]):
         self._done = [micro_batches] * self._ranks
 
     def taken(self, key: Key) -> list[tuple[Key, Token]]:
-        """The contribution that was given for `key` has been added."""
+        """The shard that was given for `key` has been added."""
         line = self._lines[key]
         assert line.taking is not None, "nothing of this key is being taken"
         self._left[line.taking] -= 1
@@ -129,7 +129,7 @@ class Turns(Generic[Key, Token]):
         return all(each >= micro_batches for each in left)
 
     def clear(self) -> list[Token]:
-        """Begin anew with micro-batch 0. Returns the contributions that were never given."""
+        """Begin anew with micro-batch 0. Returns the shards that were never given."""
         dropped = [token for line in self._lines.values() for each in line.waiting.values() for token in each]
         self._begin()
         return dropped
@@ -144,7 +144,7 @@ class Turns(Generic[Key, Token]):
         return found
 
     def _next(self, key: Key, line: _Line[Token]) -> tuple[int, int] | None:
-        """Move a key's cursor on to the next contribution, its (micro-batch, rank).
+        """Move a key's cursor on to the next shard, its (micro-batch, rank).
 
         None: there is none, one is being taken, or the key is blocked now.
         """
@@ -167,13 +167,13 @@ class Turns(Generic[Key, Token]):
             further = [rank for micro_batch, rank in line.waiting if micro_batch == now]
             if further:
                 return now, min(further)
-            # Micro-batches that all have finished without a contribution to this key need no look each.
+            # Micro-batches that all have finished without a shard to this key need no look each.
             line.micro_batch = max(now + 1, min(*self._done, min(line.waiting)[0]))
             line.rank = 0
         return None
 
     def _may_come(self, key: Key, rank: int, micro_batch: int) -> bool:
-        """Whether a rank's first contribution to a key, which has not come, may come yet."""
+        """Whether a rank's first shard to a key, which has not come, may come yet."""
         if self._done[rank] > micro_batch:
             return False
         expected = self._expected.get((rank, micro_batch))

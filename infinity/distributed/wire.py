@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.bell import Bell
+from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.peer_line import Parcel, PeerLine
@@ -55,21 +55,22 @@ class Wire:
     def __init__(
         self,
         ranks: Ranks,
-        bell: Bell | None = None,
+        failure_event: FailureEvent | None = None,
         meter: Meter | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """bell: rung whenever something has come; its failure ends all waits. meter: is told what crosses.
-        released: makes the context in which this rank waits for others, such as `RuntimeLock.released`.
+        """failure_event: notified whenever something has come; its failure ends all waits. meter: is told
+        what crosses. released: makes the context in which this rank waits for others, such as
+        `RuntimeLock.released`.
         """
-        self.bell = Bell() if bell is None else bell
+        self.failure_event = FailureEvent() if failure_event is None else failure_event
         self.meter = Meter() if meter is None else meter
         self.inbox: Inbox = queue.SimpleQueue()
-        """(source, message): all messages but DATA, REFUSAL, REDIRECT, BALLOT, VOTE and LEAVING, in each
+        """(source, message): all messages but DATA, REFUSAL, REDIRECT, BARRIER, VOTE and LEAVING, in each
         source's order. A peer's last one is BYE, or FAILED if it is lost.
         """
-        self.ballots: Inbox = queue.SimpleQueue()
-        """(source, message): the messages of the kind BALLOT, in each source's order."""
+        self.barriers: Inbox = queue.SimpleQueue()
+        """(source, message): the messages of the kind BARRIER, in each source's order."""
         self.votes: Inbox = queue.SimpleQueue()
         """(source, message): the messages of the kind VOTE, in each source's order."""
         self._ranks = ranks
@@ -109,12 +110,12 @@ class Wire:
             yield
 
     def wait(self, come: Callable[[], bool], what: str) -> bool:
-        """Do what `Bell.wait_for` does, in the context that `awaiting` makes if nothing has come yet. Once
-        more if `come()` does not hold any more under the runtime's lock.
+        """Do what `FailureEvent.wait_for` does, in the context that `awaiting` makes if nothing has come
+        yet. Once more if `come()` does not hold any more under the runtime's lock.
         """
         while not come():
             with self.awaiting(what):
-                if not self.bell.wait_for(come):
+                if not self.failure_event.wait_for(come):
                     return False
         return True
 
@@ -134,7 +135,7 @@ class Wire:
     @property
     def failure(self) -> InfinityError | None:
         """The failure that ended the run, or None."""
-        return self.bell.failure
+        return self.failure_event.failure
 
     def traffic(self) -> Traffic:
         """A copy of the counters. Bytes sent count once the peer has taken them."""
@@ -169,7 +170,7 @@ class Wire:
             told = functools.partial(self._tell, MessageKind.ARRIVED)
         number = next(self._numbers)
         delivery = Delivery(
-            self.bell,
+            self.failure_event,
             peer,
             number,
             label,
@@ -203,7 +204,7 @@ class Wire:
         dispatch is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
         """
         told = functools.partial(self._tell, MessageKind.SENT) if tell else None
-        dispatch = Dispatch(self.bell, peer, number, label, unit=unit, told=told)
+        dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit, told=told)
         message = Message(MessageKind.DATA, [number, label, [each.nbytes for each in pieces]])
         self._queue(peer, Parcel(message, tuple(pieces), dispatch))
         return dispatch
@@ -290,22 +291,24 @@ class Wire:
         elif message.kind is MessageKind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
-            self.bell.ring()
+            self.failure_event.notify()
         elif message.kind is MessageKind.FAILED:
             self.lost(peer, *message.fields)
         elif message.kind is MessageKind.LEAVING:
             self._leaving.add(peer)
-            self.bell.ring()
-        elif message.kind in (MessageKind.BALLOT, MessageKind.VOTE):
-            (self.ballots if message.kind is MessageKind.BALLOT else self.votes).put((peer, message))
-            self.bell.ring()
+            self.failure_event.notify()
+        elif message.kind in (MessageKind.BARRIER, MessageKind.VOTE):
+            (self.barriers if message.kind is MessageKind.BARRIER else self.votes).put((peer, message))
+            self.failure_event.notify()
         else:
             self.inbox.put((peer, message))
 
     def lost(self, peer: int, what: str) -> None:
         """End all that waits, because a peer is gone. what: goes on after "Rank 3"."""
         error = rank_failure(peer, what)
-        self.bell.fail(error)  # before it is known that the peer sends no more, or it would seem to have left
+        self.failure_event.fail(
+            error
+        )  # before it is known that the peer sends no more, or it would seem to have left
         self._end_of(peer, error)
         self.inbox.put((peer, Message(MessageKind.FAILED, [error.cause])))
 

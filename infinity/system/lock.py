@@ -1,4 +1,4 @@
-"""Runtime's lock: a reentrant lock within which signals wait, and which the conductor need not race for.
+"""Runtime's lock: a reentrant lock within which signals wait, and which the service thread need not race for.
 
 [Note: safe points] Python calls the handler of a signal, such as the one that raises KeyboardInterrupt, in
 the main thread between any two instructions. While the main thread holds a runtime's lock, or gives it up to
@@ -42,14 +42,14 @@ class RuntimeLock:
     """A reentrant lock, owned by a thread; see [Note: safe points].
 
     The trainer takes and returns it thousands of times a second, and Python's locks go to whoever comes
-    first, so a thread that waits could wait long. While the conductor waits in `turn`, no other thread's next
-    outermost acquisition begins.
+    first, so a thread that waits could wait long. While the service thread waits in `turn`, no other thread's
+    next outermost acquisition begins.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._asked = threading.Lock()
-        """Held by the conductor while it waits for the lock."""
+        """Held by the service thread while it waits for the lock."""
         self._given_up = 0
         """Number of `released` contexts that the main thread is in."""
         self._at_safe_point: BaseException | None = None
@@ -96,7 +96,7 @@ class RuntimeLock:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock, as soon as whoever holds it returns it. For the conductor, which gets no signals."""
+        """Hold the lock, as soon as its holder returns it. For the service thread, which gets no signals."""
         with self._asked:
             self._lock.acquire()
         try:

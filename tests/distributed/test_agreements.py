@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import rank_processes
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE, Bell, rank_timeout
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE, FailureEvent, rank_timeout
 from infinity.errors import ConfigError, InfinityError, rank_failure
 
 
@@ -87,16 +87,16 @@ def test_a_rank_that_leaves_is_not_missed() -> None:
 
 
 def test_the_first_failure_ends_all_waits() -> None:
-    bell = Bell(60.0)
-    assert bell.fail(rank_failure(1, "is gone"))
-    assert not bell.fail(rank_failure(2, "is gone"))
+    failure_event = FailureEvent(60.0)
+    assert failure_event.fail(rank_failure(1, "is gone"))
+    assert not failure_event.fail(rank_failure(2, "is gone"))
     with pytest.raises(InfinityError, match="Rank 1 is gone"):
-        bell.wait_for(lambda: False)
-    assert bell.wait_for(lambda: True), "what has come has come"
+        failure_event.wait_for(lambda: False)
+    assert failure_event.wait_for(lambda: True), "what has come has come"
 
 
 def test_a_wait_ends_with_its_time() -> None:
-    assert not Bell(60.0).wait_for(lambda: False, 0.001)
+    assert not FailureEvent(60.0).wait_for(lambda: False, 0.001)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
@@ -108,6 +108,6 @@ def test_a_time_out_that_is_none_is_refused(text: str, monkeypatch: pytest.Monke
 
 def test_the_time_out_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIMEOUT_VARIABLE, "2.5")
-    assert Bell().timeout == 2.5
+    assert FailureEvent().timeout == 2.5
     monkeypatch.delenv(TIMEOUT_VARIABLE)
-    assert Bell().timeout == 600
+    assert FailureEvent().timeout == 600

@@ -15,7 +15,7 @@ from resumed_cases import train_and_copy, train_from_copy, train_in_turns
 from run_copies import bits_of, opened
 from training_ranks import launch
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 
 ELSEWHERE = {"unified": "nvme", "nvme": "unified", "device": "host", "host": "device"}
 """Where pages rest in the run that goes on from a copy."""

@@ -20,7 +20,7 @@ from continued_runs import Continued
 from hang_plans import CONNECTING, POINTS, READING, Plan
 from link_faults import BLINK, CUT
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 
 WHY_NOT = two_nodes.missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

@@ -23,5 +23,5 @@ def test_messages_are_unpacked_as_they_were_packed(kind: MessageKind, fields: li
 
 def test_the_header_is_used_to_its_last_byte() -> None:
     room = HEADER_BYTES - 5 - len('[""]')
-    assert pack(Message(MessageKind.BALLOT, ["x" * room]))[1] is None
-    assert pack(Message(MessageKind.BALLOT, ["x" * (room + 1)]))[1] == b"]"
+    assert pack(Message(MessageKind.BARRIER, ["x" * room]))[1] is None
+    assert pack(Message(MessageKind.BARRIER, ["x" * (room + 1)]))[1] == b"]"

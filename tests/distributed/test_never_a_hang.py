@@ -14,7 +14,7 @@ import pytest
 import rank_processes
 from hang_plans import CALLS, ENDS, HARMLESS, READING, Plan, plan_of
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 
 BOUND = 60.0
 """Seconds after which a rank hangs. Plans that no time-out may end have one that is far beyond."""

@@ -16,7 +16,7 @@ import training_ranks
 from ranked_cases import Case
 
 from infinity.config import NODE_CACHE_VARIABLE
-from infinity.distributed.bell import Bell
+from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.remote_parts import NodeCache, RemoteParts, Wanted
 from infinity.distributed.transfers import Delivery, Dispatch
@@ -127,7 +127,7 @@ class _Wire:
     """Stands for the wire of rank 0: ranks 0 and 1 are on a node, and rank 2 owns the pages."""
 
     def __init__(self) -> None:
-        self.bell = Bell(1.0)
+        self.failure_event = FailureEvent(1.0)
         self.awaiting = nullcontext
         self.posted: list[tuple[Any, ...]] = []
         self.expected: queue.SimpleQueue[tuple[Delivery, torch.Tensor]] = queue.SimpleQueue()
@@ -137,7 +137,7 @@ class _Wire:
     def expect(
         self, peer: int, into: list[torch.Tensor], label: str = "", *, unit: int, **options: Any
     ) -> Delivery:
-        delivery = Delivery(self.bell, peer, 7, "parameters", into=tuple(into), **options)
+        delivery = Delivery(self.failure_event, peer, 7, "parameters", into=tuple(into), **options)
         self.expected.put((delivery, into[0]))
         return delivery
 
@@ -145,7 +145,7 @@ class _Wire:
         self.posted.append((peer, kind, *fields))
 
     def deliver(self, peer: int, number: int, pieces: list[torch.Tensor], *, unit: int) -> Dispatch:
-        dispatch = Dispatch(self.bell, peer, number, "parameters")
+        dispatch = Dispatch(self.failure_event, peer, number, "parameters")
         self.delivered.append((peer, number, pieces[0].clone(), dispatch))
         return dispatch
 

@@ -1,13 +1,14 @@
-"""Model of how contributions travel, in which all orders of events are tried on small trainings.
+"""Model of how shards travel, in which all orders of events are tried on small trainings.
 
-The model has what infinity/distributed/contributions.py and ranked_step.py do without bytes and threads, and
-the real turns.py. An event is one thing that the training thread of a rank does, or the receipt of the next
-message of one rank by another. Every event brings the training further, so that no state comes twice, and
-all orders end.
+The model has what infinity/distributed/gradient_shards.py and ranked_step.py do without bytes and threads,
+and the real turns.py. An event is one thing that the training thread of a rank does, or the receipt of the
+next message of one rank by another. Every event brings the training further, so that no state comes twice,
+and all orders end.
 
-[Note: ballots]
-Ballots have a queue of their own, and may overtake all other messages. In the model they come at once. They
-have no effect before the training thread looks at them, which it may do as late as the orders have it.
+[Note: barriers]
+Messages of barriers have a queue of their own, and may overtake all other messages. In the model they come
+at once. They have no effect before the training thread looks at them, which it may do as late as the orders
+have it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 
 from infinity.distributed.turns import ALL, Turns
 
-Contribution = tuple[str, int, int, int, int]
+GradientShard = tuple[str, int, int, int, int]
 """(key, micro-batch, rank, its number among those of this rank in the step, the room that it takes: 0 for a
 further one in a micro-batch).
 """
@@ -34,9 +35,9 @@ class Case(NamedTuple):
     an agreement. The step ends with another agreement. A key begins with the number of its owner.
     """
     waiting: int = 1
-    """The room for contributions that wait at the rank that made them, unless it is the only one."""
+    """The room for shards that wait at the rank that made them, unless it is the only one."""
     arriving: int = 1
-    """The most contributions for which an owner has asked at a time."""
+    """The most shards for which an owner has asked at a time."""
     deaths: bool = False
     """Whether a rank may die at any time, one at the most."""
 
@@ -50,7 +51,7 @@ class Case(NamedTuple):
         for step in self.steps:
             for key in (*step[rank], "!"):
                 if key == "!":
-                    found += [("enter",), ("close",), ("drain",), ("cast",), ("agreed",)]
+                    found += [("enter",), ("close",), ("drain",), ("come",), ("agreed",)]
                 else:
                     found.append(("end",) if key == "|" else ("offer", key))
             found.append(("clear",))
@@ -62,24 +63,24 @@ class Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
-        self.turns: Turns[str, Contribution] = Turns(size, str)
+        self.turns: Turns[str, GradientShard] = Turns(size, str)
         self.at = 0
         """Number of things that the training thread has done."""
         self.epoch = self.ended = self.made = self.forgotten = self.sending = self.waiting = 0
-        self.asked: list[Contribution] = []
+        self.asked: list[GradientShard] = []
         self.begun: list[tuple[str, int]] = []
         self.offered = [0] * size
         self.heard = [0] * size
         self.cleared = [0] * size
-        self.outgoing: list[Contribution] = []
-        self.ready: list[tuple[str, Contribution]] = []
+        self.outgoing: list[GradientShard] = []
+        self.ready: list[tuple[str, GradientShard]] = []
         self.early: list[tuple[int, tuple[Any, ...]]] = []
-        self.ballots: list[list[Any]] = []
+        self.barriers: list[list[Any]] = []
         """Number of an agreement -> rank -> facts, None if they have not come."""
-        self.cast = self.paused = self.closed = 0
-        """Numbers of ballots that it has cast, and of agreements that it has entered, and ended."""
-        self.sums: list[tuple[int, str, Contribution]] = []
-        """(epoch, key, contribution), in the order of additions."""
+        self.come = self.paused = self.closed = 0
+        """Numbers of barriers that it has come to, and of agreements that it has entered, and ended."""
+        self.sums: list[tuple[int, str, GradientShard]] = []
+        """(epoch, key, shard), in the order of additions."""
         self.dead = self.failed = False
 
     def freeze(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Rank:
         return found
 
 
-def freeze_turns(turns: Turns[str, Contribution]) -> tuple[Any, ...]:
+def freeze_turns(turns: Turns[str, GradientShard]) -> tuple[Any, ...]:
     lines = tuple(
         (key, tuple(sorted((at, tuple(each)) for at, each in line.waiting.items())), *place(line))
         for key, line in sorted(turns._lines.items())
@@ -107,9 +108,9 @@ def place(line: Any) -> tuple[Any, ...]:
     return line.micro_batch, line.rank, line.taking
 
 
-def thaw_turns(frozen: tuple[Any, ...]) -> Turns[str, Contribution]:
+def thaw_turns(frozen: tuple[Any, ...]) -> Turns[str, GradientShard]:
     done, lines, blocked, left = frozen
-    turns: Turns[str, Contribution] = Turns(len(done), str)
+    turns: Turns[str, GradientShard] = Turns(len(done), str)
     turns._done = list(done)
     for key, waiting, micro_batch, rank, taking in lines:
         line = turns._lines[key]
@@ -157,7 +158,7 @@ class World:
         if what == "end":  # a backward begins with a wait for this
             return self.all_cleared(me)
         if what in ("close", "agreed"):
-            come = all(each is not None for each in me.ballots[me.cast - 1])
+            come = all(each is not None for each in me.barriers[me.come - 1])
             return come and (what == "agreed" or (self.all_cleared(me) and self.all_heard(me)))
         if what == "drain":
             idle = not (me.asked or me.ready or me.outgoing or me.sending)
@@ -168,7 +169,7 @@ class World:
         return me.forgotten == me.cleared[me.rank]
 
     def all_heard(self, me: Rank) -> bool:
-        facts = me.ballots[me.cast - 1]
+        facts = me.barriers[me.come - 1]
         return all(facts[peer][1][me.rank] == me.heard[peer] for peer in range(self.size) if peer != me.rank)
 
     def do(self, case: Case, me: Rank, what: str, key: str = "") -> None:
@@ -184,10 +185,10 @@ class World:
             self.post(me, "paused", me.cleared[me.rank], me.paused)
             self.take(me, me.turns.done(me.rank, ALL))
             self.vote(me, self.facts(me))
-        elif what == "cast":
+        elif what == "come":
             self.vote(me, ())
         elif what == "close":
-            me.ended = max(ended for ended, _ in me.ballots[me.cast - 1])
+            me.ended = max(ended for ended, _ in me.barriers[me.come - 1])
             for rank in range(self.size):
                 self.take(me, me.turns.done(rank, ALL))
         elif what == "drain":
@@ -211,7 +212,7 @@ class World:
         else:
             me.offered[owner] += 1
             me.outgoing.append(token)
-            self.post(me, "contribution", me.epoch, token, to=owner)
+            self.post(me, "shard", me.epoch, token, to=owner)
 
     def facts(self, me: Rank) -> tuple[int, tuple[int, ...]]:
         """What a rank has contributed since it cleared its gradients: (backwards, offers to each rank)."""
@@ -220,19 +221,19 @@ class World:
         return me.ended, tuple(me.offered)
 
     def vote(self, me: Rank, facts: Any) -> None:
-        """Cast a ballot; see [Note: ballots]."""
-        me.cast += 1
+        """Come to a barrier; see [Note: barriers]."""
+        me.come += 1
         for each in self.ranks:
-            while len(each.ballots) < me.cast:
-                each.ballots.append([None] * self.size)
-            each.ballots[me.cast - 1][me.rank] = facts
+            while len(each.barriers) < me.come:
+                each.barriers.append([None] * self.size)
+            each.barriers[me.come - 1][me.rank] = facts
 
-    # --- the conductor ----------------------------------------------------------------------------------
+    # --- the service thread -----------------------------------------------------------------------------
 
     def receive(self, case: Case, source: int, me: Rank) -> None:
         what, *fields = message = self.wires[source, me.rank].pop(0)
         if what == "lost":
-            me.failed = True  # the bell ends all waits
+            me.failed = True  # the failure event ends all waits
         elif what == "cleared":
             me.cleared[source] = fields[0]
             self.forget(case, me)
@@ -283,7 +284,7 @@ class World:
         if me.paused > me.closed:
             self.take(me, me.turns.done(me.rank, ALL))
 
-    def take(self, me: Rank, given: list[tuple[str, Contribution]]) -> None:
+    def take(self, me: Rank, given: list[tuple[str, GradientShard]]) -> None:
         turns = deque(given)
         while turns:
             key, token = turns.popleft()
@@ -294,7 +295,7 @@ class World:
             else:
                 me.ready.append((key, token))
 
-    def add(self, me: Rank, token: Contribution) -> None:
+    def add(self, me: Rank, token: GradientShard) -> None:
         me.sums.append((me.epoch, token[0], token))
 
     def go_on(self, case: Case, me: Rank) -> None:
@@ -332,7 +333,7 @@ def events(case: Case, world: World, programs: list[list[tuple[str, ...]]]) -> l
         what, rank, source = event
         me = world.ranks[rank]
         step = programs[rank][me.at] if what == "train" else world.wires[source, rank][0]
-        if step[0] in ("drain", "cast", "agreed", "clear"):
+        if step[0] in ("drain", "come", "agreed", "clear"):
             return [event, *deaths]
         # What a rank says as it enters an agreement could depend on whether all have cleared gradients.
         if step[0] == "cleared" and programs[rank][me.at : me.at + 1] != [("enter",)]:
@@ -371,8 +372,8 @@ def explore(case: Case, kind: type[World] = World) -> tuple[int, list[World]]:
     return len(found), ends
 
 
-def expected_sums(case: Case, rank: int) -> list[tuple[int, str, Contribution]]:
-    """What a rank adds, sorted: by micro-batch, first contributions before further ones, by rank."""
+def expected_sums(case: Case, rank: int) -> list[tuple[int, str, GradientShard]]:
+    """What a rank adds, sorted: by micro-batch, first shards before further ones, by rank."""
     found = []
     for epoch, step in enumerate(case.steps):
         ended, made = 0, [0] * len(step)

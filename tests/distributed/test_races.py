@@ -10,7 +10,7 @@ import rank_processes
     "program",
     [
         "idle_rank",
-        "idle_rank_with_contributions",
+        "idle_rank_with_shards",
         "late_first_backward",
         "eager_updates_of_parts",
         "edits_while_sending",

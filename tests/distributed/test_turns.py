@@ -1,4 +1,4 @@
-"""Tests of turns: whatever comes when, each key's contributions have one order, and none is lost."""
+"""Tests of turns: whatever comes when, each key's shards have one order, and none is lost."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from infinity.distributed.turns import Turns
 
-Contribution = tuple[str, int, int, int]
+GradientShard = tuple[str, int, int, int]
 """(key, micro-batch, rank, its number among those of this key, micro-batch and rank)."""
 
 
-def sorted_order(contributions: list[Contribution]) -> dict[str, list[Contribution]]:
+def sorted_order(shards: list[GradientShard]) -> dict[str, list[GradientShard]]:
     """The oracle: by micro-batch, first ones before further ones, by rank, in sequence."""
     found = defaultdict(list)
-    for each in sorted(contributions, key=lambda each: (each[1], each[3] > 0, each[2], each[3])):
+    for each in sorted(shards, key=lambda each: (each[1], each[3] > 0, each[2], each[3])):
         found[each[0]].append(each)
     return found
 
@@ -26,11 +26,11 @@ class Owner:
     """Takes what it is given to take, one at a time per key, in an order of its own among keys."""
 
     def __init__(self, ranks: int) -> None:
-        self.turns: Turns[str, Contribution] = Turns(ranks, str)
-        self.taking: dict[str, Contribution] = {}
-        self.order: dict[str, list[Contribution]] = defaultdict(list)
+        self.turns: Turns[str, GradientShard] = Turns(ranks, str)
+        self.taking: dict[str, GradientShard] = {}
+        self.order: dict[str, list[GradientShard]] = defaultdict(list)
 
-    def given(self, pairs: list[tuple[str, Contribution]]) -> None:
+    def given(self, pairs: list[tuple[str, GradientShard]]) -> None:
         for key, token in pairs:
             assert key not in self.taking and token[0] == key
             self.taking[key] = token
@@ -58,9 +58,9 @@ def programs(draw: st.DrawFn) -> list[list[list[str]]]:
 @given(programs(), st.randoms(use_true_random=False))
 def test_every_interleaving_has_the_sorted_order(program: list[list[list[str]]], chance: Random) -> None:
     owner, ranks, micro_batches = Owner(len(program)), len(program), len(program[0])
-    events: list[list[Contribution | int]] = []
+    events: list[list[GradientShard | int]] = []
     for rank, run in enumerate(program):
-        mine: list[Contribution | int] = []
+        mine: list[GradientShard | int] = []
         for number, keys in enumerate(run):
             seen: Counter[str] = Counter()
             for key in keys:
@@ -93,12 +93,12 @@ def test_every_interleaving_has_the_sorted_order(program: list[list[list[str]]],
     assert owner.turns.clear() == []
 
 
-def index_of(events: list[Contribution | int], done: int) -> int:
+def index_of(events: list[GradientShard | int], done: int) -> int:
     """Where a rank says that it is done with so many; -1 for none."""
     return events.index(done) if done else -1
 
 
-def test_a_contribution_is_given_as_soon_as_its_turn_is_known() -> None:
+def test_a_shard_is_given_as_soon_as_its_turn_is_known() -> None:
     turns: Turns[str, str] = Turns(2, str)
     assert turns.offered("a", 0, 1, "late rank") == [], "rank 0 may still contribute"
     assert turns.done(0, 1) == [("a", "late rank")]
@@ -117,7 +117,7 @@ def test_what_is_cleared_is_given_back_and_counting_begins_anew() -> None:
     assert turns.offered("a", 0, 0, "anew") == [("a", "anew")]
 
 
-def test_micro_batches_whose_contributions_are_known_wait_for_no_end() -> None:
+def test_micro_batches_whose_shards_are_known_wait_for_no_end() -> None:
     owner = Owner(2)
     for rank in range(2):
         for micro_batch in range(3):  # rank 1 contributes to "b" in the last one alone

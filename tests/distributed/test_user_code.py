@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import rank_processes
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 
 SIZE = 2
 

@@ -22,7 +22,7 @@ PSI = sum(each.numel() for each in model().parameters())
 
 @pytest.mark.parametrize(("stage", "parameters", "gradients"), [(3, 4, 2), (2, 2, 2), (1, 2, 4), (0, 0, 8)])
 def test_a_step_has_the_papers_volume(stage: int, parameters: int, gradients: int) -> None:
-    """Bytes an element: 2 for values and contributions in bf16, 4 for sums."""
+    """Bytes an element: 2 for values and shards in bf16, 4 for sums."""
     made = planned(model(), host=64 * MiB, share=Share(0, 4, stage))
     found = network(made, None, 1)
     assert (found.parameters, found.gradients) == (PSI * parameters * 3 // 4, PSI * gradients * 3 // 4)

@@ -25,29 +25,29 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def wanted(lock: RuntimeLock) -> bool:
-    """Whether the conductor waits for its turn."""
+    """Whether the service thread waits for its turn."""
     return lock._asked.locked()
 
 
-def test_the_conductor_has_its_turn_before_the_trainers_next_one() -> None:
+def test_the_service_thread_has_its_turn_before_the_trainers_next_one() -> None:
     lock, order = RuntimeLock(), []
 
-    def conduct() -> None:
+    def serve() -> None:
         with lock.turn():
-            order.append("conductor")
+            order.append("service thread")
 
     for _ in range(50):
         with lock:
-            conductor = threading.Thread(target=conduct)
-            conductor.start()
+            service = threading.Thread(target=serve)
+            service.start()
             until(lambda: wanted(lock))
             with lock:
                 order.append("trainer, inside")
         for _ in range(3):
             with lock:
                 order.append("trainer")
-        conductor.join()
-    assert order == ["trainer, inside", "conductor", "trainer", "trainer", "trainer"] * 50
+        service.join()
+    assert order == ["trainer, inside", "service thread", "trainer", "trainer", "trainer"] * 50
 
 
 def test_turns_exclude_each_other() -> None:
@@ -128,7 +128,7 @@ def test_an_error_in_the_body_returns_the_lock() -> None:
         assert not lock.owned()
 
 
-def test_ctrl_c_while_the_conductor_is_waited_for_takes_nothing() -> None:
+def test_ctrl_c_while_the_service_thread_is_waited_for_takes_nothing() -> None:
     lock, go = RuntimeLock(), threading.Event()
 
     def hold() -> None:

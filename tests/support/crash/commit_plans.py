@@ -15,7 +15,7 @@ from typing import Any
 import rank_processes
 
 from infinity.checkpoint import commit_files
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 
 PLAN = "COMMIT_PLAN"
 """The environment variable that has the plan as JSON."""

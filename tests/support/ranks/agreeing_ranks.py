@@ -12,9 +12,9 @@ from typing import Any
 import rank_processes
 import torch
 
-from infinity.distributed.ballots import Ballots
-from infinity.distributed.bell import Bell
+from infinity.distributed.barrier import Barrier
 from infinity.distributed.communicator import Communicator
+from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
@@ -28,19 +28,19 @@ PATIENT = {"interval": 0.05, "patience": 60.0}
 
 
 class Member:
-    """A rank with a wire, ballots, a lock, a conductor and a liveness."""
+    """A rank with a wire, a barrier, a lock, a service thread and a liveness."""
 
     def __init__(self, timeout: float, **liveness: float) -> None:
         self.ranks = Ranks.of(None)
-        self.bell = Bell(timeout)
+        self.failure_event = FailureEvent(timeout)
         self.lock = RuntimeLock()
-        self.wire = Wire(self.ranks, self.bell, released=self.lock.released)
-        self.ballots = Ballots(self.ranks, self.wire)
-        self.liveness = Liveness(self.ranks, self.bell, **liveness)
-        self.conductor = threading.Thread(target=self._conduct, daemon=True)
-        self.conductor.start()
+        self.wire = Wire(self.ranks, self.failure_event, released=self.lock.released)
+        self.barrier = Barrier(self.ranks, self.wire)
+        self.liveness = Liveness(self.ranks, self.failure_event, **liveness)
+        self.service_thread = threading.Thread(target=self._serve, daemon=True)
+        self.service_thread.start()
 
-    def _conduct(self) -> None:
+    def _serve(self) -> None:
         left = len(self.ranks.peers)
         while left:
             source, message = self.wire.inbox.get()
@@ -52,7 +52,7 @@ class Member:
     def cast(self, call: str, number: int, facts: Any = None, **options: Any) -> Any:
         """What an agreement returns, as a list, or its error as [name, cause]. number: counts agreements."""
         with self.lock:
-            found = self.told(lambda: self.ballots.agree(call, facts, **options))
+            found = self.told(lambda: self.barrier.agree(call, facts, **options))
         return list(found.values()) if isinstance(found, dict) else found
 
     def told(self, function: Callable[[], Any]) -> Any:
@@ -62,7 +62,7 @@ class Member:
             return [type(error).__name__, error.cause]
 
     def close(self) -> None:
-        failed = self.bell.failure is not None
+        failed = self.failure_event.failure is not None
         self.liveness.close()
         self.wire.close()
         self.ranks.close(orderly=not failed)
@@ -76,7 +76,7 @@ def agreements() -> list[Any]:
         each == [[rank, "x" * 300 * (number == 7)] for rank in range(3)] for number, each in enumerate(found)
     ]
     differ = us.cast(("step()", "clip_grad_norm_()", "step()")[us.ranks.rank], 20)
-    with us.lock:  # the lock is back, and the conductor still gets it
+    with us.lock:  # the lock is back, and the service thread still gets it
         pass
     us.close()
     return [good, differ]
@@ -85,19 +85,19 @@ def agreements() -> list[Any]:
 def absence() -> list[Any]:
     """Rank 1 does not come to an agreement in time, then leaves."""
     us = Member(0.3 if int(os.environ["RANK"]) == 0 else 60.0, **PATIENT)
-    assert us.ranks.rank or us.bell.timeout < 1
+    assert us.ranks.rank or us.failure_event.timeout < 1
     first = us.told(lambda: us.ranks.store.add("here", 1)) > 0
     if us.ranks.rank == 1:
-        us.wire.post(0, MessageKind.BALLOT, 0, "save()", None)
+        us.wire.post(0, MessageKind.BARRIER, 0, "save()", None)
         us.ranks.store.wait(["rank 0 has waited"])
         us.close()
         return [first]
     late = us.cast("step()", 1)
     us.ranks.store.set("rank 0 has waited", "")
-    us.conductor.join()  # until rank 1 has left
+    us.service_thread.join()  # until rank 1 has left
     again = us.cast("step()", 2)
     left = us.cast("close()", 2, anyway=True)
-    healthy = us.bell.failure is None
+    healthy = us.failure_event.failure is None
     us.close()
     return [first, late, again, left, healthy]
 
@@ -135,23 +135,23 @@ def crosswise() -> list[Any]:
 
 def host_killed() -> list[Any]:
     """Rank 0, which keeps the store, is killed. No wire is there to notice."""
-    us, bell = Ranks.of(None), Bell(60.0)
-    liveness = Liveness(us, bell, interval=0.05, patience=60.0)
+    us, failure_event = Ranks.of(None), FailureEvent(60.0)
+    liveness = Liveness(us, failure_event, interval=0.05, patience=60.0)
     if us.rank == 1:
         us.store.set("here 1", "")
     else:
         us.store.wait(["here 1"])
         os.kill(os.getpid(), signal.SIGKILL)
-    found = failure_of(bell)
+    found = failure_of(failure_event)
     liveness.close()
     us.close(orderly=False)
     return found
 
 
-def failure_of(bell: Bell) -> list[str]:
+def failure_of(failure_event: FailureEvent) -> list[str]:
     """Wait for the failure of the run."""
     try:
-        bell.wait_for(lambda: False)
+        failure_event.wait_for(lambda: False)
     except InfinityError as error:
         return [type(error).__name__, error.cause]
     return []
@@ -163,7 +163,7 @@ def declared() -> list[Any]:
     us.cast("offload()", 0)
     if us.ranks.rank == 1:
         us.liveness.declare(BudgetError("It does not fit.", "Give more.", needed=1))
-        found = us.told(lambda: us.ballots.agree("step()"))
+        found = us.told(lambda: us.barrier.agree("step()"))
     else:
         found = us.cast("step()", 1)
     # The first cause stays, so the others' own later failures do not replace it.
@@ -180,8 +180,8 @@ def declared() -> list[Any]:
 def leaving() -> bool:
     """A rank that leaves is not taken for dead, although it beats no more for long."""
     us = Ranks.of(None)
-    bell = Bell(60.0)
-    liveness = Liveness(us, bell, interval=0.02, patience=0.2)
+    failure_event = FailureEvent(60.0)
+    liveness = Liveness(us, failure_event, interval=0.02, patience=0.2)
     us.store.add("begun", 1)
     us.store.wait(["begun"])
     if us.rank == 1:
@@ -189,15 +189,15 @@ def leaving() -> bool:
         us.store.set("rank 1 has left", "")
         us.store.wait(["rank 0 has seen enough"])
         us.close()
-        return bell.failure is None
+        return failure_event.failure is None
     us.store.wait(["rank 1 has left"])
     begun = liveness._rounds
-    while liveness._rounds < begun + 20 and bell.failure is None:
+    while liveness._rounds < begun + 20 and failure_event.failure is None:
         time.sleep(0.01)
     us.store.set("rank 0 has seen enough", "")
     liveness.close()
     us.close()
-    return bell.failure is None and liveness._rounds >= begun + 20
+    return failure_event.failure is None and liveness._rounds >= begun + 20
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from infinity.aio import Faults
 from infinity.checkpoint import initial_pages
 from infinity.checkpoint.committer import Committer
-from infinity.distributed.ballots import CommitVotes
+from infinity.distributed.barrier import CommitVotes
 from infinity.distributed.communicator import Communicator
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO

@@ -21,7 +21,7 @@ from recorded_run import Recording
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.committer import Committer
-from infinity.distributed.ballots import Ballots
+from infinity.distributed.barrier import Barrier
 from infinity.errors import InfinityError, StorageError
 from infinity.pages.ledger import Commit
 from infinity.system.disk_files import injected
@@ -211,7 +211,7 @@ def slow_disk() -> dict[str, Any]:
     with started() as run:
         run.step()
         run.save().wait()
-        bell = run.runtime._components.ranks.bell
+        failure_event = run.runtime._components.ranks.failure_event
         for waits in (True, False):
             run.step()
             if run.failing:
@@ -221,12 +221,12 @@ def slow_disk() -> dict[str, Any]:
             assert not commit.done
             if run.failing:
                 threading.Timer(1.5, run.faults.release).start()
-            patience, bell.timeout = bell.timeout, 0.5
+            patience, failure_event.timeout = failure_event.timeout, 0.5
             if waits:
                 commit.wait()
             else:
                 run.runtime._components.committer.complete()  # as the next save() does first
-            bell.timeout = patience
+            failure_event.timeout = patience
             assert commit.done and commit.failure is None
         return run.told()
 
@@ -272,7 +272,7 @@ def state_of_one_rank() -> dict[str, Any]:
 def saved_by_one_rank() -> None:
     with started() as run:
         run.step()
-        run.runtime._components.ranks.bell.timeout = 1.0
+        run.runtime._components.ranks.failure_event.timeout = 1.0
         if run.failing:
             run.save()
         run.step()
@@ -281,7 +281,7 @@ def saved_by_one_rank() -> None:
 def saved_by_one_rank_while_others_sleep() -> None:
     with started() as run:
         run.step()
-        run.runtime._components.ranks.bell.timeout = 1.0
+        run.runtime._components.ranks.failure_event.timeout = 1.0
         if not run.failing:
             time.sleep(2.0)
         run.save()
@@ -303,8 +303,8 @@ def _interrupt_in(owner: Any, name: str, *, after: bool = False, times: int = 1)
 
 INTERRUPTS: tuple[tuple[Any, str, bool], ...] = (
     (Committer, "complete", False),
-    (Ballots, "agree", False),
-    (Ballots, "agree", True),
+    (Barrier, "agree", False),
+    (Barrier, "agree", True),
     (Committer, "_save", False),
     (threading.Thread, "start", False),
     (threading.Thread, "start", True),

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.distributed.conductor import Conductor
 from infinity.distributed.message import MessageKind
 from infinity.distributed.peer_line import PeerLine
+from infinity.distributed.service_thread import ServiceThread
 from infinity.training_step import TrainingStep
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -74,14 +74,14 @@ class Training:
 
 def hear_late_of_cleared() -> None:
     """From now on, rank 0 hears late that other ranks have cleared their gradients."""
-    act = Conductor._act
+    act = ServiceThread._act
 
-    def late(self: Conductor, waiting: list[Any]) -> bool:
+    def late(self: ServiceThread, waiting: list[Any]) -> bool:
         if RANK == 0 and any(message.kind is MessageKind.CLEARED for _, message in waiting):
             time.sleep(0.1)
         return act(self, waiting)
 
-    Conductor._act = late  # type: ignore[method-assign]
+    ServiceThread._act = late  # type: ignore[method-assign]
 
 
 def idle_rank(partition: str = "optimizer") -> list[str]:
@@ -97,8 +97,8 @@ def idle_rank(partition: str = "optimizer") -> list[str]:
     return found
 
 
-def idle_rank_with_contributions() -> list[str]:
-    """The same where gradients are contributions, whose numbers rank 0 tells when it enters step()."""
+def idle_rank_with_shards() -> list[str]:
+    """The same where gradients are shards, whose numbers rank 0 tells when it enters step()."""
     return idle_rank("gradients")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from infinity.checkpoint import commit_files, directory
 from infinity.checkpoint.committer import Committer
-from infinity.distributed.ballots import CommitVotes
+from infinity.distributed.barrier import CommitVotes
 from infinity.system.disk_files import DiskFiles
 
 

@@ -27,7 +27,7 @@ from ranked_commits import MORE, Job, Node, opened, take_step, user_state
 from recorded_run import Images, Recording, images
 
 from infinity.aio import Faults
-from infinity.distributed.ballots import Ballots, CommitVotes
+from infinity.distributed.barrier import Barrier, CommitVotes
 from infinity.errors import InfinityError, StorageError
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.system.disk_files import injected
@@ -131,14 +131,14 @@ class Rank:
 
     def _mark_what_is_heard(self) -> None:
         """Also mark which commits are begun, and which count as far as this rank knows."""
-        agree, begin, tell, decide = Ballots.agree, CommitVotes.begin, CommitVotes._vote, CommitVotes.decide
+        agree, begin, tell, decide = Barrier.agree, CommitVotes.begin, CommitVotes._vote, CommitVotes.decide
         mark, part = self.recording.mark, self._part
 
-        def agreeing(votes: Ballots, *arguments: Any, **options: Any) -> Any:
-            ballot = f"{part} ballot {votes.number + 1}"
-            mark(f"sent {ballot}")
+        def agreeing(votes: Barrier, *arguments: Any, **options: Any) -> Any:
+            barrier = f"{part} barrier {votes.number + 1}"
+            mark(f"sent {barrier}")
             found = agree(votes, *arguments, **options)
-            mark(f"heard {ballot}")
+            mark(f"heard {barrier}")
             return found
 
         def beginning(votes: CommitVotes, *arguments: Any) -> Any:
@@ -159,7 +159,7 @@ class Rank:
                 mark(f"durable {number}")
             return failure
 
-        self.patch.set(Ballots, "agree", agreeing)
+        self.patch.set(Barrier, "agree", agreeing)
         for name, instead in {"begin": beginning, "_vote": telling, "decide": deciding}.items():
             self.patch.set(CommitVotes, name, instead)
 

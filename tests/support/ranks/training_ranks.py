@@ -273,7 +273,7 @@ def _settled_traffic(runtime: Any) -> Any:
     communicator.agree("nothing is asked for")
     mine = sum(wire.traffic().received.values())
     other = communicator.agree("all has come", received=mine)[wire.peers[0]]["received"]
-    communicator.bell.wait_for(lambda: sum(wire.traffic().sent.values()) == other)
+    communicator.failure_event.wait_for(lambda: sum(wire.traffic().sent.values()) == other)
     found = wire.traffic()
     communicator.agree("all is counted")
     return found

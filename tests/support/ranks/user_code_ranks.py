@@ -259,7 +259,7 @@ def not_finite() -> list[list[Any]]:
 
 
 def half_updated() -> list[list[str]]:
-    """For each partition with contributions: the last rank has updated its part of a unit, when it is found
+    """For each partition with shards: the last rank has updated its part of a unit, when it is found
     that the gradient of rank 0's part is not finite.
     """
     found = []
@@ -270,8 +270,8 @@ def half_updated() -> list[list[str]]:
         if RANK == 0:
             model[0].first.register_hook(lambda gradient: gradient * float("nan"))
         else:
-            contributions = training.runtime.training_step._ranks.contributions
-            while not contributions._turns._done[0] or contributions._asked or contributions._ready:
+            shards = training.runtime.training_step._ranks.shards
+            while not shards._turns._done[0] or shards._asked or shards._ready:
                 time.sleep(0.01)  # until all gradients of rank 0 are added
         micro_batches(training, 0)
         calls = (training.end, training.runtime.optimizer.zero_grad, training.digest)

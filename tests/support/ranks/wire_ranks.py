@@ -31,7 +31,7 @@ def content(source: int, seed: int, size: int) -> torch.Tensor:
 
 
 def serve_requests(rank: int, line: Wire, ends: int) -> None:
-    """Body of a conductor: serve until as many peers have ended or need no more."""
+    """Body of a service thread: serve until as many peers have ended or need no more."""
     while ends:
         source, message = line.inbox.get()
         if message.kind is MessageKind.REQUEST:
@@ -53,8 +53,8 @@ def pulls() -> dict[str, Any]:
     """Two threads a rank pull pieces of random sizes from random peers."""
     us = Ranks.of(None)
     line = Wire(us)
-    conductor = threading.Thread(target=serve_requests, args=(us.rank, line, len(us.peers)))
-    conductor.start()
+    service = threading.Thread(target=serve_requests, args=(us.rank, line, len(us.peers)))
+    service.start()
     right: list[bool] = []
     asked = dict.fromkeys(map(str, us.peers), 0)
     lock = threading.Lock()
@@ -76,7 +76,7 @@ def pulls() -> dict[str, Any]:
         each.join()
     for peer in us.peers:
         line.post(peer, MessageKind.CLEARED)
-    conductor.join()
+    service.join()
     ended = line.close()
     traffic = line.traffic()
     us.close()
@@ -162,13 +162,13 @@ def in_turn() -> list[Any]:
         us = Ranks.of(None)
         us.store.add("runs", 1)
         line = Wire(us)
-        conductor = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
-        conductor.start()
+        service = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
+        service.start()
         found.append(pull(line, us.peers[0], 1, [5]))
         if us.rank == first:
-            line.bell.wait_for(lambda line=line: line.traffic().sent["states"] == 5)
+            line.failure_event.wait_for(lambda line=line: line.traffic().sent["states"] == 5)
             found.append(line.close(patience=0.0))
-        conductor.join()
+        service.join()
         found.append(line.close())
         found.append(us.store.add("runs", 0) <= us.size)
         us.close()
@@ -211,11 +211,11 @@ def part_of_the_ranks() -> list[Any]:
     for _ in range(2 * (dist.get_rank() != 1)):
         us = Ranks.of(mesh)
         line = Wire(us)
-        conductor = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
-        conductor.start()
+        service = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
+        service.start()
         found.append([us.rank, us.size, pull(line, us.peers[0], 3, [100, 7])])
         line.post(us.peers[0], MessageKind.CLEARED)
-        conductor.join()
+        service.join()
         found.append(line.close())
         us.close()
     dist.barrier()

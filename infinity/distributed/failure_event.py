@@ -1,4 +1,4 @@
-"""Bell: the one condition on which all waits for other ranks wait, and the failure that ends all of them."""
+"""FailureEvent: the condition on which all waits for other ranks wait, and the failure that ends them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rank_timeout() -> float:
     return seconds
 
 
-class Bell:
+class FailureEvent:
     """A condition with the first failure of the run. It never goes away: the runtime has ended then."""
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -43,7 +43,7 @@ class Bell:
         """The first failure, or None. Raise a copy of it (`again`)."""
         return self._failure
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Have all who wait look again. Call it after a change of what they wait for."""
         with self._condition:
             self._condition.notify_all()
@@ -60,8 +60,8 @@ class Bell:
     def wait_for(self, come: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `come()` holds; return False if it does not within the time.
 
-        come: is called under the bell's own lock, so it must not wait or ring. timeout: seconds; None: the
-        bell's time-out. Raises the failure if there is one and `come()` does not hold.
+        come: is called under the event's own lock, so it must not wait or notify. timeout: seconds; None: the
+        event's time-out. Raises the failure if there is one and `come()` does not hold.
         """
         with self._condition:
             self._condition.wait_for(

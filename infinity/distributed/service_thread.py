@@ -1,4 +1,4 @@
-"""Conductor: the thread that acts on what other ranks say, while this rank's training thread computes.
+"""ServiceThread: the thread that acts on what other ranks say, while this rank's training thread computes.
 
 It takes the runtime's lock for moments, in turn with the training thread, and never waits for another rank.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.distributed.contributions import Contributions
+from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.remote_parts import NodeCache
@@ -30,7 +30,7 @@ _MOST_AT_ONCE = 32
 """The most messages that are acted on before the training thread gets the lock again."""
 
 
-class Conductor:
+class ServiceThread:
     """Gives each message of other ranks to the component that it is for, until `stop`.
 
     Before `attach`, while a runtime is made, it answers what ranks ask for in exchanges, one after the other,
@@ -48,12 +48,12 @@ class Conductor:
         self._exchanges = self._given = 0
         self._attached = False
         self._service: PageService | None = None
-        self._contributions: Contributions | None = None
+        self._shards: GradientShards | None = None
         self._step: RankedStep | None = None
         self._drive: Callable[[int], None] = _nothing
         self._cache: NodeCache | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="infinity conductor", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="infinity service thread", daemon=True)
         self._thread.start()
 
     def open_exchange(self, label: str, part: Part) -> int:
@@ -85,7 +85,7 @@ class Conductor:
         each rank asks for its own. drive: completes what the commit with this number lacks, under the lock.
         """
         self._service, self._step, self._cache, self._drive = service, step, cache, drive
-        self._contributions = None if step is None else step.contributions
+        self._shards = None if step is None else step.shards
         service.start()
         self._attached = True
         self._look_again()
@@ -104,17 +104,17 @@ class Conductor:
 
     def _run(self) -> None:
         try:
-            self._conduct()
+            self._serve()
         except Exception as error:  # nobody else would tell the others that this rank answers no more
             failure = ConfigError(
                 f"This rank cannot serve others any more: {type(error).__name__}: {error}.",
                 "Report this bug, with the text above.",
             )
             self._wire.declare(f"failed: {failure}")
-            self._wire.bell.fail(failure)
+            self._wire.failure_event.fail(failure)
             raise
 
-    def _conduct(self) -> None:
+    def _serve(self) -> None:
         while True:
             kept, self._kept = self._kept, []
             waiting = [*kept, self._wire.inbox.get()]
@@ -159,8 +159,8 @@ class Conductor:
                     elif message.kind is MessageKind.DRIVE:
                         self._drive(*message.fields)
                     else:
-                        assert self._contributions is not None
-                        self._about_gradients(self._contributions, source, message)
+                        assert self._shards is not None
+                        self._about_gradients(self._shards, source, message)
         return True
 
     def _give(self, source: int, message: Message) -> None:
@@ -181,19 +181,19 @@ class Conductor:
         with contextlib.suppress(ConfigError):  # the wire is closed, which the asking rank has heard
             self._cache.requested(source, number, owner, *wanted)
 
-    def _about_gradients(self, contributions: Contributions, source: int, message: Message) -> None:
+    def _about_gradients(self, shards: GradientShards, source: int, message: Message) -> None:
         if message.kind is MessageKind.REQUEST:
             number, what, *fields = message.fields
             if what == What.SUM:
-                contributions.sum_requested(source, number, *fields)
+                shards.sum_requested(source, number, *fields)
             else:
-                contributions.requested(source, number, *fields)
+                shards.requested(source, number, *fields)
         elif message.kind is MessageKind.ARRIVED:
-            contributions.arrived(*message.fields)
+            shards.arrived(*message.fields)
         elif message.kind is MessageKind.SENT:
-            contributions.sent(*message.fields)
+            shards.sent(*message.fields)
         else:
-            contributions.heard(source, message)
+            shards.heard(source, message)
 
 
 def _nothing(_: int) -> None:

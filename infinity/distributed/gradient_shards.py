@@ -1,17 +1,17 @@
-"""Contributions: gradients on their way from the rank that computed them to the rank that keeps their sum
+"""GradientShards: gradients on their way from the rank that computed them to the rank that keeps their sum
 (the reduce-scatter of ZeRO stages 2 and 3).
 
 The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every
-rank's gradient of the piece is a contribution. Its bytes stay where autograd made them until the owner asks
+rank's gradient of the piece is a shard. Its bytes stay where autograd made them until the owner asks
 for them. The owner asks when it is their turn: micro-batch m of rank r counts as micro-batch m*N+r, so that
 the sum has the additions of one rank with N times as many micro-batches, in their order
 (infinity/distributed/turns.py).
 
 [Note: no deadlock]
-A rank whose contributions take too many bytes waits before it adds another one. Of all contributions that
+A rank whose shards take too many bytes waits before it adds another one. Of all shards that
 wait, the one with the earliest turn waits for nobody but ranks that compute: a rank with an earlier turn
-either offers its contribution or ends its backward. Asking and sending need neither rank's training thread.
-That holds for a rank's first contribution to a piece in a micro-batch. Further ones, as of shared parameters,
+either offers its shard or ends its backward. Asking and sending need neither rank's training thread.
+That holds for a rank's first shard to a piece in a micro-batch. Further ones, as of shared parameters,
 wait for the ends of backwards, their own included, so they take no room.
 """
 
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
@@ -60,7 +60,7 @@ class _Offer:
 
 @dataclass(slots=True)
 class _Asked:
-    """A contribution of another rank whose bytes are on their way into `memory`."""
+    """A shard of another rank whose bytes are on their way into `memory`."""
 
     key: Key
     epoch: int
@@ -81,8 +81,8 @@ class _AskedSum(NamedTuple):
     key: Key
 
 
-class Contributions:
-    """The contributions that this rank makes, and those to the sums that it keeps.
+class GradientShards:
+    """The shards that this rank makes, and those to the sums that it keeps.
 
     All methods but `await_room` are called under the runtime's lock.
     """
@@ -97,18 +97,18 @@ class Contributions:
         room: Pool,
         most_waiting: int,
     ) -> None:
-        """gradients: the sums. scheduler: adds to them. room: the pool into which contributions of other
+        """gradients: the sums. scheduler: adds to them. room: the pool into which shards of other
         ranks come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other
         ranks; a single gradient may always wait.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
         self.offered: Counter[int] = Counter()
-        """Rank -> number of contributions that this rank has offered to it since gradients were cleared."""
+        """Rank -> number of shards that this rank has offered to it since gradients were cleared."""
         self._heard: Counter[int] = Counter()
-        """Rank -> number of contributions that it has offered to this rank since gradients were cleared."""
+        """Rank -> number of shards that it has offered to this rank since gradients were cleared."""
         self.fresh: set[int] = set()
-        """Units that have got a last contribution of a micro-batch since the set was last emptied."""
+        """Units that have got a last shard of a micro-batch since the set was last emptied."""
         self._wire = wire
         self._share = share
         self._gradients = gradients
@@ -117,16 +117,16 @@ class Contributions:
         self._room = room
         self._most_waiting = most_waiting
         self._epoch = 0
-        """Number of times that gradients were cleared. Contributions of other epochs are not mixed."""
+        """Number of times that gradients were cleared. GradientShards of other epochs are not mixed."""
         self._turns: Turns[Key, _Offer] = Turns(share.ranks, self._parameter_of)
         self._early: list[tuple[int, Message]] = []
         """(source, message) of what came for an epoch that this rank has not begun."""
         self._ready: deque[tuple[Key, _Offer]] = deque()
-        """Contributions of other ranks whose turn it is, and for which there was no room yet."""
+        """GradientShards of other ranks whose turn it is, and for which there was no room yet."""
         self._paused = self._closed = 0
         """Numbers of agreements that this rank has begun, and ended, with `pause` and `close_step`."""
         self._asked: dict[int, _Asked] = {}
-        """Number of a delivery -> the contribution that it brings."""
+        """Number of a delivery -> the shard that it brings."""
         self._outgoing: dict[int, tuple[int, torch.Tensor, int]] = {}
         """Token -> (unit, gradient, room): this rank's gradient of a piece that another rank owns, until it
         is sent, and the bytes of room that it takes.
@@ -134,13 +134,13 @@ class Contributions:
         self._sending: dict[Dispatch, int] = {}
         """Gradients that are being sent -> the bytes of room that they take."""
         self._begun: set[tuple[Key, int]] = set()
-        """(piece, micro-batch) of this rank's contributions since gradients were cleared."""
+        """(piece, micro-batch) of this rank's shards since gradients were cleared."""
         self._asked_sums: list[_AskedSum] = []
         """Requests for sums that have not been answered yet."""
         self._token = 0
         self._waiting_bytes = 0
-        """Bytes of this rank's gradients that wait for other ranks, as contributions or for their turn."""
-        self._bell = wire.bell
+        """Bytes of this rank's gradients that wait for other ranks, as shards or for their turn."""
+        self._failure_event = wire.failure_event
 
     # --- the thread that trains -------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class Contributions:
                 self._outgoing[self._token] = unit, part, room
                 dtype = str(part.dtype).removeprefix("torch.")
                 self._wire.post(
-                    owner, MessageKind.CONTRIBUTION, self._epoch, micro_batch, self._token, dtype, *key
+                    owner, MessageKind.GRADIENT_SHARD, self._epoch, micro_batch, self._token, dtype, *key
                 )
         self._go_on()
 
@@ -218,11 +218,11 @@ class Contributions:
         self._go_on()
 
     def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
-        """Wait, without the runtime's lock, until all contributions to sums of this rank are known, and note
+        """Wait, without the runtime's lock, until all shards to sums of this rank are known, and note
         that no rank contributes any more before the step ends.
 
         ended: rank -> number of backwards that it has ended. All ranks go on with the highest number.
-        offered: rank -> number of contributions that it has offered to this rank. Raises RankFailure, and
+        offered: rank -> number of shards that it has offered to this rank. Raises RankFailure, and
         RankDivergence after the time-out.
         """
         if not self._wire.wait_for_step(
@@ -235,7 +235,7 @@ class Contributions:
         self._go_on()
 
     def await_all(self) -> None:
-        """Wait, without the runtime's lock, until all contributions are added that this rank has to add, and
+        """Wait, without the runtime's lock, until all shards are added that this rank has to add, and
         sent that it has to send. `close_step` has been called.
         """
         if not self._wire.wait_for_step(self._idle, "gradients"):
@@ -255,7 +255,7 @@ class Contributions:
         self._outgoing.clear()
         self._begun.clear()
         self._waiting_bytes = sum(self._sending.values())
-        self._bell.ring()
+        self._failure_event.notify()
         if self._paused > self._closed:
             self._take(self._turns.done(self._share.rank, ALL))
         early, self._early = self._early, []
@@ -285,10 +285,10 @@ class Contributions:
         delivery.wait()
         return found if there.item() else None
 
-    # --- the conductor ----------------------------------------------------------------------------------
+    # --- the service thread -----------------------------------------------------------------------------
 
     def heard(self, source: int, message: Message) -> None:
-        """Take a message about contributions: a rank offers or announces some, or has ended a backward."""
+        """Take a message about shards: a rank offers or announces some, or has ended a backward."""
         epoch, *fields = message.fields
         if epoch > self._epoch:
             self._early.append((source, message))
@@ -332,7 +332,7 @@ class Contributions:
         self._count(-self._sending.pop(dispatch))
 
     def arrived(self, delivery: Delivery) -> None:
-        """Add a contribution that has arrived."""
+        """Add a shard that has arrived."""
         asked = self._asked.pop(delivery.number)
         if asked.epoch == self._epoch and not delivery.failed:
             self._add(asked.key, asked.offer, asked.memory.view(asked.offer.dtype))
@@ -343,7 +343,7 @@ class Contributions:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add the contributions whose turn it is and that are here, and note which ones are elsewhere."""
+        """Add the shards whose turn it is and that are here, and note which ones are elsewhere."""
         turns = deque(given)
         while turns:
             key, offer = turns.popleft()
@@ -355,12 +355,12 @@ class Contributions:
             turns.extend(self._turns.taken(key))
 
     def _go_on(self) -> None:
-        """Ask for contributions whose turn it is, as far as there is room, and answer requests for sums."""
+        """Ask for shards whose turn it is, as far as there is room, and answer requests for sums."""
         while self._ready and self._ask(*self._ready[0]):
             self._ready.popleft()
         if self._asked_sums:
             self._answer_sums()
-        self._bell.ring()
+        self._failure_event.notify()
 
     def _answer_sums(self) -> None:
         """Answer the requests for sums that are complete."""
@@ -393,14 +393,14 @@ class Contributions:
         return self._gradients.piece(page, chunk_index, piece)
 
     def _ask(self, key: Key, offer: _Offer) -> bool:
-        """Ask a rank for its contribution. Returns False if there is no room for it now."""
+        """Ask a rank for its shard. Returns False if there is no room for it now."""
         nbytes = self._piece(key).count * offer.dtype.itemsize
         if self._room.largest_free >= nbytes:
             with self._room.lease(nbytes) as lease:
                 memory = lease.residency()
         elif self._asked:
             return False  # an arrival will make room
-        else:  # what keeps the room is no contribution, so that nothing would come of a wait
+        else:  # what keeps the room is no shard, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(offer.source, [memory], "gradients", unit=key[0], tell=True)
         self._asked[delivery.number] = _Asked(key, self._epoch, offer, memory)
@@ -432,11 +432,11 @@ class Contributions:
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
         if nbytes < 0:
-            self._bell.ring()
+            self._failure_event.notify()
 
     def _late(self, what: str) -> RankDivergence:
         return RankDivergence(
-            f"No rank {what} any more, for {self._bell.timeout:g} s.",
+            f"No rank {what} any more, for {self._failure_event.timeout:g} s.",
             "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad(); "
             f"{TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )

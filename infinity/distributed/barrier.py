@@ -1,4 +1,4 @@
-"""Agreements: calls that all ranks make together, found out by ballots that each casts to all others.
+"""Barriers: calls that all ranks make together. Each rank tells all others that it has come to the call.
 
 A commit of several ranks counts if every rank's part of it is durable, and else none does: `CommitVotes`.
 
@@ -32,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from infinity.distributed.bell import TIMEOUT_VARIABLE
+from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
@@ -55,18 +55,18 @@ _KINDS: dict[str, type[InfinityError]] = {
 _SAME = "Make the same calls in the same order on all ranks."
 
 
-class Ballots:
-    """Casts this rank's ballots, and collects those of the others. Used by the thread that trains alone."""
+class Barrier:
+    """Tells others to which calls this rank has come, and waits for theirs. For the training thread alone."""
 
     def __init__(self, ranks: Ranks, wire: Wire) -> None:
         self._ranks = ranks
         self._wire = wire
-        self._cast: dict[int, dict[int, tuple[str, Any]]] = {}
+        self._come: dict[int, dict[int, tuple[str, Any]]] = {}
         """Number of an agreement -> rank -> (call, facts). Agreements that are over are not in it."""
         self._last: dict[int, str] = {}
         """Rank -> the call in which it was last known to be."""
         self.number = 0
-        """Number of the last agreement for which this rank has cast its ballot. All ranks count alike."""
+        """Number of the last agreement to which this rank has come. All ranks count alike."""
         self._failure: InfinityError | None = None
         """The error after which this rank can agree to nothing more."""
 
@@ -81,28 +81,28 @@ class Ballots:
         """Say that this rank makes a call, and wait until all ranks have said so.
 
         call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: asked
-        after every time-out of the bell whether to go on waiting. anyway: whether to agree even if an earlier
-        agreement has failed. Returns the facts of all ranks: rank -> facts, in the order of ranks. Raises
-        RankDivergence if a rank makes another call or does not come while it is waited for, and RankFailure
-        if one is lost or has left. Every later agreement raises the same error: what other ranks have made of
-        this one is not known.
+        after every time-out of the failure event whether to go on waiting. anyway: whether to agree even if
+        an earlier agreement has failed. Returns the facts of all ranks: rank -> facts, in the order of ranks.
+        Raises RankDivergence if a rank makes another call or does not come while it is waited for, and
+        RankFailure if one is lost or has left. Every later agreement raises the same error: what other ranks
+        have made of this one is not known.
         """
         if anyway:
             self._check_wire()
         else:
             self.check()
         number = self.number + 1
-        ballots = self._cast.setdefault(number, {})
-        ballots[self._ranks.rank] = call, facts
+        come = self._come.setdefault(number, {})
+        come[self._ranks.rank] = call, facts
         self._post(number, call, facts)
         with self._wire.awaiting(call):
-            while not self._wire.bell.wait_for(lambda: self._settled(ballots)) and patient():
+            while not self._wire.failure_event.wait_for(lambda: self._settled(come)) and patient():
                 pass
-        if any(each != call for each, _ in tuple(ballots.values())):
+        if any(each != call for each, _ in tuple(come.values())):
             raise self._ended(
-                RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(ballots.items())}), _SAME)
+                RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(come.items())}), _SAME)
             )
-        absent = [peer for peer in self._ranks.peers if peer not in ballots]
+        absent = [peer for peer in self._ranks.peers if peer not in come]
         if absent and self._wire.failure is not None:
             raise self._wire.failure.again()
         for peer in absent:
@@ -111,8 +111,8 @@ class Ballots:
                 raise self._ended(rank_failure(peer, what))
         if absent:
             raise self._ended(self._late(absent[0], call))
-        del self._cast[number]
-        return {rank: ballots[rank][1] for rank in range(self._ranks.size)}
+        del self._come[number]
+        return {rank: come[rank][1] for rank in range(self._ranks.size)}
 
     def check(self) -> None:
         """Raise the error after which this rank can agree to nothing more, if there is one."""
@@ -133,29 +133,29 @@ class Ballots:
         return error
 
     def _post(self, number: int, call: str, facts: Any) -> None:
-        """Cast a ballot to all other ranks."""
+        """Tell all other ranks that this one has come to a call."""
         self.number = number
         for peer in self._ranks.peers:
-            self._wire.post(peer, MessageKind.BALLOT, number, call, facts)
+            self._wire.post(peer, MessageKind.BARRIER, number, call, facts)
 
-    def _settled(self, ballots: dict[int, tuple[str, Any]]) -> bool:
+    def _settled(self, come: dict[int, tuple[str, Any]]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
-        while True:  # behind the line above, so that the last ballots of those that have left are here
+        while True:  # behind the line above, so that the last messages of those that have left are here
             try:
-                source, (_, fields) = self._wire.ballots.get_nowait()
+                source, (_, fields) = self._wire.barriers.get_nowait()
             except queue.Empty:
                 break
             number, call, facts = fields
             self._last[source] = call
-            self._cast.setdefault(number, {})[source] = call, facts
-        if len(ballots) == self._ranks.size or len({call for call, _ in ballots.values()}) > 1:
+            self._come.setdefault(number, {})[source] = call, facts
+        if len(come) == self._ranks.size or len({call for call, _ in come.values()}) > 1:
             return True
-        return any(peer not in ballots for peer in left)
+        return any(peer not in come for peer in left)
 
     def _late(self, peer: int, call: str) -> RankDivergence:
         last = f"it was last in {self._last[peer]}" if peer in self._last else "it has agreed to nothing yet"
         return RankDivergence(
-            f"Rank {peer} did not come to {call} within {self._wire.bell.timeout:g} s: {last}.",
+            f"Rank {peer} did not come to {call} within {self._wire.failure_event.timeout:g} s: {last}.",
             f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
 
@@ -163,7 +163,7 @@ class Ballots:
 def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterable[str], cure: str) -> None:
     """Check that all ranks have said the same in an agreement.
 
-    heard: what `Ballots.agree` has returned for the call. names: those of the facts that must be equal. cure:
+    heard: what `Barrier.agree` has returned for the call. names: those of the facts that must be equal. cure:
     of the error. Raises RankDivergence.
     """
     for name in names:
@@ -217,10 +217,10 @@ _SLICE = 0.1
 class CommitVotes(SingleVotes):
     """See [Note: commits of ranks] in infinity/checkpoint/committer.py."""
 
-    def __init__(self, ranks: Ranks, wire: Wire, ballots: Ballots) -> None:
+    def __init__(self, ranks: Ranks, wire: Wire, barrier: Barrier) -> None:
         self._ranks = ranks
         self._wire = wire
-        self._ballots = ballots
+        self._barrier = barrier
         self._last = 0
         """The largest number that a commit has had, whether it was made or not."""
         self._lock = threading.Lock()
@@ -234,9 +234,9 @@ class CommitVotes(SingleVotes):
 
     def begin(self, last: int, now: str, failure: InfinityError | None) -> tuple[int, str]:
         said = None if failure is None else told(failure)
-        self._open = self._ballots.number + 1
+        self._open = self._barrier.number + 1
         mine = max(self._last, last) + 1
-        heard = self._ballots.agree("save()", {"number": mine, "created": now, "failure": said})
+        heard = self._barrier.agree("save()", {"number": mine, "created": now, "failure": said})
         number = max(each["number"] for each in heard.values())
         hindered = {rank: each["failure"] for rank, each in sorted(heard.items()) if each["failure"]}
         if hindered:
@@ -250,7 +250,7 @@ class CommitVotes(SingleVotes):
 
     def refuse(self, failure: BaseException) -> bool:
         with self._lock:
-            if not 0 < self._open <= self._ballots.number:
+            if not 0 < self._open <= self._barrier.number:
                 return False
             self._refusal = told(failure, "save()")
             self._vote(self._refusal)
@@ -265,7 +265,7 @@ class CommitVotes(SingleVotes):
             self._vote(None)
         heard = self._heard.setdefault(agreement, {})
         driven = False
-        while not self._wire.bell.wait_for(lambda: self._decided(heard), _SLICE):
+        while not self._wire.failure_event.wait_for(lambda: self._decided(heard), _SLICE):
             if wanted() and not driven:
                 driven = True
                 for peer in self._ranks.peers:
