@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run_ls(options: argparse.Namespace) -> int:
     """Print the commits of a directory, and of the ranks that have directories in it. Returns 0 even if some
-    are not whole, which is what the list says.
+    are not whole; the list says so.
     """
     out, directory = Output(options), options.directory
     commits = list_commits(directory, options.slabs, injected_files())
@@ -90,7 +90,7 @@ def run_ls(options: argparse.Namespace) -> int:
 
 
 def _lines(commit: ListedCommit) -> str:
-    """A commit and its slabs, a line each."""
+    """The text of a commit and its slabs, one line each."""
     said, name = _listed(commit), f"commit-{commit.generation}"
     if commit.saved is None:
         return f"{name} · not whole: {commit.fault}"
@@ -107,7 +107,7 @@ def _lines(commit: ListedCommit) -> str:
 
 
 def _listed(commit: ListedCommit) -> dict[str, Any]:
-    """A commit for JSON."""
+    """A commit as a dict for --json."""
     slabs = [asdict(slab) for slab in commit.slabs]
     found = {
         "generation": commit.generation,
@@ -131,7 +131,7 @@ def _listed(commit: ListedCommit) -> dict[str, Any]:
 
 
 def _step(saved: SavedCommit) -> int | None:
-    """The number of steps in the user's state, if it is a dict that has one."""
+    """The number of steps in the user's state; None if the state is not a dict with such a number."""
     try:
         state = saved.run.user_state
     except CorruptState:
@@ -144,10 +144,10 @@ def _step(saved: SavedCommit) -> int | None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Read a commit whole, or the parts of it in the directories of ranks, and print what is damaged.
+    """Read all bytes of a commit, or of each rank's share of one, and print what is damaged.
 
-    Without --generation, the newest commit is taken that a restart would continue. Returns 1 if anything is
-    damaged, else 0. Raises CorruptState if ranks' parts are of several commits.
+    Without --generation, it is the newest commit that a restart would continue. Returns 1 if anything is
+    damaged, else 0. Raises CorruptState if the ranks' shares are of different commits.
     """
     out, directory, files = Output(options), options.directory, injected_files()
     several = not generations(check_directory(directory))
@@ -201,8 +201,8 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def _verified(verification: Verification, skipped: tuple[str, ...]) -> dict[str, Any]:
-    """Read everything, with a bar on a terminal, and return the result for JSON. skipped: what is wrong with
-    newer commits that are not whole, and were passed over.
+    """Read all bytes of a rank's commit, with a progress bar on a terminal, and return the result for --json.
+    skipped: the faults of newer commits, which are not whole and were passed over.
     """
     manifest, started, nbytes = verification.saved.manifest, time.monotonic(), 0
     damage = []
@@ -227,7 +227,7 @@ def _verified(verification: Verification, skipped: tuple[str, ...]) -> dict[str,
 
 
 def _tell(out: Output, result: Mapping[str, Any], of: str) -> None:
-    """Print what was found. of: the beginning of each line."""
+    """Print a result of `_verified`. of: the beginning of each line."""
     damage = result["damage"]
     for fault in result["skipped"]:
         out.say(f"{of}a newer commit is not whole: {fault}")

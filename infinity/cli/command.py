@@ -1,4 +1,4 @@
-"""Command: what all commands share: output, errors, signals, exit codes, and ranks that end together."""
+"""Command: code that all commands share: output, errors, signals, exit codes, and the end of all ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 class Output:
-    """What a command prints: lines for people, to stderr with --json, and one JSON object of its results.
+    """Prints a command's lines for people (to stderr with --json), and its results as one JSON object.
 
-    quiet: whether to print nothing, as ranks from 1 on.
+    quiet: whether to print nothing, for ranks other than 0.
     """
 
     def __init__(self, options: argparse.Namespace, *, quiet: bool = False) -> None:
@@ -41,11 +41,13 @@ class Output:
         self._options, self._quiet = options, quiet
 
     def say(self, line: str) -> None:
-        """Print a line, or several, as they are."""
+        """Print a text of one or more lines unchanged."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def json(self, found: Mapping[str, Any], *, results: bool = True) -> None:
-        """Print the object of --json, of results with the version of infinity; nothing without the option."""
+        """Print `found` as a JSON object if --json was given. results: whether to add the version of
+        infinity.
+        """
         if self._options.json and not self._quiet:
             print(json.dumps({"infinity": __version__, **found} if results else found), flush=True)
 
@@ -54,8 +56,8 @@ class Output:
 
 
 def exit_code(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code, as `infinity.cli.main` says. --json prints the name of a signal
-    that ends the command at once.
+    """Run a command and return its exit code, one of those of `infinity.cli.main`. If a signal ends the
+    command at once, --json prints the signal's name.
     """
     try:
         code: int = options.run(options)
@@ -68,7 +70,7 @@ def exit_code(options: argparse.Namespace) -> int:
 
 
 def report(error: InfinityError, options: argparse.Namespace) -> int:
-    """Print an error, in short where another rank prints the cause, and return the exit code."""
+    """Print an error, or one short line if another rank prints the cause, and return the exit code."""
     launcher.record(error)
     kind, cure, code = type(error).__name__, _cure(error, options), 2 if isinstance(error, ConfigError) else 1
     rank, first, cause = _rank(), *first_error(error)
@@ -81,8 +83,8 @@ def report(error: InfinityError, options: argparse.Namespace) -> int:
 
 
 def first_error(error: BaseException) -> tuple[int, str]:
-    """(the rank that was the first to call this, the text of its error); this rank's where there is one rank
-    only, and where the others cannot be reached.
+    """Return (rank, text of its error) of the rank that was the first to call this. If there is one rank, or
+    the others cannot be reached, this rank counts as the first.
     """
     mine = _rank(), _text(error)
     if not (dist.is_available() and dist.is_initialized()):
@@ -110,7 +112,7 @@ def _rank() -> int:
 
 
 def _cure(error: InfinityError, options: argparse.Namespace) -> str:
-    """The cure of an error: the option that sets a sufficient budget, if that cures it."""
+    """The cure of an error. For a budget that is too small, it names the option with a sufficient size."""
     if not isinstance(error, BudgetError) or error.tier is None or error.needed is None:
         return error.cure
     if not hasattr(options, f"budget_{error.tier}"):
@@ -153,7 +155,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def signal_of(error: KeyboardInterrupt) -> signal.Signals:
-    """The signal that raised `error`: SIGINT if `interrupt` did not, for Python's own handler is left."""
+    """The signal that raised `error`: SIGINT unless `interrupt` raised it, because Python's own handler takes
+    no other.
+    """
     return error.signal if isinstance(error, Interrupted) else signal.SIGINT
 
 
@@ -164,7 +168,7 @@ def stop_code(error: KeyboardInterrupt) -> int:
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Context in which `handler` takes the signals. Changes nothing outside of the main thread."""
+    """Context in which `handler` handles the signals `numbers`. Does nothing outside of the main thread."""
     before = {}
     try:
         for number in numbers:
@@ -192,7 +196,7 @@ class StopFlag:
             raise Stopped
 
     def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the flag takes the signals."""
+        """Context in which the flag handles SIGTERM and SIGINT."""
         return handled(self._arrived, signal.SIGTERM, signal.SIGINT)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
@@ -211,11 +215,11 @@ def leads() -> bool:
 
 @contextlib.contextmanager
 def ending_together(ranks: SingleRank, options: argparse.Namespace) -> Iterator[None]:
-    """Context whose error, or interruption, ends the run on all ranks; no rank waits for another one then.
+    """Context in which an error or interruption ends the run on all ranks, so that no rank waits for another.
 
-    An InfinityError is printed, and SystemExit is raised in its place: torchrun ends all ranks once one has
-    ended, which could be before this one has closed its files. Use the context inside of those that close
-    what other ranks need. With one rank nothing is changed.
+    With several ranks, an InfinityError is printed and SystemExit is raised in its place. It is printed here
+    because torchrun ends all ranks once one has ended, perhaps before this one has closed its files. Enter
+    this context inside of contexts that close resources of other ranks. With one rank, errors pass unchanged.
     """
     try:
         yield

@@ -37,7 +37,7 @@ _BACKENDS = {
     ),
     "threads": ("Nothing while another engine works.", "Allow threads (ulimit -u, pids cgroup)."),
 }
-"""(what the absence of a backend costs, its cure) by the backend's name."""
+"""Backend's name -> (what its absence costs, how to cure that)."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Finding:
     found: str
     """What the machine has, for people."""
     figures: Mapping[str, Any]
-    """The same for --json: bytes, bytes per second, flags."""
+    """The same facts for --json: bytes, bytes per second, flags."""
     missing: bool = False
     """Whether the feature is missing or limited."""
     cost: str = ""

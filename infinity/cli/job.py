@@ -1,4 +1,6 @@
-"""Job: the training run that the options of `train` and `plan` describe, and whether a commit is of it."""
+"""Job: the training run that the options of `train` and `plan` describe, and the check that a commit is of
+it.
+"""
 
 from __future__ import annotations
 
@@ -58,26 +60,28 @@ class TrainJob:
     device: torch.device
     plan: Plan
     prediction: Prediction | None
-    """Of a step with all its micro-batches; None if the plan has no prediction."""
+    """The prediction for a step with all its micro-batches; None if the plan has no prediction."""
     checkpoint: Checkpoint | None
-    """Where commits go, and the one that is continued; None if commits are off or nothing will be trained."""
+    """The directory of commits, and the commit to continue; None if commits are off or nothing will be
+    trained.
+    """
     every: int
     """Number of steps between commits."""
     identity: Mapping[str, Any]
-    """What `_identity` says of the job."""
+    """The facts by which a commit is recognised as one of this job; see `_identity`."""
     resumed: Mapping[str, Any] | None
     """The state that was saved with the commit that is continued; None for a new run."""
     ranks: SingleRank
-    """Connects with the other ranks."""
+    """The connection with the other ranks."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What --json says of the job, whether it is trained or planned only."""
+        """The facts about the job that --json of both `train` and `plan` has."""
         model = self.language_model
         return {"model": model.name, "parameters": model.parameters, "device": str(self.device)}
 
     def lines(self, options: argparse.Namespace) -> str:
-        """The first printed lines: what runs where; what is continued; the plan."""
+        """The first printed lines: device and model; the commit to continue; the plan."""
         share, text = self.plan.share, self.text
         header = [
             f"infinity {__version__}",
@@ -112,9 +116,9 @@ def make_job(
 ) -> TrainJob:
     """Check the options, and plan the job that they describe. No model states are allocated or moved.
 
-    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. ranks: connects
-    with the other ranks of a job that is to be trained, which all call this; or the rank for which it is
-    planned.
+    checkpoint: the directory of --checkpoint if the job is to be trained; None to plan only. ranks: the
+    connection with the other ranks of a job that is to be trained, who all call this; or the rank for which
+    the job is planned.
 
     Raises ConfigError if an option cannot be used, BudgetError if the job does not fit the budgets,
     IncompatibleCheckpoint if the commit to continue is of another job, and RankDivergence if another rank has
@@ -206,11 +210,10 @@ def _describe_engines(budget: Budget) -> list[str]:
 
 
 def open_checkpoint(options: argparse.Namespace, ranks: SingleRank) -> Checkpoint | None:
-    """Open the directory of --checkpoint, which is made and locked; None without the option.
+    """Open the directory of --checkpoint, after creating and locking it; returns None without the option.
 
-    With --resume its last commit is continued, if there is one. ranks: connects with the other ranks,
-    which all call this. Raises ConfigError if there is one and --resume was not given,
-    and otherwise as `commits_to_continue` and Checkpoint do.
+    With --resume, its last commit is continued, if there is one. All ranks call this. Raises ConfigError if
+    there is a commit and --resume was not given, and the errors of `commits_to_continue` and Checkpoint.
     """
     directory = options.checkpoint
     if directory is None:
@@ -228,8 +231,9 @@ def open_checkpoint(options: argparse.Namespace, ranks: SingleRank) -> Checkpoin
 
 
 def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
-    """The commit that a run with these options would continue, or another rank's part of it, which is planned
-    alike; None if it would begin anew. Nothing is locked or changed.
+    """This rank's share of the commit that a run with these options would continue; if it is not here,
+    another rank's share, for which the plan is the same. None if the run would begin anew. Nothing is locked
+    or changed.
     """
     if options.checkpoint is None or not options.resume:
         return None
@@ -242,10 +246,11 @@ def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommi
 def _identity(
     options: argparse.Namespace, model: LanguageModel, text: Text, rate: float, ranks: int
 ) -> dict[str, Any]:
-    """What makes a run the same job: all that its losses depend on, except for the number of steps.
+    """The facts that must be equal for a run to continue another: all that losses depend on, except for the
+    number of steps.
 
-    Each key completes the sentence "... was A and is B". rate: the highest learning rate. ranks: their
-    number.
+    Each key completes the sentence "... was A and is B". rate: the highest learning rate. ranks: number of
+    ranks.
     """
     tokens = repr(model.vocabulary.encode(_WORDS)).encode()
     given = ("batch", "seq", "clip", "seed", "states", "compute")
@@ -261,10 +266,10 @@ def _identity(
 
 
 def _progress(saved: SavedCommit, identity: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """The state that `infinity train` saved with a commit, if the commit is of the job `identity`.
+    """Return the state that `infinity train` saved with a commit, if the commit is of the job `identity`.
 
-    steps: --steps. Raises IncompatibleCheckpoint, naming what differs, for a commit of another job, and
-    ConfigError if it has more steps already.
+    steps: the value of --steps. Raises IncompatibleCheckpoint, which names the differences, for a commit of
+    another job, and ConfigError for a commit after more than `steps` steps.
     """
     name = f"commit-{saved.manifest.generation}"
     theirs = decode(saved.manifest.run.identity, saved.tensors, "identity")

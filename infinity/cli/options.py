@@ -1,4 +1,4 @@
-"""Options: those of `train` and `plan`, in one table, and what no job can have."""
+"""Options: tables of the options of `train` and `plan`, and checks of their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.lm.decoder import PRESETS
 EVERY = 100
 """Number of steps between commits by default."""
 STAGE = 3
-"""The stage of ZeRO where --stage does not name one: the stage at which a rank needs the least memory."""
+"""The stage of ZeRO by default: the one at which a rank needs the least memory."""
 PARTITIONS = ("parameters", "gradients", "optimizer", "none")
 
 _MOST, _MOST_RANKS = (1 << 31) - 1, 1 << 16
@@ -113,7 +113,9 @@ _PLAN = {
         ),
     },
 }
-"""Of `train` and `plan`, of `train` alone, of `plan` alone: title of a group -> option -> how it is added."""
+"""The options of both `train` and `plan`, of `train` alone, and of `plan` alone: title of a group -> option
+-> keyword arguments of `add_argument`.
+"""
 
 
 def add_options(parser: argparse.ArgumentParser, *, train: bool) -> None:
@@ -128,7 +130,7 @@ def add_options(parser: argparse.ArgumentParser, *, train: bool) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for values of options that no job can have, without looking at any file."""
+    """Raise ConfigError for values that no job can have. No file is looked at."""
     for name in ("every", "resume"):
         if getattr(options, name) not in (None, False) and options.checkpoint is None:
             raise ConfigError(f"--{name} was given without --checkpoint.", "Add --checkpoint DIR.")
@@ -145,7 +147,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of `plan` that no ranks can have."""
+    """Raise ConfigError if --ranks, --nodes, --stage and --link of `plan` do not go together."""
     ranks, nodes = options.ranks, options.nodes
     if not 1 <= ranks <= _MOST_RANKS:
         raise ConfigError(f"--ranks is {ranks}.", f"Give a number from 1 to {_MOST_RANKS}.")
@@ -161,7 +163,9 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def directories(given: list[str] | None) -> Mapping[str | os.PathLike[str], Size] | None:
-    """What --budget-nvme says, as `Budget.nvme`; None if it was not given. Raises ConfigError."""
+    """Convert the values of --budget-nvme to those of `Budget.nvme`; None if it was not given. Raises
+    ConfigError.
+    """
     found: dict[str | os.PathLike[str], Size] = {}
     for each in given or ():
         path, colon, size = each.rpartition(":")

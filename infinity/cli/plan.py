@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _from_deepspeed(options: argparse.Namespace, out: Output) -> argparse.Namespace:
-    """The options again, with defaults from the file of --deepspeed. Prints what becomes of its fields."""
+    """Parse the options again, with the values in the file of --deepspeed as defaults, and print how each
+    field of the file is used.
+    """
     given = directories(options.budget_nvme)
     found = from_deepspeed_config(options.deepspeed, nvme=given)
     out.say(f"{found}\n")

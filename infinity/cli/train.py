@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
 def _met(options: argparse.Namespace) -> Iterator[SingleRank]:
     """Context in which this process is connected with the other ranks, if there are any.
 
-    An error in the context ends the run on all ranks. Raises ConfigError for options that do not go with the
-    number of ranks, and the errors of `meet`.
+    An error in the context ends the run on all ranks. Raises ConfigError if --partition was given for one
+    process, and the errors of `meet`.
     """
     if options.partition is not None and not several_ranks(None):
         raise ConfigError(
@@ -92,7 +92,7 @@ def _met(options: argparse.Namespace) -> Iterator[SingleRank]:
 
 
 def _open_timeline(path: str, ranks: SingleRank) -> Timeline:
-    """Open the file of --trace. The ranks from 1 on have names of their own, such as out.rank-1.json.
+    """Open the file of --trace. Each rank other than 0 writes its own file, such as out.rank-1.json.
 
     Raises StorageError or StorageFull.
     """
@@ -103,7 +103,7 @@ def _open_timeline(path: str, ranks: SingleRank) -> Timeline:
 
 
 def _results(job: TrainJob, run: TrainingRun, seconds: float, timeline: Timeline | None) -> Iterator[str]:
-    """The phrases of the last line."""
+    """Yield the phrases of the last printed line."""
     took = timedelta(seconds=round(seconds))
     if run.stopped is None:
         yield f"done in {took}"

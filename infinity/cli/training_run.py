@@ -1,4 +1,4 @@
-"""Training run: what `infinity train` does between plan and results: progress, log, commits and signals."""
+"""Training run: the work of `infinity train` after planning: training, progress, log, commits and signals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TEMPERATURE = 0.7
 _LONGEST_PROMPT = 60
 """Bytes of the text that the model continues at the end of a run."""
 _WARM_UP = 2
-"""First steps that the measured time leaves out: the order of pages is not known, or there are no moments."""
+"""Number of first steps that are not timed: the order of pages is not known yet, or there are no moments."""
 _SECONDS_BETWEEN_LINES = 5.0
 _EDGES = {
     Edge.NVME_TO_HOST: "read",
@@ -60,8 +60,8 @@ def carry_out_job(
 ) -> TrainingRun:
     """Fill the model, train it, evaluate and export it. Returns the run with its results.
 
-    With commits the first SIGTERM or SIGINT during the training or the evaluation ends the run after a commit
-    of the last finished step; `TrainingRun.stopped` is the signal then.
+    With commits the first SIGTERM or SIGINT during the training or the evaluation ends the run, after a
+    commit of the last finished step. `TrainingRun.stopped` is then that signal.
     """
     _load_operators(job)
     machine.restart_peak()
@@ -92,8 +92,8 @@ def carry_out_job(
 
 
 def _load_operators(job: TrainJob) -> None:
-    """Run a step of a tiny decoder, with which torch loads some 20 MiB of code and buffers, which are not to
-    count as the model's.
+    """Run a step of a tiny decoder, so that torch loads some 20 MiB of code and buffers before the memory
+    that the model takes is measured.
     """
     with torch.random.fork_rng(devices=[]):
         tiny = Decoder(DecoderConfig(width=32, layers=1, heads=2, hidden=64))
@@ -103,7 +103,7 @@ def _load_operators(job: TrainJob) -> None:
 
 
 class TrainingRun:
-    """A run of a job by its runtime, and its results as far as it has come."""
+    """Trains and evaluates the model of a job with its runtime, and holds the results so far."""
 
     def __init__(
         self, job: TrainJob, runtime: Runtime, out: Output, log: TextIO | None, timeline: Timeline | None
@@ -126,27 +126,27 @@ class TrainingRun:
         self._held_out = HeldOut(model, batches, job.device, count=count, ranks=ranks)
         self.before: float | None = None
         self.after: float | None = None
-        """Held-out loss before and after training, in nats per token; None if the run was stopped before."""
+        """Held-out loss before and after training, in nats per token; None if the run was stopped earlier."""
         self.reports: list[StepReport] = []
         self.peak = 0
-        """Peak bytes of RAM that the process used beyond its use before the model was filled."""
+        """Peak bytes of RAM that the process used, less those in use before the model was filled."""
         self.moved: dict[str, int] = {}
         """Bytes moved, by direction between two tiers, such as "nvme->host"."""
         self.sample: str | None = None
         self.exported: str | None = None
         self.stopped: signal.Signals | None = None
-        """The signal that has stopped the run."""
+        """The signal that has stopped the run; None if it was not stopped."""
         self.kept: dict[str, Any] | None = None
-        """The commit that stays, for JSON."""
+        """The last commit, which stays on disk, as a dict for --json; None without commits."""
 
     @property
     def step(self) -> int:
-        """Finished steps, those of an earlier process included."""
+        """Number of finished steps, including those of an earlier process."""
         return self._training.step
 
     @property
     def step_seconds(self) -> float | None:
-        """Median seconds of a step, the first two steps left out; None if there was no step."""
+        """Median seconds of a step, without the first two steps; None if there was no step."""
         measured = self.reports[_WARM_UP:] or self.reports[-1:]
         return statistics.median(each.seconds for each in measured) if measured else None
 
@@ -156,7 +156,7 @@ class TrainingRun:
         return self.reports[0].tokens / self.step_seconds if self.step_seconds else None
 
     def work(self) -> None:
-        """Do everything, or as much as is possible before a signal."""
+        """Train and evaluate. With commits, a signal ends this early."""
         if not self._commits:
             self._work()
             return
@@ -209,7 +209,7 @@ class TrainingRun:
             self._flag.check()
 
     def _save(self) -> None:
-        """Begin a commit of the last finished step, with all that a later process goes on with."""
+        """Begin a commit of the last finished step, with the state from which a later process continues."""
         held_out = {"loss": self.before, "batches": self._held_out.count}
         state = {**self._training.state(), "held_out": held_out}
         try:
@@ -221,7 +221,7 @@ class TrainingRun:
 
     def _finish_commits(self) -> None:
         """Make the commit of the last finished step durable, and describe it in `kept`. Raises StorageError
-        if that fails; the commit before stays then.
+        if that fails; the previous commit then stays.
         """
         if self.step not in (0, self._committed):
             self._save()
@@ -271,8 +271,9 @@ def _ranks_of(job: TrainJob) -> RunRanks:
 
 @contextlib.contextmanager
 def _progress(out: Output, steps: int, done: int) -> Iterator[Callable[[StepReport], None]]:
-    """Context with a function that shows a finished step: on a terminal in a line that is redrawn, elsewhere
-    in a line at the first and the last step, and every five seconds. done: steps of an earlier process.
+    """Context with a function that shows a finished step. On a terminal it redraws one line; elsewhere it
+    prints a line at the first and the last step, and at most every five seconds between them. done: steps of
+    an earlier process.
     """
     console, printed = out.console, -math.inf
     columns = BarColumn(bar_width=20), TextColumn("{task.description}")
@@ -292,8 +293,8 @@ def _progress(out: Output, steps: int, done: int) -> Iterator[Callable[[StepRepo
 
 
 def progress_line(report: StepReport, steps: int) -> str:
-    """The step, the loss, tokens and bytes between tiers per second, the share of the step in which training
-    waited for transfers, and the time left if all steps take as long.
+    """The progress as one line: the step, the loss, tokens and bytes between tiers per second, the fraction
+    of the step in which training waited for transfers, and the time left if all further steps take as long.
     """
     stats = report.stats
     rates = {name: stats.edges[edge].bytes / stats.seconds / 1e9 for edge, name in _EDGES.items()}
@@ -316,7 +317,7 @@ def progress_line(report: StepReport, steps: int) -> str:
 def open_log(path: str | None, *, after: int | None = None) -> Iterator[TextIO | None]:
     """Context with the log file of a run; None if `path` is None.
 
-    after: the step from which the run continues: lines of steps up to this one stay. None: a new run, for
+    after: the step after which the run continues; lines of later steps are cut off. None: a new run, for
     which the file is emptied. Raises StorageError if the file cannot be opened or cut.
     """
     if path is None:
@@ -336,7 +337,7 @@ def open_log(path: str | None, *, after: int | None = None) -> Iterator[TextIO |
 
 
 def _is_kept(line: bytes, last: int) -> bool:
-    """Whether a line of a log is whole, and of a step up to `last`."""
+    """Whether a line of a log is complete, and describes a step up to `last`."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):  # such as a line that a crash tore
@@ -365,5 +366,5 @@ def write_step(log: TextIO | None, report: StepReport) -> None:
 
 
 def finite(number: float | None) -> float | None:
-    """None for NaN and infinity, which JSON cannot express."""
+    """Return `number`, or None if it is NaN or infinite, which JSON cannot express."""
     return number if number is not None and math.isfinite(number) else None

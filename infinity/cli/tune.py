@@ -122,8 +122,8 @@ def _print(out: Output, found: Tuning) -> None:
 
 
 def _table(disk: DiskSweep) -> Table:
-    """The I/O settings that were best at reading, at writing and at a mix of both, and those that were chosen
-    for all I/O, with their rates in GB/s.
+    """Make the table of the I/O settings that were best at reading, at writing and at a mix of both, and of
+    the chosen settings, with their rates in GB/s.
     """
     how = "O_DIRECT" if disk.direct else "through the page cache: no O_DIRECT here"
     title = f"{disk.path} · {len(disk.points)} settings tried on {format_size(disk.nbytes)} · {how}"

@@ -29,7 +29,7 @@ SEPARATOR = b"\n"
 """Bytes between the contents of two files."""
 
 _SNIFFED = 8 << 10
-"""A file without a NUL among as many first bytes is text."""
+"""Number of first bytes of a file; if there is no NUL among them, the file is text."""
 
 _HELD_OUT, _LEAST_HELD_OUT = 20, 2 << 10
 """The last 1 / _HELD_OUT of the text's bytes, at least _LEAST_HELD_OUT of them, is never trained on."""
@@ -37,14 +37,14 @@ _HELD_OUT_BATCHES = 8
 _HELD_OUT_TOKENS = 16 << 10
 
 _STRETCHES, _STRETCH = 64, 4 << 10
-"""Number and bytes of the stretches of a text that its digest takes in."""
+"""Number of the stretches of a text that its digest covers, and the bytes of one."""
 
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Folders of the standard library with third-party code, tests, and no text."""
+"""Folders in the standard library's folder that are skipped: they have third-party code, tests or no text."""
 
 _BYTES_PER_TOKEN, _LONGEST_STRETCH = 6, 16 << 20
-"""Bytes that `Tokens.window` reads first for each token, which is a high guess, for too few are read and
-split into tokens again; and the most bytes that it reads.
+"""Bytes that `Tokens.window` reads for each token at first, and the most bytes that it reads in total. The
+former is a high guess, because a stretch with too few tokens has to be read and split again.
 """
 
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -69,14 +69,16 @@ class Text:
         split = self.nbytes - self.nbytes // _HELD_OUT
         self.train = range(split)
         self.held_out = range(split, self.nbytes)
-        """Byte positions of the part to train on, and of the last twentieth, which is never trained on."""
+        """Byte positions of the text to train on (`train`), and of the last twentieth, which is never trained
+        on.
+        """
 
     @property
     def files(self) -> int:
         return len(self._paths)
 
     def part(self, start: int) -> range:
-        """The part in which byte position `start` lies."""
+        """`train` or `held_out`, whichever contains the byte position `start`."""
         return self.train if start in self.train else self.held_out
 
     def digest(self) -> str:
@@ -110,10 +112,10 @@ class Text:
 def find_text(paths: Sequence[str] | None) -> Text:
     """Find the text in `paths`, or in the modules of this Python's standard library if `paths` is None.
 
-    A file is always taken, and of a folder all text files but hidden ones. Empty files, and those that were
-    found under another name already, are left out. Links are followed. The files are sorted by a hash of
-    their names relative to the given path: the same order on every machine, in which each folder has a share
-    in the held-out part.
+    A given file is always used; of a given folder, all text files except hidden ones. Empty files, and files
+    already found under another name, are skipped. Links are followed. Files are sorted by a hash of their
+    names relative to the given path, so that the order is the same on every machine and the held-out text has
+    files of each folder.
 
     Raises ConfigError if a path does not exist or is neither a file nor a folder, and if less than 40 KiB of
     text are found. Raises StorageError (with errno) if a file or folder cannot be read.
@@ -138,7 +140,7 @@ def find_text(paths: Sequence[str] | None) -> Text:
 def _files(root: str, seen: set[tuple[int, int]], *, library: bool) -> Iterator[tuple[str, str, int]]:
     """Yield (name within `root`, path, bytes) of the file `root`, or of each text file in the folder `root`.
 
-    seen: (device, inode) of what was found before, which is left out and added to.
+    seen: (device, inode) of files and folders found so far, which are skipped; new ones are added.
     """
     if not os.path.exists(root):
         raise ConfigError(f"There is no {root}.", "Give a file or folder that exists.")
@@ -207,8 +209,9 @@ class Bytes:
     """The vocabulary whose 256 tokens are the bytes of UTF-8."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """Read `length` tokens from byte position `start` on, or the last ones of the part in which it lies:
-        int64 (length,). Raises ConfigError if the part has fewer, and StorageError as `Text.read` does.
+        """Read `length` tokens from byte position `start` on: int64 (length,). If too few follow in the
+        training or the held-out text, the last ones there are read. Raises ConfigError if it has fewer in
+        total, and StorageError as `Text.read` does.
         """
         part = text.part(start)
         if length > len(part):
@@ -229,7 +232,9 @@ class Bytes:
 
 
 class Tokens:
-    """The vocabulary of a transformers tokenizer, without special tokens: text goes on around a window."""
+    """The vocabulary of a transformers tokenizer. Special tokens are not used, because a window begins and
+    ends within a text.
+    """
 
     def __init__(self, tokenizer: Any, size: int) -> None:
         """size: number of tokens that the model knows."""
@@ -297,8 +302,8 @@ class Batches:
     """Makes batches of token windows from a text: int64 (batch, seq + 1), on the CPU."""
 
     def __init__(self, text: Text, language_model: LanguageModel, *, batch: int, seq: int, seed: int) -> None:
-        """seed: of the positions of the training windows. Raises ConfigError if `seq` is more than the
-        model's longest context, or if the held-out part of the text is shorter than a window.
+        """seed: determines the positions of the training windows. Raises ConfigError if `seq` is more than
+        the model's longest context, or if the held-out part of the text is shorter than a window.
         """
         longest = language_model.longest
         if longest is not None and seq > longest:
@@ -314,8 +319,9 @@ class Batches:
         self._vocabulary.window(text, text.held_out.start, self._length)
 
     def training(self, step: int, micro: int) -> torch.Tensor:
-        """The batch of a step and micro-batch, with windows at pseudo-random positions in the training part,
-        the same on every machine. Raises StorageError if a file of the text cannot be read any more.
+        """Make the batch of a step and micro-batch: windows at pseudo-random positions of the training text,
+        which are the same on every machine. Raises StorageError if a file of the text cannot be read any
+        more.
         """
         part = self._text.train
         # A token may have any number of bytes; `window` begins earlier if too few bytes follow.
@@ -325,8 +331,8 @@ class Batches:
         return self._windows([part.start + int.from_bytes(each, "little") % room for each in hashes])
 
     def held_out(self) -> list[torch.Tensor]:
-        """1 to 8 batches of windows spread evenly over the held-out part, the same for every seed, of 16 Ki
-        tokens together if possible.
+        """Make 1 to 8 batches of windows that are spread evenly over the held-out text, with 16 Ki tokens in
+        total if possible. They are the same for every seed.
         """
         part = self._text.held_out
         rows = self._batch * max(1, min(_HELD_OUT_BATCHES, _HELD_OUT_TOKENS // self.tokens))

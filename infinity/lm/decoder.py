@@ -90,7 +90,9 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The whole model. A call with targets returns the loss; a call without targets returns the logits."""
+    """A decoder-only transformer. A call with targets returns the loss; a call without targets returns the
+    logits.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -102,8 +104,8 @@ class Decoder(nn.Module):
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise one module. The deeper the model, the smaller the weights of output layers, as in GPT-2,
-        for their outputs are added to the residual stream.
+        """Initialise one module. As in GPT-2, the deeper the model, the smaller the weights of output layers,
+        because their outputs are added to the residual stream.
         """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=_INIT_STD)

@@ -30,14 +30,19 @@ _FLOOR = 0.1
 """Fraction of the highest learning rate that is left at the end of the cosine decay."""
 
 _EVALUATION = 160 * 10**9
-"""Parameters times tokens of an evaluation: 10M parameters have 16 Ki tokens, as many as there are. A limit
-in seconds would let the loss depend on the machine, and on the number of ranks that share the work.
+"""The most parameters times tokens of an evaluation, so that a model of 10M parameters is evaluated on all 16
+Ki held-out tokens. With a limit in seconds, the loss would depend on the machine and on the number of ranks
+that share the work.
 """
 _SAMPLE = 10**10
-"""Parameters times tokens of a sample. Its tokens cost more, because each is a forward over a context."""
+"""The most parameters times tokens of a sample. A token of a sample costs more than one of an evaluation,
+because it takes a forward over its whole context.
+"""
 
 _LONGEST_CONTEXT = 256
-"""Tokens: each new one costs a forward over the whole context, for keys and values are not cached."""
+"""The most tokens of context in a sample. Each new token costs a forward over the whole context, because keys
+and values are not cached.
+"""
 _LENGTHS = 64
 """Contexts are padded to a multiple of this number of tokens: operations on the CPU keep memory for every
 length that they have seen, some 3 MiB for a model of 10M parameters.
@@ -52,26 +57,26 @@ class Recipe:
     accumulate: int
     """Micro-batches in a step, on each rank."""
     learning_rate: float
-    """The highest of the run."""
+    """The highest learning rate of the run."""
     clip: float
     """Largest global 2-norm of the gradients; inf: they are not clipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One finished step."""
+    """Figures of one finished step."""
 
     step: int
-    """From 1 on."""
+    """Number of the step, from 1 on."""
     loss: float
     """Mean loss of the step's micro-batches on all ranks, in nats per token."""
     norm: float
     """Global 2-norm of the gradients, before clipping."""
     learning_rate: float
     tokens: int
-    """Predicted by all ranks."""
+    """Number of tokens that all ranks predicted."""
     seconds: float
-    """Reading the data included."""
+    """Wall time of the step, including the reading of its data."""
     stats: Stats
 
 
@@ -96,7 +101,9 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 
 
 def warm_up_and_cosine(step: int, steps: int) -> float:
-    """The factor of the highest learning rate in a step, from 0 on: a linear rise, then a cosine decay."""
+    """The learning rate of a step (from 0 on) as a fraction of the highest: a linear rise, then a cosine
+    decay.
+    """
     warm = min(100, max(1, steps // _WARM_UP))
     if step < warm:
         return (step + 1) / warm
@@ -117,7 +124,7 @@ class Training:
     ) -> None:
         """ranks: micro-batch m of rank r is micro-batch m * ranks + r of a single rank."""
         self.step = 0
-        """Finished steps, those of an earlier process included."""
+        """Number of finished steps, including those of an earlier process."""
         self._subject, self._runtime = language_model, runtime
         self._batches, self._recipe = batches, recipe
         self._ranks = ranks
@@ -134,8 +141,8 @@ class Training:
         return {"step": self.step, "steps": self._recipe.steps, "scheduler": self._scheduler.state_dict()}
 
     def continue_from(self, state: Mapping[str, Any]) -> None:
-        """Go on after the steps of a result of `state`, whose updates the runtime's parameters have had. The
-        learning rate follows the schedule of this recipe from the next step on.
+        """Continue from `state`, a result of `Training.state`. The runtime has the parameters of that step
+        already. The learning rate follows this recipe's schedule from the next step on.
         """
         self.step = state["step"]
         self._scheduler.load_state_dict(state["scheduler"])
@@ -175,7 +182,9 @@ class Training:
 
 
 def evaluation_batches(parameters: int, tokens: int) -> int:
-    """Batches over which the loss on held-out text is measured. tokens: those that a batch predicts."""
+    """The most batches over which the held-out loss is measured. tokens: number of tokens that a batch
+    predicts.
+    """
     return max(1, _EVALUATION // (max(1, parameters) * tokens))
 
 
@@ -191,14 +200,14 @@ class HeldOut:
         ranks: RunRanks,
         count: int | None = None,
     ) -> None:
-        """count: the most batches that are taken; None: all."""
+        """count: the most held-out batches to use; None: all."""
         self._ranks, self._subject = ranks, language_model
         self._batches = [batch.to(device) for batch in batches.held_out()[:count]]
         self.count = len(self._batches)
 
     def loss(self, *, between: Callable[[], object] = lambda: None) -> float:
-        """The mean loss over the held-out batches, in nats per token. All ranks call this, and measure a
-        batch each at a time. between: called after each batch; may raise an exception to end the call.
+        """The mean loss over the held-out batches, in nats per token. All ranks call this, and share the
+        batches. between: called after each batch; may raise an exception to end the call.
         """
         ranks, found = self._ranks, list[float]()
         with _evaluating(self._subject.model):
@@ -225,12 +234,12 @@ def generate(
     device: torch.device | str,
     between: Callable[[], object] = lambda: None,
 ) -> str:
-    """The prompt and the model's continuation, which has at most `tokens` tokens, and ends where the largest
-    logit is NaN or infinite.
+    """Return the prompt with the model's continuation of at most `tokens` tokens. It ends early if the
+    largest logit is NaN or infinite.
 
-    temperature: divisor of the logits, above 0. seed: with the same logits gives the same text on any device;
-    the global random state stays as it was. between: called after each token; may raise an exception to end
-    the call.
+    temperature: divisor of the logits, above 0. seed: of a generator; equal seeds and logits give the same
+    text on any device, and the global random state does not change. between: called after each token; may
+    raise an exception to end the call.
     """
     generator = torch.Generator().manual_seed(seed)
     longest = min(language_model.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)

@@ -34,7 +34,7 @@ _TOKENIZERS = (
 """A directory that has at least one of these files has a tokenizer."""
 
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "*.gguf")
-"""Weights in formats that cannot be streamed."""
+"""Names of files with weights in formats that cannot be streamed."""
 
 _BYTES = 256
 
@@ -46,7 +46,7 @@ class PresetModel:
         preset = PRESETS[name]
         self.name = name
         self.parameters = preset.decoder.parameters
-        """A tied parameter counts once."""
+        """Number of parameters. A tied parameter counts once."""
         with torch.device("meta"):
             self.model: nn.Module = Decoder(preset.decoder)
         self.weights: str | None = None
@@ -65,7 +65,9 @@ class PresetModel:
         return found
 
     def example_inputs(self, batch: int, seq: int, device: torch.device | str) -> tuple[Any, ...]:
-        """Arguments for `model` like those of `loss`, with `seq` predicted tokens in a sequence."""
+        """Make inputs for `model` of the shapes with which `loss` calls it, with `seq` predicted tokens in a
+        sequence.
+        """
         tokens = torch.zeros(batch, seq, dtype=torch.int64, device=device)
         return tokens, tokens
 
@@ -79,7 +81,8 @@ class PresetModel:
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers, and the tokenizer, in a directory; without one, bytes.
+    """A causal language model of transformers in a directory, and its tokenizer. Without one, tokens are
+    bytes.
 
     No code from the directory runs, and nothing is downloaded.
     """
@@ -88,7 +91,8 @@ class HuggingFaceModel:
         """Build the model on the meta device. directory: has config.json, as save_pretrained writes it.
 
         Raises ConfigError if transformers is not installed, if the model is not causal, if weights are in no
-        safetensors file, or if the tokenizer cannot be read or is lacking for fewer than 256 tokens.
+        safetensors file, if the tokenizer cannot be read, or if there is none and the model knows fewer than
+        256 tokens.
         """
         path = Path(directory)
         with _quiet():

@@ -1,5 +1,5 @@
-"""Budgets: the smallest ones that would be enough, for a model that does not fit, or for parameters that are
-to be resident at the same time.
+"""Budgets: finds the smallest budget that would be enough, for a model that does not fit, or for parameters
+that have to be resident at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62
 _WORTH_NAMING = 8
-"""An error names what takes at least the needed bytes divided by this number."""
+"""An error mentions buffers or activations if they take at least the needed bytes divided by this number."""
 _STRIPING = (33, 32)
 """The ratio 33 to 32: on several paths, 33 bytes of NVMe budget hold 32 bytes of pages. Some 3% of the
 budget is lost because every path holds whole periods of the pattern in which pages are striped over the
@@ -27,7 +27,7 @@ paths (infinity/tiers/striping.py).
 
 
 def usable_nvme(budgets: Mapping[str, int]) -> int:
-    """Bytes of pages that the directories of the NVMe tier can hold together. budgets: of each directory."""
+    """Bytes of pages that the directories of the NVMe tier can hold together. budgets: bytes by directory."""
     nbytes = sum(limit // PAGE_ALIGNMENT * PAGE_ALIGNMENT for limit in budgets.values())
     return nbytes if len(budgets) < 2 else nbytes * _STRIPING[1] // _STRIPING[0]
 
@@ -59,10 +59,12 @@ def shortage(
     The error names the device if its budget would be too small even with unlimited host and NVMe budgets.
     Otherwise it names NVMe if the host budget is large enough, else the host. Its `needed` is the exact
     number of bytes that this tier needs with the other budgets as they are. If no device budget is enough
-    with them, they count as unlimited, and so does NVMe if it cannot hold what commits need.
+    with these, `needed` is for unlimited host and NVMe budgets; if no host budget is, it is for an unlimited
+    NVMe budget.
 
-    search: found no placement. budgets: each tier's, in bytes. paths: number of NVMe directories. what: the
-    start of the message, such as "309M parameters". reserves: what was taken off the budget to get `room`.
+    search: the search that found no placement. budgets: each tier's, in bytes. paths: number of NVMe
+    directories. what: the start of the message, such as "309M parameters". reserves: what was taken off the
+    budget to get `room`.
     """
     nothing = Reserve(0)
 
@@ -88,8 +90,8 @@ def shortage(
 def _error(
     tier: Tier, pages: int, what: str, budget: int, reserve: Reserve, *, with_nvme: int | None = None
 ) -> BudgetError:
-    """Make the error for a tier that needs `pages` bytes beside `reserve`. with_nvme: `pages` if an nvme
-    budget is added; None if there is one, or if it does not help.
+    """Make the error for a tier that needs `pages` bytes beside `reserve`. with_nvme: the same number if an
+    nvme budget were added; None if there is one or it would not help.
     """
     needed = reserve.budget_for(pages)
     others = [
@@ -126,22 +128,23 @@ def _error(
 
 
 _GRID = 16
-"""Number of budgets that are tried first, at equal distances. A budget is taken only if all larger ones of
-these have room too, so that a user who rounds the budget up is not refused.
+"""Number of equally spaced budgets that are tried first. One is taken only if all larger ones among them are
+enough, too, so that a user who rounds the budget up is not refused.
 """
 
 _PRECISION = 512
-"""The budget that is found is too large by at most its bytes divided by this number, where the plans of
-larger budgets have more room.
+"""The budget that is found is too large by at most its bytes divided by this number, provided that a larger
+budget never gives a plan with less room.
 """
 
 
 def resident_budget(plan: Plan, names: Collection[str] | None) -> int | None:
-    """A budget, in bytes, of the tier that computes, with which the parameters `names` can be resident at the
-    same time, and any others whose units are as many. All other budgets are as in `plan`.
+    """Find a budget, in bytes, of the tier that computes with which the parameters `names` can be resident at
+    the same time, as can the parameters of any other units of the same number. All other budgets are as in
+    `plan`.
 
-    names: None: all parameters, however views of them are held. The result is larger than the plan's budget,
-    and None if there is no such budget, or if the plan cannot be made again.
+    names: None for all parameters, even if views that the user holds fragment the pool. The result is larger
+    than the plan's budget. It is None if no budget is enough, or if the plan has no `replan`.
     """
     replan = plan.replan
     if replan is None:
@@ -173,7 +176,7 @@ def resident_budget(plan: Plan, names: Collection[str] | None) -> int | None:
 
 
 def _has_room(plan: Plan, names: Collection[str] | None) -> bool:
-    """Whether parameters can be resident at the same time. names: as in `resident_budget`."""
+    """Whether the parameters `names`, or all if None, can be resident at the same time."""
     moving = [unit for unit in range(len(plan.homes)) if not plan.stays(unit)]
     sizes = {unit: plan.layout.units[unit].nbytes for unit in moving}
     if names is None:

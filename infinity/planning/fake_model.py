@@ -1,7 +1,7 @@
 """Fake model: a copy of a model with tensors that have no data. The copy shares nothing with the model that
-the copy's forward or backward could change. What they can change outside of the model is saved and restored:
-generators, global variables and class attributes, and the containers and objects that these hold, up to a
-depth.
+the copy's forward or backward could change. Whatever they can change outside of the model is saved and
+restored: generators, global variables and class attributes, and the containers and objects that these hold,
+up to a depth.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from infinity.layout.names import plain_name
 
 _MOST_OBJECTS = 5_000_000
 _MOST_ARRAY_BYTES = 256 << 20
-"""Limits of a copy: objects, and bytes of numpy arrays. A hook may lead to a whole data set."""
+"""Limits of a copy: number of objects, and bytes of numpy arrays. A hook may refer to a whole data set."""
 _LONGEST_TEXT = 4096
-"""Characters or bytes up to which texts are copied and not shared."""
+"""Longer texts, in characters or bytes, are shared by the copy and the model, and not copied."""
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, dict, tuple, set})
 _CONSTANT = (
@@ -60,17 +60,18 @@ class CannotCopy(Exception):
 
 
 class Copier(pickle.Pickler):
-    """Copies objects as pickle does, but also functions with what closures and default arguments hold, weak
-    references, and modules as they are, not as their own methods for pickling make them. Makes one copy.
+    """Copies an object, and all that it refers to, as pickle does. Functions with their closures and default
+    arguments, and weak references, are copied, too; modules are copied attribute by attribute, without their
+    own methods for pickling. A Copier makes one copy.
     """
 
     def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """fake: makes the copy of a tensor."""
+        """fake: function that makes the copy of a tensor."""
         self._stream = io.BytesIO()
         super().__init__(self._stream, protocol=5)
         self._fake = fake
         self._parts: list[Any] = []
-        """Objects that are no bytes in the stream, which has their indices."""
+        """Objects that are not pickled: the stream has their indices in this list."""
         self._objects = self._array_bytes = 0
         self._loader: _Loader | None = None  # keeps what only weak references of the copy refer to
         self.classes: set[type] = set()
@@ -86,7 +87,7 @@ class Copier(pickle.Pickler):
         return self._loader.load()
 
     def persistent_id(self, it: Any) -> int | None:
-        """Called for each object: the index of what the copy shares; None: a copy is made."""
+        """Called by pickle for each object: returns its index in `_parts` if the copy shares it, or None."""
         kind = type(it)
         self._objects += 1
         if self._objects > _MOST_OBJECTS:
@@ -101,7 +102,9 @@ class Copier(pickle.Pickler):
         return None
 
     def reducer_override(self, it: Any) -> Any:
-        """Called for each object that is copied, but no plain container: how its copy is made."""
+        """Called by pickle for each object to copy except plain containers. Returns how to make the copy, as
+        `__reduce__` does.
+        """
         if isinstance(it, torch.Tensor):
             plain = type(it) in (torch.Tensor, nn.Parameter)  # attributes of subclasses are their own matter
             return _same, (_Shared(self._fake(it)),), vars(it) if plain else None, None, None, _set_attributes
@@ -144,7 +147,7 @@ class _Loader(pickle.Unpickler):
 
 
 class _Shared:
-    """Stands for `content`, which the copy has as it is."""
+    """Wrapper of an object that goes into the copy as it is."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -217,8 +220,8 @@ _SPECIAL: dict[type, Callable[[Any], Any]] = {
     weakref.WeakKeyDictionary: lambda it: (weakref.WeakKeyDictionary, (dict(it),)),
     weakref.WeakValueDictionary: lambda it: (weakref.WeakValueDictionary, (dict(it),)),
 }
-"""Type -> function that says how an object is copied, as `__reduce__` does, for types whose own methods share
-what they hold, or refuse.
+"""Type -> function that returns how to copy an object, as `__reduce__` does. The types' own methods would
+share the objects' contents with the copy, or refuse to pickle.
 """
 
 
@@ -236,7 +239,7 @@ def _is_shared(it: Any) -> bool:
 
 
 def _is_constant(function: types.FunctionType, seen: set[int]) -> bool:
-    """Whether a function holds nothing that can change. seen: functions that are being looked at."""
+    """Whether a function refers to nothing that can change. seen: ids of functions whose check has begun."""
     seen.add(id(function))
     cells = [_contents(cell) for cell in function.__closure__ or ()]
     held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -290,7 +293,7 @@ def fake_model(
 
 
 def _first_to_fail(model: nn.Module, fake: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """The first attribute of a module that cannot be copied."""
+    """The name of the first attribute of a module in `model` that cannot be copied."""
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             try:
@@ -310,7 +313,9 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 _DEPTH = 4
 _MOST_NESTED = 1000
-"""Containers that are saved within each other, and the most elements that are saved with their container."""
+"""The depth to which nested containers are saved; and the most elements of an inner container for which the
+contents of the elements are saved, too.
+"""
 
 _MOST_SAVED_BYTES = 64 << 20
 """The most bytes of a numpy array that is saved."""
@@ -323,7 +328,7 @@ _DICTS = (dict, OrderedDict, defaultdict, Counter)
 
 @contextmanager
 def same_generators() -> Iterator[None]:
-    """Restore the global generators of torch (CPU and CUDA), numpy and `random` at the end."""
+    """Context that restores the global generators of torch (CPU and CUDA), numpy and `random` at its end."""
     numpy = sys.modules.get("numpy")
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     drawn, theirs = random.getstate(), None if numpy is None else numpy.random.get_state()
@@ -338,9 +343,9 @@ def same_generators() -> Iterator[None]:
 
 @contextmanager
 def same_globals(copier: Copier) -> Iterator[None]:
-    """Restore, at the end, what copied code can change elsewhere: attributes of classes, global variables,
-    and all to which they lead, but nothing of torch, numpy, Python itself, and packages that are only
-    imported. A functools.lru_cache anywhere is cleared if it holds a fake tensor.
+    """Context that restores, at its end, whatever copied code can change outside of the model: attributes of
+    classes, global variables, and the objects that these refer to, but nothing of torch, numpy, Python
+    itself, and packages that are only imported. Any functools.lru_cache that holds a fake tensor is cleared.
     """
     kinds = {kind for each in copier.classes for kind in each.__mro__ if _is_users(kind.__module__)}
     modules = {kind.__module__ for kind in kinds}
@@ -364,7 +369,7 @@ def _is_users(module: object) -> bool:
 
 
 class _Kept(ExitStack):
-    """Puts back, at its end, what containers, objects and generators held."""
+    """Context that restores, at its end, the saved contents of containers, objects and generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +377,7 @@ class _Kept(ExitStack):
         self.caches: list[Any] = []
 
     def keep(self, it: Any, depth: int) -> None:
-        """Save what `it` holds, to a depth of containers within each other."""
+        """Save the contents of `it`, and of containers within it down to `depth` levels."""
         if depth == 0 or id(it) in self._seen or isinstance(it, torch.Tensor):
             return
         numpy = sys.modules.get("numpy")

@@ -31,11 +31,11 @@ _UNKNOWABLE = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
 )
-"""Errors of a step that cannot go on without the data of its tensors."""
+"""Errors that FakeTensorMode raises where a step needs the data of its tensors."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _LONGEST = 300
-"""Characters of the longest reason that is not cut."""
+"""Number of characters after which a reason is cut."""
 
 _ATTENTION = re.compile(r"_scaled_dot_product_\w+_attention(_for_cpu)?_backward")
 """Operators that, on CUDA, sum gradients in fp32, in memory beside their results."""
@@ -67,11 +67,11 @@ def run_fake_step(
 
     The model does not change, nor do its hooks, its attributes, the inputs or any random number generator.
 
-    example_inputs: positional or keyword arguments of the model's forward. device: where torch cannot use a
-    CUDA device, the step has the CPU's operators, which may take other bytes for attention. train: whether a
-    backward follows. A model that cannot be copied, or a step that cannot be run, raises no error:
-    `FakeStep.unknown` tells the reason. Errors of its forward, such as for wrong inputs, are raised again by
-    the first real one.
+    example_inputs: positional or keyword arguments of the model's forward. device: if it is a CUDA device
+    that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
+    train: whether a backward follows. A model that cannot be copied, or a step that cannot be run, raises no
+    error: `FakeStep.unknown` tells the reason. If the model's forward fails, for instance for wrong inputs,
+    the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
@@ -137,8 +137,9 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Have Ctrl-C and the like arrive at the end, or at once if they come twice: an error that a handler
-    raises in code of Python that torch dispatches an operation to may end the process (std::terminate).
+    """Context that delays Ctrl-C, SIGTERM and SIGALRM to its end; a second signal of the same kind is handled
+    at once. If a handler raised an error within Python code to which torch dispatches operations, the process
+    might end (std::terminate).
     """
     came: list[int] = []
 
@@ -163,7 +164,9 @@ def _signals_wait() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out warnings, which the first real forward gives, and what FakeTensorMode logs about errors."""
+    """Context that suppresses warnings, which the first real forward repeats, and FakeTensorMode's log of
+    errors.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fake_tensor.log.addFilter(_nothing)
@@ -180,7 +183,7 @@ def _nothing(record: object) -> bool:
 def _fake_inputs(
     example_inputs: tuple[Any, ...] | Mapping[str, Any], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Copies of the inputs, of all containers too, as (positional, keyword arguments)."""
+    """Copies of the inputs with fake tensors in new containers, as (positional, keyword arguments)."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device).requires_grad_(tensor.requires_grad)
@@ -203,12 +206,12 @@ def _backward(output: Any) -> None:
 
 class _Watch(TorchDispatchMode):
     """Counts the work of all operations, and the bytes of the storages that operations made and that are
-    still alive: `now` is the present number, and `peak` the largest so far.
+    still alive: `now` is the present number of bytes, and `peak` the largest so far.
     """
 
     def __init__(self, mode: fake_tensor.FakeTensorMode | None = None, *, scratch: bool = False) -> None:
-        """mode: under which the step runs, so that real tensors, which the model's code takes from elsewhere,
-        do not change; None: they may. scratch: whether operators take memory as on CUDA.
+        """mode: the mode of the step, which then does not change real tensors that the model's code refers
+        to; None: it may change them. scratch: whether to count memory that operators take on CUDA only.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -223,7 +226,7 @@ class _Watch(TorchDispatchMode):
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A detached alias for autograd to save, whose graph and `tensor` would keep each other alive."""
+        """A detached alias, which autograd saves to avoid a reference cycle of its graph and `tensor`."""
         self._saving = True
         try:
             return tensor.detach()
@@ -254,7 +257,7 @@ class _Watch(TorchDispatchMode):
         return tensor if isinstance(tensor, fake_tensor.FakeTensor) else self._mode.from_tensor(tensor)
 
     def restore_gradients(self) -> None:
-        """Give back their gradients to real tensors."""
+        """Set the gradients of real tensors to what they were before the step."""
         for tensor, gradient in self._real.values():
             if tensor.is_leaf and tensor.grad is not gradient:
                 tensor.grad = gradient
@@ -266,7 +269,7 @@ class _Watch(TorchDispatchMode):
         return Work(dict(self._flops), self._bytes)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count the work of one call of the operator `func`. A view does none."""
+        """Count the work of one call of the operator `func`. Views do no work."""
         formula = self._formulas.get(func.overloadpacket)
         operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if formula is not None and operands:

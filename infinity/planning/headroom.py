@@ -33,8 +33,8 @@ _MIB = 1 << 20
 SMALL, SMALL_SEGMENT = _MIB, 2 * _MIB
 MEDIUM, MEDIUM_SEGMENT = 10 * _MIB, 20 * _MIB
 WHOLE = 2 * _MIB
-"""Bytes: tensors of up to SMALL share small segments, those of less than MEDIUM medium ones; a larger one has
-a segment of its own, a multiple of WHOLE.
+"""Bytes. Tensors of up to SMALL share small segments, and larger tensors of less than MEDIUM share medium
+segments. Any other tensor has a segment of its own, a multiple of WHOLE.
 """
 
 _THREADS = 2
@@ -60,7 +60,7 @@ _ENTRY = re.compile(r":([0-9]+):([0-9]+)")
 
 
 def segment(nbytes: int) -> int:
-    """Bytes of the segment that torch's allocator takes for a tensor if no existing one has room for it."""
+    """Bytes of the new segment that torch's allocator takes for a tensor that fits no existing segment."""
     if nbytes <= SMALL:
         return SMALL_SEGMENT
     return MEDIUM_SEGMENT if nbytes < MEDIUM else -(-nbytes // WHOLE) * WHOLE
@@ -96,7 +96,7 @@ class Headroom:
     bytes are lost.
     """
     scratch: int = 0
-    """Bytes that are lost at least, but never more than twice the share."""
+    """The least number of bytes that are lost; but no more than twice the bytes that `share` says."""
 
     @staticmethod
     def for_cuda(capability: Sequence[int], variables: Mapping[str, str]) -> Headroom:
@@ -131,14 +131,14 @@ class Headroom:
 
 
 HEAP = Headroom(share=_SHARE, scratch=_SCRATCH)
-"""The headroom of the CPU. HeapGuard returns holes in the heap to the kernel where they are more."""
+"""The headroom of the CPU. Where holes in the heap take more, HeapGuard returns them to the kernel."""
 
 NO_HEADROOM = Headroom()
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """The part of a budget that pages leave free for what autograd and the model allocate themselves."""
+    """The bytes of a budget that pages leave free for allocations of autograd and the model."""
 
     nbytes: int
     """Bytes of the model's buffers, of `headroom` and, if known, of activations; a multiple of 4096."""
@@ -154,14 +154,15 @@ class Reserve:
     buffers: int = 0
     """Bytes of the model's buffers, counted in `nbytes`."""
     least: int = 0
-    """What `nbytes` would be without activations."""
+    """The value of `nbytes` if there were no activations."""
 
     @staticmethod
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """The reserve of a model. activations: their bytes; None if unknown. buffers: bytes of the model's.
-        unknown: `kept_out_of` if `activations` is None. headroom: of the device that computes.
+        """The reserve for a model. activations: their bytes; None if unknown. buffers: bytes of the model's
+        buffers. unknown: value of `kept_out_of` if `activations` is None. headroom: the headroom of the
+        device that computes.
         """
         live = (activations or 0) + buffers
         beside = headroom.beside(live)
@@ -176,7 +177,7 @@ class Reserve:
         )
 
     def within(self, budget: int) -> int:
-        """How many bytes of a budget no page may take."""
+        """The number of bytes that pages leave free of a budget of `budget` bytes."""
         return self.nbytes + (budget // self.kept_out_of if self.kept_out_of else 0)
 
     def budget_for(self, pages: int) -> int:

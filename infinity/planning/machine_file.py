@@ -41,7 +41,7 @@ class Machine:
     device_memory: int | None = None
     """Memory of one CUDA device. None if the CPU computes."""
     compute_capability: Sequence[int] | None = None
-    """That of the CUDA device, as (major, minor). None if the CPU computes."""
+    """The CUDA device's compute capability, (major, minor). None if the CPU computes."""
     device_updates: bool = False
     """Whether the CUDA device can run optimizer updates, for which NVRTC compiles kernels."""
     host_memory: int
@@ -80,10 +80,12 @@ class Machine:
 
     @staticmethod
     def measure(disks: Sequence[Mapping[str, float]], stream: float, link: float | None) -> Machine:
-        """Describe this machine. Its arithmetic is measured now, and kept in the cache of `measure_rates`.
+        """Describe this machine. Its rates of arithmetic are measured now, and stored in the cache of
+        `measure_rates`.
 
-        disks: the rates "read", "write" and "mixed" of each directory that was measured, of which the file
-        has the mean. stream: the rate of host RAM. link: that of the current CUDA device, if there is one.
+        disks: the rates "read", "write" and "mixed" of each measured directory; the file gets their mean.
+        stream: the rate of host RAM. link: the rate of copies to and from the current CUDA device; None
+        without one.
         """
         cuda = torch.cuda.is_available()
         device = torch.device("cuda" if cuda else "cpu")
@@ -109,7 +111,7 @@ class Machine:
 
     @property
     def text(self) -> str:
-        """The machine's name, and where its figures come from, for people."""
+        """The machine's name and the origin of its figures, as text for the user."""
         return f"{self.name}: {'as measured there' if self.measured else 'published figures, not measured'}"
 
     def device(self, given: torch.device | str | None) -> torch.device:

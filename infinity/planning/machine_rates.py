@@ -1,4 +1,4 @@
-"""Machine rates: those of disks, memory, link and arithmetic, measured once and then cached."""
+"""Machine rates: the speed of disks, memory, link and arithmetic, measured once and then cached."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ disk, 32 MiB were written at burst speed, and a file that is read several times 
 disk.
 """
 _DISK_SHARE, _DISK_LEAST = 8, 128 << 20
-"""The probes take at most a budget divided by _DISK_SHARE, or _DISK_LEAST bytes, and never more than the
-budget.
+"""The probe of a disk writes at most its budget divided by _DISK_SHARE, or _DISK_LEAST bytes if that is more,
+and never more than the budget.
 """
 _FILL_SECONDS = 1.0
-"""Approximate seconds for writing the files of all probes first. A slow disk's file stays shorter."""
+"""Approximate seconds for writing the test files of all disks, before any rate is measured. On a slow disk
+the file stays shorter.
+"""
 _DISK_SECONDS = 0.6
-"""Approximate seconds for measuring reads, writes and both mixed on all disks together."""
+"""Approximate seconds in total for measuring reads, writes and a mix of both on all disks."""
 _DISK_EXPIRES = 300.0
 """Seconds for which a disk's rates are valid: other processes use the disk too, and clouds limit its rate."""
 _NETWORK = "network"
@@ -50,8 +52,8 @@ class MachineRates:
     """The rates of a machine's disks, memory, link and device, in bytes per second by default."""
 
     disk: Mapping[str, float] | None = None
-    """To and from all paths of the NVMe tier together: "read", "write", and "mixed", half of the bytes each;
-    None without an NVMe tier.
+    """The rates "read", "write" and "mixed" (half of the bytes each) of all directories of the NVMe tier
+    together; None without an NVMe tier.
     """
     host_stream: float
     """Bytes per second that the threads of the CPU's updates read and write in host RAM, in place."""
@@ -65,7 +67,7 @@ class MachineRates:
     """Bytes per second that torch's other operations read and write in the memory of the device."""
 
     def flops_in(self, dtype: torch.dtype) -> float:
-        """`flops` of a dtype; of the slowest one if `dtype` is not there."""
+        """`flops` of `dtype`, or of the slowest dtype if there is no figure for `dtype`."""
         return self.flops.get(dtype, min(self.flops.values()))
 
 
@@ -78,13 +80,13 @@ def measure_rates(
     anew: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> MachineRates:
-    """The rates of this machine: from the cache, or else measured now, which takes about 2 s, and kept there.
+    """Return the rates of this machine from the cache. Missing rates are measured, in about 2 s, and cached.
 
-    nvme: for each directory, its budget in bytes. others: further dtypes of matrix products; those that are
-    not in `DTYPES` are left out. anew: whether rates of arithmetic are measured again in any case. clock:
-    returns the present time in seconds. A disk's rates are valid for five minutes, all others until the cache
-    file is removed. The rates of several disks are added. Raises StorageError for a directory that cannot be
-    written.
+    nvme: for each directory, its budget in bytes. others: further dtypes in which to measure matrix products;
+    those that `DTYPES` lacks are ignored. anew: whether to measure arithmetic even if the cache has its
+    rates. clock: returns the present time in seconds. A disk's rates are valid for five minutes, all others
+    until the cache file is removed. The rates of several disks are added. Raises StorageError for a directory
+    that cannot be written.
     """
     figures = _Cache(clock)
     disks = [
@@ -128,9 +130,10 @@ def keep(
 ) -> None:
     """Store rates that `infinity tune` has measured, in bytes per second, in the cache of `measure_rates`.
 
-    disks: for each directory, the rates "read", "write" and "mixed". stream: of host RAM. link: to the
-    current CUDA device. For both of these the faster of the cached and the new rate is kept: the hardware
-    does not change, and other processes can only slow a measurement down.
+    disks: for each directory, the rates "read", "write" and "mixed". stream: the rate of host RAM. link: the
+    rate of copies between host RAM and the current CUDA device; None without one. Of the cached and the new
+    stream or link rate the faster one is kept: the hardware does not change, and other processes can only
+    slow a measurement down.
     """
     figures = _Cache(clock)
     for path, rates in disks.items():
@@ -145,8 +148,8 @@ def keep(
 
 
 def keep_network(rate: float, *, clock: Callable[[], float] = time.time) -> bool:
-    """Store the bytes per second that a node receives from others, as `infinity tune` has measured. Returns
-    whether the file could be written.
+    """Store the bytes per second that a node receives from other nodes, which `infinity tune` has measured.
+    Returns whether the file could be written.
     """
     figures = _Cache(clock)
     figures.put(_NETWORK, {"rate": rate})
@@ -179,8 +182,8 @@ class _Cache:
     def get(
         self, what: str, probe: Callable[[], dict[str, float]], *, expires: float | None = None
     ) -> dict[str, float]:
-        """The rates of this name; those that `probe` measures now if there are none, or if they are at least
-        `expires` seconds old.
+        """Return the rates named `what`. If there are none, or if they are at least `expires` seconds old,
+        `probe` measures them now.
         """
         found = self._figures.get(_key(what))
         if found is None or (expires is not None and self._age(found) >= expires):
@@ -188,17 +191,17 @@ class _Cache:
         return found
 
     def find(self, what: str) -> dict[str, float] | None:
-        """The rates of this name, however old; None if there are none."""
+        """The rates named `what`, of any age; None if there are none."""
         return self._figures.get(_key(what))
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
-        """Store rates, with the present time under the key "at"."""
+        """Store rates, adding the present time as "at", and return them."""
         self._changed = True
         found = self._figures[_key(what)] = {**figures, "at": self._clock()}
         return found
 
     def save(self) -> bool:
-        """Write the file if rates were stored, without expired rates of disks. Returns whether it was."""
+        """Write the file, without expired rates of disks, if rates were stored. Returns False on failure."""
         if not self._changed:
             return True
         disk = _key(_disk_name(os.sep))
@@ -275,7 +278,7 @@ def multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """The median seconds of one call of `run`, many of which are made in a row."""
+    """Measure the seconds of one call of `run`: the median over rounds of many calls each."""
 
     def seconds(times: int) -> float:
         start = time.perf_counter()

@@ -36,29 +36,30 @@ without bytes, for instance the gradient page of a frozen unit.
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One way to fit a model into the tiers. All sizes are bytes."""
+    """A way to fit a model into the tiers."""
 
     layout: ModelLayout
     homes: Homes
     chunk_update_bytes: int
-    """The largest chunk update: the chunk's parameters, gradients and optimizer states."""
+    """Bytes of the largest chunk update: the chunk's parameters, gradients and optimizer states."""
     staging_bytes: int
     transit_buffer_bytes: int
-    """One transit buffer."""
+    """Bytes of one transit buffer."""
     transit_bytes: int
-    """All transit buffers together. One is for reads and writes of single parameters. The others carry pages
-    from NVMe to a device with memory of its own.
+    """Bytes of all transit buffers together. One of them is for reads and writes of single parameters. The
+    others carry pages from NVMe to a device with memory of its own.
     """
     resident_bytes: int
-    """The pool to which parameter pages are brought while the model uses them; 0 if all parameters are at
-    home where the model computes. Pages in the pool are whole, also if homes hold parts of them.
+    """Bytes of the pool to which parameter pages are brought while the model uses them; 0 if all parameters
+    are at home where the model computes. Pages in the pool are whole, even if this rank's homes hold only
+    some of their chunks.
     """
     ring_bytes: int
-    """The ring, a buffer in device memory through which gradients leave the device. A buffer of the same size
-    in host RAM receives them. 0 where the CPU can use the device's memory.
+    """Bytes of the ring, a buffer in device memory through which gradients leave the device. A buffer of the
+    same size in host RAM receives them. 0 where the CPU can use the device's memory.
     """
     exchange_block_bytes: int
-    """One exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
+    """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
     exchange_bytes: int
     """Host RAM in which chunks wait that are sent to other ranks or were received from them: the exchange
     buffers and `Plan.waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
@@ -77,12 +78,16 @@ class Room:
 
 @dataclass(frozen=True)
 class WorkingRoom:
-    """The rules by which a placement chooses the sizes of its working buffers."""
+    """Rules by which a candidate chooses the sizes of its working buffers."""
 
     pages: int
-    """Parameter pages for which the pool of resident pages has room, besides those at home there."""
+    """Number of parameter pages for which the pool of resident pages has room. Pages that are at home where
+    the model computes take none of it.
+    """
     updates: int | None = None
-    """Chunk updates, each of the largest size, for which staging has room; None: by the size of the tier."""
+    """Number of chunk updates, each of the largest size, for which staging has room; None: as many as a share
+    of the host tier holds.
+    """
     transit_buffers: int = 8
     """Transit buffers between NVMe and a device with memory of its own."""
     nvme: bool = True

@@ -61,7 +61,7 @@ class Plan(Placement):
     activations_unknown: str | None = field(default=None, compare=False)
     """Why the activations are unknown, although `example_inputs` were given. None otherwise."""
     reserved: int
-    """Bytes of the tier that computes kept free for activations, the model's buffers and `headroom`."""
+    """Bytes kept free, in the tier that computes, for activations, the model's buffers and `headroom`."""
     headroom: int = 0
     """Bytes, counted in `reserved`, that torch takes besides live tensors; see planning/headroom.py."""
     prediction: Prediction | None = None
@@ -99,12 +99,12 @@ class Plan(Placement):
     each rank of the node asks for its own.
     """
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
-    """Makes the plan for another budget, in bytes, of the tier that computes, with all else as for this plan.
-    It returns None if the model does not fit.
+    """Function (budget of the tier that computes, in bytes) that makes a plan with otherwise the same inputs,
+    or returns None if the model does not fit.
     """
 
     def page_bytes(self, unit: int, kind: Kind) -> int:
-        """Bytes of a page's home on this rank, which may hold a part of it; a multiple of 4096."""
+        """Bytes of a page's home on this rank, which may hold only some of its chunks; a multiple of 4096."""
         return self.page_sizes[kind][unit]
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -171,17 +171,15 @@ class Plan(Placement):
         """The most bytes that this rank's gradients take in RAM, where autograd made them, while they wait
         for the ranks that keep their sums. They are part of `exchange_bytes`.
 
-        0 where this rank first adds its gradients up by itself, and where memory is at its least: one
-        gradient then waits at a time, and is not counted.
+        0 at stages 0 and 1, where a rank adds its gradients up by itself first. Also 0 with the smallest
+        exchange buffers, where only one gradient waits at a time, which is not counted.
         """
         blocks = self.exchange_bytes // self.exchange_block_bytes if self.exchange_block_bytes else 0
         return 0 if self.share.whole_gradients else blocks // 4 * self.exchange_block_bytes
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the host arena, in which all memory of the host tier lies but `waiting_bytes` and
-        `matrix_bytes`.
-        """
+        """Bytes of the host arena: all memory of the host tier except `waiting_bytes` and `matrix_bytes`."""
         return self.host_bytes - self.waiting_bytes - self.matrix_bytes
 
     @property
@@ -207,7 +205,9 @@ class Plan(Placement):
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
-        """Bytes of all parameters that this rank is to bring for its node from others; 0 with one node."""
+        """Bytes of all parameters that this rank brings from other nodes for the ranks of its own node; 0
+        with one node.
+        """
         parts = sum(part_bytes(unit, self.share.ranks) for unit in self.layout.units)
         return self.share.caches_for_node * parts
 
@@ -228,8 +228,8 @@ class Plan(Placement):
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that slab files hold: the pages at home on NVMe or, with commits, all images, wherever the
-        slab files lie, and the gradient pages at home on NVMe.
+        """Bytes that slab files hold. Without commits these are the pages at home on NVMe; with commits, all
+        images, wherever the slab files lie, and the gradient pages at home on NVMe.
         """
         if not self.commits:
             return self.home_bytes[Tier.NVME]
@@ -271,8 +271,8 @@ class Plan(Placement):
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes that are written to disk for a step of one micro-batch: by the step, and by commits if
-        `commit_interval` is known, `commit_bytes` divided by it.
+        """Bytes that are written to disk for a step of one micro-batch, plus `commit_bytes` divided by
+        `commit_interval` if that is known.
         """
         share = self.commit_bytes / self.commit_interval if self.commit_interval else 0
         return self.traffic.disk_write + share
@@ -367,7 +367,7 @@ class Plan(Placement):
         return text_of(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table and lines of `str()`."""
+        """The table and lines of `str()` as HTML, which a notebook shows."""
         return html_of_plan(self)
 
     @functools.cached_property
@@ -404,7 +404,9 @@ class Plan(Placement):
         return self.state_format(unit, chunk).nbytes if kept else 0
 
     def _bytes_off_disk(self, kind: Kind, sizes: Sequence[int]) -> int:
-        """The sum of `sizes`, one number for each unit, over units whose page of a kind is not on NVMe."""
+        """Sum of `sizes`, a number for each unit, over the units whose page of this kind is not at home on
+        NVMe.
+        """
         return sum(size for home, size in zip(self.homes, sizes, strict=True) if home[kind] is not Tier.NVME)
 
     def _resting(self) -> Iterator[tuple[Tier, Kind, int]]:

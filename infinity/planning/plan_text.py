@@ -1,4 +1,4 @@
-"""Plan text: the text by which a plan is printed, or shown in a notebook, and tables as text."""
+"""Plan text: prints a plan as text or, for notebooks, as HTML; and prints tables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def text_of(plan: Plan) -> str:
 
 
 def html_of_plan(plan: Plan) -> str:
-    """The same as `text_of`, as HTML."""
+    """The table and lines of `text_of` as HTML."""
     rows = plan.rows()
     return html_of([list(rows[0]), *([cell(each) for each in row.values()] for row in rows)], _notes(plan))
 
 
 _DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer states are", "all pages are")
-"""What the ranks divide among them, by stage of ZeRO."""
+"""The kinds of pages that the ranks divide among them, by stage of ZeRO."""
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -71,7 +71,9 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 
 def _writes(plan: Plan) -> str:
-    """What is written to disk in a step and a day: with commits, if their interval is known."""
+    """The bytes written to disk in a step and in a day, as text. They include commits if the interval between
+    commits is known.
+    """
     written = f"writes {format_size(round(plan.bytes_per_step))}/step to disk"
     if plan.bytes_per_day is not None:
         written += f" ({format_size(round(plan.bytes_per_day))}/day)"
@@ -84,7 +86,7 @@ def _writes(plan: Plan) -> str:
 
 
 def _limits(plan: Plan) -> Iterator[str]:
-    """What takes memory or time that a user might not expect."""
+    """The lines on uses of memory or time that a user might not expect."""
     if plan.rule is not None and plan.rule.average is not None:
         trained = (each for unit in plan.layout.units for each in unit.parameters if each.trainable)
         nbytes = sum(each.numel * torch.float32.itemsize for each in trained)
@@ -110,8 +112,8 @@ _WIDTH = 110
 
 def render(rows: Sequence[Mapping[str, Any]], *, words: bool = False) -> str:
     """A plain text table. rows: at least one mapping from titles of columns to values, all with the same
-    keys. words: whether all values are words, which begin at the left, and go on in the next line in the last
-    column.
+    keys. words: whether all values are words; columns are then left-aligned, and long values in the last one
+    are wrapped.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, name in enumerate(rows[0]):

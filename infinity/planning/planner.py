@@ -49,7 +49,7 @@ class Available:
     device: int
     host: int
     headroom: Headroom = NO_HEADROOM
-    """What torch takes besides live tensors of the budget of the tier that computes."""
+    """Bytes that torch takes, besides live tensors, of the budget of the tier that computes."""
     device_updates: bool | None = None
     """Whether the device can run optimizer updates; None: as `twin_flow.has_kernels` says of this machine."""
 
@@ -64,7 +64,7 @@ class Available:
 
     @staticmethod
     def of(machine: Machine, on_node: int = 1) -> Available:
-        """The bytes of an idle machine, each less a safety margin. on_node: as in `now`."""
+        """The bytes of memory of an idle `machine`, each less a safety margin. on_node: as in `now`."""
         host = ram_budget(machine.host_memory) // on_node
         if machine.device_memory is None or machine.compute_capability is None:
             return Available(0, host, HEAP, device_updates=False)
@@ -102,8 +102,8 @@ def make_plan(
 
     commits: whether the NVMe tier keeps room for durable images of all parameters and optimizer states; see
     infinity/planning/slab_layout.py. If the budget has no nvme directory, the images lie in `slab_directory`,
-    which has no budget, and no page is at home on NVMe. prefer: the division of the model into units and
-    chunks that is taken, with working buffers of any size, if it is one of this model and fits the budget.
+    which has no budget, and no page is at home on NVMe. prefer: a division of the model into units and
+    chunks. It is used if it is of this model and fits the budget with working buffers of any size.
 
     share: the rank for which the plan is made; the budgets are this rank's. With several ranks the device
     runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
@@ -173,7 +173,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Planner:
-    """What is known of a plan before pages have homes."""
+    """The facts about a plan that are known before pages have homes."""
 
     subject: Subject
     search: Search
@@ -182,7 +182,7 @@ class _Planner:
     """Bytes of pages that the NVMe tier can hold."""
     computes_in: Tier
     reserve: Reserve
-    """What pages leave free in the tier that computes."""
+    """The bytes that pages leave free in the tier that computes."""
     node_cache: int | None
     device_updates: bool
     """Whether the device can run optimizer updates."""
@@ -240,9 +240,8 @@ class _Planner:
     def _with_updates_on_device(self, plan: Plan, preferred: bool, facts: Mapping[str, Any]) -> Plan:
         """Return a plan in which the device updates whole units, if that saves time; else return `plan`.
 
-        The returned plan leaves part of the device's bytes to the workspace of these updates. preferred:
-        whether `plan` has the preferred division into units and chunks; a plan with another one is not
-        returned then.
+        The returned plan leaves some of the device's bytes to the workspace of these updates. preferred:
+        whether `plan` has the preferred division into units and chunks; if so, the returned plan has it, too.
         """
         room = self.room
         assert room.device is not None
@@ -263,8 +262,9 @@ class _Planner:
         return shared if spared and twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 
     def _with_node_cache(self, plan: Plan, placement: Placement, facts: Mapping[str, Any]) -> Plan:
-        """Return the plan with room for parameters of other nodes: what is left, or if pages are on NVMe
-        anyway, RAM that they would have. The model is divided, and pages are present, as without it.
+        """Return the plan with a cache for parameters of other nodes. The cache takes RAM that is left or, if
+        pages are on NVMe anyway, RAM that pages would have. The division of the model stays as it is, and the
+        pool of resident pages gets no smaller.
         """
         wanted = wanted_bytes(plan)
         if self.node_cache is not None:
@@ -287,11 +287,12 @@ class _Planner:
         return replace(plan, node_cache_bytes=left if left >= least else 0)
 
     def _with_all_room_for_pages(self, plan: Plan) -> Plan:
-        """Return the plan with what is left of the tier that computes in the pool of resident pages.
+        """Return the plan with all free bytes of the tier that computes added to the pool of resident pages.
 
-        Every page comes from other ranks, and pages that stay from forward to backward come once. There is
-        never more room than for all pages. With several ranks the CPU runs all updates, so gradients and
-        optimizer states go from the device to host RAM that is free if the pool can use their room.
+        Every page comes from other ranks, and a page that stays from forward to backward comes only once. The
+        pool never gets more bytes than all pages have. With several ranks the CPU runs all updates, so
+        gradients and optimizer states go from the device to host RAM that is free if the pool can use their
+        room.
         """
         whole = sum(unit.nbytes for unit in plan.layout.units)
         left = self._left(plan, self.computes_in)
@@ -306,7 +307,7 @@ class _Planner:
         return replace(plan, homes=tuple(homes), resident_bytes=resident)
 
     def _left(self, plan: Plan, tier: Tier) -> int:
-        """Bytes that a plan leaves of a tier, a multiple of 4096: host or device.
+        """Bytes that a plan leaves free in a tier, host or device; a multiple of 4096.
 
         If activations are unknown, a quarter of the budget of the tier that computes is left to them.
         """

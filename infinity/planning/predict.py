@@ -31,12 +31,12 @@ from infinity.tiers.trial_file import MODES
 
 @dataclass(frozen=True)
 class Work:
-    """What the operations of one forward and, in training, of its backward do."""
+    """The amount of work of the operations of one forward and, in training, of its backward."""
 
     flops: Mapping[torch.dtype, int]
     """Floating-point operations of matrix products, convolutions and attention, by the dtype of operands."""
     nbytes: int
-    """Bytes that all other operations read and write."""
+    """Bytes that all operations not counted in `flops` read and write."""
 
     def seconds(self, rates: MachineRates) -> float:
         """Seconds of all operations, one after the other."""
@@ -52,9 +52,9 @@ backward, "sync" after the last backward.
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The seconds of one step, in total and for each resource. If predicted, a resource has the seconds for
-    which it is busy. If measured, it has those that the training thread spent on computing, on updates, or on
-    waiting for the disk or the link.
+    """The seconds of one step, in total and for each resource. Predicted seconds of a resource are those for
+    which it is busy. Measured seconds are those that the training thread spent on computing, on updates, or
+    on waiting for the disk or the link.
     """
 
     least: float
@@ -97,14 +97,14 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseBytes:
-    """Bytes that a part of a step moves, by the resource that moves them."""
+    """Bytes that one phase of a step moves, by the resource that moves them."""
 
     disk_read: int = 0
     disk_write: int = 0
     to_device: int = 0
     to_host: int = 0
     host: int = 0
-    """Bytes of RAM that updates, and what stores and sums gradients, read and write."""
+    """Bytes of RAM that are read and written by updates, and by storing and summing gradients."""
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
         return PhaseBytes(
@@ -123,15 +123,17 @@ class StepBytes:
     """Bytes that the phases of a step move between disk, host RAM and the device."""
 
     forward: PhaseBytes = PhaseBytes()
-    """Of each micro-batch, as `backward` is."""
+    """Bytes of one micro-batch's forward. `backward` has the bytes of its backward."""
     backward: PhaseBytes = PhaseBytes()
     accumulation: PhaseBytes = PhaseBytes()
-    """Of every backward after the first, in addition to `backward`: to add to the earlier gradients."""
+    """Bytes that each backward after a step's first moves in addition to `backward`, to add to earlier
+    gradients.
+    """
     update: PhaseBytes = PhaseBytes()
     when: UpdateTime = "lazy"
 
     def phases(self, micro_batches: int) -> tuple[PhaseBytes, PhaseBytes]:
-        """What a step moves while its forwards and backwards run, and what it moves after them."""
+        """(bytes that a step moves while its forwards and backwards run, bytes that it moves after them)."""
         more = micro_batches - 1
         computing = (self.forward + self.backward) * micro_batches + self.accumulation * more
         if self.when == "sync":
@@ -140,7 +142,7 @@ class StepBytes:
 
     @property
     def disk_read(self) -> int:
-        """Of a step with a single micro-batch, as `disk_write` is."""
+        """Bytes that are read from disk in a step with one micro-batch. `disk_write` are those written."""
         return self.forward.disk_read + self.backward.disk_read + self.update.disk_read
 
     @property
@@ -176,8 +178,9 @@ def traffic(
     in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
     last backward. Parameters of mirrored units go to the device once, after the update.
 
-    Bytes of the network are not counted. Homes that hold parts of parameter pages are read whenever the whole
-    pages are brought up. Homes that hold whole pages also take in what the other ranks have updated.
+    Bytes of the network are not counted. Homes that hold only some chunks of parameter pages are read
+    whenever the whole pages are brought up. Homes that hold whole pages also receive the chunks that other
+    ranks have updated.
     """
     whole = pages[Kind.PARAMETER] if whole is None else whole
     training = any(pages[Kind.GRADIENT])
@@ -227,7 +230,7 @@ def traffic(
 def _updating(
     home: Mapping[Kind, Tier | None], sizes: Mapping[Kind, int], when: UpdateTime, unified: bool
 ) -> PhaseBytes:
-    """Bytes that a unit's update moves. sizes: bytes of each page that take part in it."""
+    """Bytes that a unit's update moves. sizes: for each kind of page, the bytes that are updated or used."""
     parameter, gradient, states = (sizes[kind] for kind in Kind)
     moved = PhaseBytes(host=2 * parameter + gradient + 2 * states)
     for kind, nbytes in sizes.items():
@@ -246,8 +249,8 @@ def _updating(
 def _gradient(
     home: Tier | None, nbytes: int, when: UpdateTime, unified: bool
 ) -> tuple[PhaseBytes, PhaseBytes]:
-    """Bytes that a unit's gradients move in every backward, and further ones in each backward that adds to
-    gradients of earlier backwards.
+    """(bytes that a unit's gradients move in every backward, further bytes in a backward that adds to
+    gradients of earlier backwards).
     """
     stored = added = PhaseBytes()
     if home is Tier.NVME:
@@ -299,8 +302,8 @@ def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
 
 
 def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
-    """The resources whose seconds add up to the least that a phase can take. together: whether all work at
-    the same time; if not, only the disk works beside the others, which take turns on the CPU.
+    """The resources whose seconds add up to the least that a phase can take. together: whether all resources
+    work at the same time; if not, the disk works beside the others, which take turns on the CPU.
     """
     if together:
         return [max(busy, key=busy.__getitem__)]

@@ -1,10 +1,10 @@
 """Ranks: the bytes that one of several ranks keeps, receives and caches in a step. Pure.
 
-With N ranks each has 1/N of everything that is divided, so it receives (N-1)/N of it. Of the N-1 others N-K
-run on other nodes, if each node has K ranks. What these have of parameters comes once for the whole node, if
-the node keeps it (`Plan.node_cache_bytes`), and else for each of its ranks. With room in this cache for all
-that it brings, each parameter crosses the link between nodes once a step and node. With less, what was used
-longest ago is brought again.
+With N ranks, a rank keeps 1/N of whatever is divided, and receives the other (N-1)/N. With K ranks on each
+node, N-K ranks run on other nodes. Their parameters come to a node once for all of its ranks if it has a
+cache for them (`Plan.node_cache_bytes`), and otherwise once for each of its ranks. If the cache has room for
+all of them, each parameter crosses the link between nodes once a step and node. Otherwise the parameters that
+were used longest ago give way, and are brought again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Network:
-    """Bytes that travel in a step, at most: as if no page stayed where it was brought."""
+    """The most bytes that travel in a step: every use of a page is assumed to bring it anew."""
 
     parameters: int
     """Bytes of parameters that a rank receives."""
@@ -43,12 +43,12 @@ class Network:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that the link between nodes takes for a step by itself; None if its rate is not known."""
+        """Seconds in which a step's bytes cross the link between nodes; None if its rate is not known."""
         return None if self.link is None else self.between_nodes / self.link
 
     @property
     def text(self) -> str:
-        """A line for people."""
+        """The line about the network that is printed below a plan."""
         parameters, gradients = format_size(self.parameters), format_size(self.gradients)
         line = f"network: a rank receives {parameters} of parameters and {gradients} of gradients a step"
         if self.between_nodes:
@@ -65,12 +65,13 @@ class Network:
 
 
 def network(plan: Plan, link: float | None, micro_batches: int, *, measured: bool = False) -> Network:
-    """What travels in a step. plan: of one of several ranks. micro_batches: of a rank in a step. link,
-    measured: as in Network.
+    """Count the bytes that travel in a step. plan: the plan of one of several ranks. micro_batches: number
+    that each rank has in a step. link, measured: fields of Network.
 
     Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
     gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
-    gradients to their owners once a step; stage 0 brings the outcome back, stage 1 the updated parameters.
+    gradients to their owners once a step. Stage 0 then brings the sums of all ranks back, and stage 1 the
+    updated parameters.
     """
     share = plan.share
     whole = bytes_without_padding(plan)
@@ -97,8 +98,8 @@ def network(plan: Plan, link: float | None, micro_batches: int, *, measured: boo
 
 
 def _crossings(plan: Plan, micro_batches: int) -> float:
-    """How often parameters come to a node in a step: what it has no room to keep, for each forward and each
-    backward, though once for all of its ranks.
+    """How often a parameter of another node comes to this node in a step, on average: once if the node's
+    cache keeps it, otherwise for each forward and each backward.
     """
     if plan.share.stage < 3:
         return 1.0
@@ -180,18 +181,19 @@ def bytes_without_padding(plan: Plan) -> dict[Kind, int]:
 
 
 _SHARES = (4, 8, 16)
-"""Where pages are on NVMe for lack of RAM, the cache takes at most the host budget divided by one of these:
-the first with which the model is divided as without a cache, and as many pages are present.
+"""If pages are on NVMe for lack of RAM, the cache takes at most the host budget divided by one of these
+numbers: the first for which the model is divided as without a cache, and the pool of resident pages is no
+smaller.
 """
 _LEAST_BLOCKS = 4
-"""The fewest exchange buffers' worth of bytes that a cache is made for."""
+"""A cache has room for at least this number of exchange blocks, or for all wanted bytes if they are fewer."""
 
 
 def wanted_bytes(plan: Plan) -> int:
-    """Bytes of all parameters that this rank brings for its node; 0 if no bytes would be spared.
+    """Bytes of all parameters that this rank brings for its node; 0 if a cache would save no traffic.
 
-    They are spared where several ranks of the node ask for the same ones, or where pages come more than once
-    a step.
+    A cache saves traffic if several ranks of the node need the same parameters, or if pages come more than
+    once a step.
     """
     share = plan.share
     if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
@@ -200,7 +202,9 @@ def wanted_bytes(plan: Plan) -> int:
 
 
 def least_bytes(plan: Plan) -> int:
-    """Bytes below which no cache is made: all that is wanted, or some exchange buffers' worth."""
+    """The fewest bytes for which a cache is made: `wanted_bytes` or `_LEAST_BLOCKS` exchange blocks,
+    whichever is less.
+    """
     return min(wanted_bytes(plan), _LEAST_BLOCKS * plan.exchange_block_bytes)
 
 

@@ -45,15 +45,15 @@ _CHUNKS = tuple(1 << 20 >> shift for shift in range(0, 9, 2))
 """Lengths of chunks, in elements, in the order in which the search tries them."""
 
 _LONG_CHUNK = 1 << 22
-"""Elements of a long chunk. Long chunks are tried for devices with memory of their own, and over ranks. On
-such a device the update of any chunk takes some 50 Python calls, for which the step waits, so fewer and
+"""Elements of a long chunk. Long chunks are tried for devices with memory of their own and for several ranks.
+On such a device the update of any chunk takes some 50 Python calls, for which the step waits, so fewer and
 longer chunks are better. 7B parameters have some 1,700 long chunks, whose calls take a hundredth of a step.
 Ranks send each other a few messages for each chunk, and these cost more than its bytes.
 """
 
 _LONG_SHARE, _LONG_SHARE_OF_RANKS = 64, 8
 """Long chunks are tried only if two of their updates take at most the bytes of host RAM divided by this
-number. The second number is that over ranks.
+number. The second number is for several ranks.
 """
 
 _LARGEST_UNIT = 1 << 30
@@ -91,7 +91,7 @@ way while others are read or added.
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is to be placed."""
+    """A model to be placed, and the facts about its training that the placement depends on."""
 
     surveyed: Survey
     gradient_dtype: Callable[[torch.dtype], torch.dtype]
@@ -127,7 +127,8 @@ class _Buffers(NamedTuple):
     ring: int
     exchange: int
     in_ram: int
-    """All of them, and the matrix that is updated. The ring is on the device; a buffer in RAM has its size.
+    """Bytes of host RAM that all of these take (the ring, which is on the device, has a buffer of the same
+    size in RAM), and of the matrix that Muon updates.
     """
 
 
@@ -144,7 +145,9 @@ class Candidate:
             for _, members in grouping
         ]
         self.update_bytes = self._largest_unit = 0
-        """Bytes of the largest chunk update, and of all updates of a single unit on this rank together."""
+        """Bytes of the largest chunk update; and of the updates of all chunks of one unit on this rank, for
+        the unit where they are most.
+        """
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
@@ -152,7 +155,7 @@ class Candidate:
         longest = max((count for unit in units for region in unit for count, _ in region.counts()), default=0)
         self._exchange_block = 0 if ranks == 1 else round_up(longest * _LARGEST_ITEM, PAGE_ALIGNMENT)
         self._whole = [page_bytes(unit) for unit in units]
-        """Bytes of each unit's whole parameter page, which are more than its home's if that holds a part."""
+        """Bytes of each unit's whole parameter page, of which this rank's home may hold only some chunks."""
         self._pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
         for unit in units:
             self._measure(unit)
@@ -224,7 +227,7 @@ class Candidate:
 
     @property
     def most_nvme(self) -> int:
-        """Bytes of the NVMe tier with which all pages may be at home there."""
+        """Bytes of the NVMe tier that are enough for all pages to be at home there."""
         return self._sunk[0]
 
     def _resident(self, pages: int) -> list[int]:
@@ -365,7 +368,7 @@ class Search:
     """
 
     def __init__(self, subject: Subject, prefer: Division | None = None) -> None:
-        """prefer: a division that is tried before all others, unless it is one of another model."""
+        """prefer: a division to try before all others; ignored if it is of another model."""
         surveyed = subject.surveyed
         self._subject, self._prefer = subject, prefer
         self._groupings, self._chunks = _groupings(surveyed), _chunk_lengths(surveyed)
@@ -415,8 +418,8 @@ class Search:
 
     def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
         """The budgets, in bytes, that are just enough for the model: with less of one of them and the others
-        as they are, no placement would fit. Few bytes of device memory and host RAM in sum are preferred, and
-        then few bytes of NVMe.
+        as they are, no placement would fit. Of several such combinations, this is the one with the fewest
+        bytes of device memory and host RAM in sum, and among equals the one with the fewest bytes of NVMe.
 
         unified: whether device and host are the same RAM; if so, there is no entry for the device. nvme:
         whether pages may rest on NVMe.
@@ -448,12 +451,12 @@ class Search:
                 yield self._candidate(grouping, chunk)
 
     def _without_long(self) -> Iterator[Candidate]:
-        """All candidates without long chunks, which fit nowhere where shorter chunks do not."""
+        """All candidates without long chunks. Wherever long chunks fit, shorter ones fit, too."""
         for grouping, chunk in itertools.product(range(len(self._groupings)), self._chunks):
             yield self._candidate(grouping, chunk)
 
     def _of(self, division: Division) -> Candidate | None:
-        """The candidate of a division; None if it is one of another model."""
+        """The candidate with this division; None if the division is of another model."""
         grouping = division.grouping(self._subject.surveyed)
         return None if grouping is None else Candidate(self._subject, grouping, division.chunk_elements)
 
@@ -492,6 +495,6 @@ def _chunk_lengths(surveyed: Survey) -> list[int]:
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """`length`, in elements, or that of a chunk with all trained parameters, whichever is less."""
+    """The lesser of `length` and the length of a chunk with all trained parameters, in elements."""
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

@@ -25,10 +25,10 @@ class PageImages:
     """The starts of a page's two images, in bytes from the start of the volume; multiples of 4096."""
 
     first: int
-    """That of the image with as many bytes as the home of the page."""
+    """The start of the image that is as long as the page's home."""
     second: int
-    """That of a parameter page holds only the chunks that the rank updates, in the order of the page and
-    without what lies between them (`parameter_parts` in infinity/pages/parts.py).
+    """The start of the other image. For a parameter page it holds only the chunks that the rank updates, in
+    the order of the page and without gaps (`parameter_parts` in infinity/pages/parts.py).
     """
 
 
@@ -37,7 +37,8 @@ class SlabLayout:
     """The images of all parameter pages and optimizer pages in the volume."""
 
     parameters: tuple[PageImages, ...]
-    """By index of the unit, as `states` are."""
+    """The images of each unit's parameter page, by index of the unit. `states` has those of optimizer pages.
+    """
     states: tuple[PageImages, ...]
     nbytes: int
     """Bytes of all images, which lie without gaps; a multiple of 4096."""
@@ -69,7 +70,7 @@ def trainable_bytes(unit: UnitLayout) -> int:
 
 
 def frozen_bytes(unit: UnitLayout, share: Share) -> int:
-    """Bytes of the frozen regions that a rank's home of a parameter page has; a multiple of 4096."""
+    """Bytes of frozen regions that a rank's home of the unit's parameter page holds; a multiple of 4096."""
     frozen = sum(region_bytes(region) for region in unit.regions if not region.trainable)
     return share.kept(frozen, whole=share.whole_parameters)
 

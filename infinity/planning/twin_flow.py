@@ -43,7 +43,7 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def updated_there(homes: Homes) -> frozenset[int]:
-    """Indices of the units whose pages all rest on the device. Frozen units are left out."""
+    """Indices of the trainable units whose pages all rest on the device."""
     near = (Tier.DEVICE, None)
     return frozenset(
         unit
@@ -53,11 +53,12 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """Exchange gradients and optimizer states on the device as in [Note: whole units]; return the new homes.
+    """Return homes in which the gradients and optimizer states on the device are those of whole units; see
+    [Note: whole units].
 
-    They take no more room there than before. Parameters and pages on NVMe do not move. sizes: bytes of every
-    page, by kind and unit. host_free: bytes of host RAM that no page takes. If these are too few for the
-    pages that would leave the device, the homes are returned unchanged.
+    These pages take no more device memory than before. Parameter pages and pages on NVMe keep their homes.
+    sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page takes. The homes
+    are returned unchanged if the pages that would leave the device need more.
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
@@ -84,9 +85,9 @@ def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) 
 
 
 def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> bool:
-    """Whether updates on the device save more time than their workspace costs, which displaces pages.
+    """Whether updates on the device save more time than is lost because their workspace displaces pages.
 
-    spared: bytes of all pages of the units that the device would update. They then cross the link no longer.
+    spared: bytes of all pages of the units that the device would update, which then no longer cross the link.
     before, after: bytes of the pages at home in each tier, without and with updates on the device.
     """
     moved = before[Tier.DEVICE] - after[Tier.DEVICE]
@@ -101,8 +102,8 @@ def mirrored(
     *,
     updated_on_device: Collection[int],
 ) -> tuple[Homes, frozenset[int]]:
-    """Choose the units to mirror, as many as host RAM has room for. Returns the new homes and the indices
-    of the chosen units. sizes, host_free: as in `gathered`.
+    """Choose the units to mirror (see [Note: mirrors]), as many as host RAM has room for. Returns the new
+    homes and the indices of the chosen units. sizes, host_free: as in `gathered`.
 
     The copy on the device takes the room of the page's old home. Units without pages on NVMe are chosen
     first, because their updates then read nothing from disk.

@@ -41,8 +41,8 @@ class _Tally:
     compute_seconds: float = 0.0
 
     def finish(self, seconds: float) -> None:
-        """End a step that took `seconds` of wall time. Compute is what stalls, updates and waits for other
-        ranks leave, at least 0: a stall between two steps counts for the next one.
+        """End a step that took `seconds` of wall time. Compute is the time without stalls, updates and waits
+        for other ranks. It is at least 0, since stalls between two steps count for the latter.
         """
         stalled = sum(edge.stall_seconds for edge in self.edges.values())
         self.steps = 1
@@ -62,7 +62,9 @@ class _Tally:
         return self.edges[Edge.HOST_TO_NVME].bytes, self.steps, self.seconds
 
     def freeze(self, written: tuple[int, int, float], **more: Any) -> Stats:
-        """written: as `written`, of the steps to average. more: the fields of `Stats` that are no sums."""
+        """Make Stats of these sums. written: the property `written` for the steps to average. more: the
+        fields of Stats that are not sums.
+        """
         nbytes, steps, seconds = written
         sums = {
             **vars(self),
@@ -89,7 +91,7 @@ class _ThreadState(threading.local):
     stall: tuple[Edge, Wait] | None = None
     """The arguments of the outermost `stalling`."""
     began = 0.0
-    """The time up to which that has been counted, by time.perf_counter()."""
+    """The time, by time.perf_counter(), up to which the outermost `stalling` has been counted."""
     faults = False
 
 
@@ -108,7 +110,9 @@ class Meter:
 
     @contextmanager
     def recording(self, recorder: Timeline) -> Iterator[None]:
-        """Context in which each event is reported to `recorder`. Raises ConfigError within another one."""
+        """Context in which each event is reported to `recorder`. Raises ConfigError within another such
+        context.
+        """
         if self._recorder is not None:
             raise ConfigError(
                 "A timeline of this runtime is being recorded already.", "Record one timeline at a time."
@@ -122,7 +126,7 @@ class Meter:
             recorder.ended()
 
     def moved(self, edge: Edge, nbytes: int, transfer: Transfer | None = None) -> None:
-        """Count a transfer as soon as it has been requested. transfer: its handle; None if it has ended."""
+        """Count a transfer, which was just requested. transfer: its handle; None if it has ended."""
         with self._lock:
             tally = self._now.edges[edge]
             tally.bytes += nbytes
@@ -131,7 +135,8 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def crossed(self, way: str, what: str, unit: int | None, nbytes: int, began: int) -> None:
-        """Report a payload that has crossed to or from another rank by now. The wire counts its bytes.
+        """Report a payload that has just finished crossing to or from another rank. The wire counts its
+        bytes.
 
         way: such as "from rank 2". what: such as "gradients". unit: its index, if that is known. began: when
         the network got its bytes, or its message came, in nanoseconds of time.perf_counter_ns().
@@ -141,9 +146,9 @@ class Meter:
             recorder.crossed(way, args if unit is None else args | {"unit": unit}, began)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and the call that requested it, which took `seconds` up to now,
-        as a stall of the training thread: Wait.COPY, or Wait.FAULT within `faulting`. `stalling` counts it
-        itself.
+        """Count a transfer as `moved` does, and the `seconds` up to now of the call that requested it as a
+        stall of the training thread: as Wait.FAULT within `faulting`, else as Wait.COPY. Within `stalling` or
+        `awaiting`, which count that time, no stall is added.
         """
         state = self._thread
         if not state.waits:
@@ -163,7 +168,8 @@ class Meter:
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
         """Context whose duration counts as a wait of the training thread for transfers on `edge`, also if the
-        body raises; within `faulting` as Wait.FAULT. Another `stalling` or `awaiting` around it counts alone.
+        body raises; within `faulting` as Wait.FAULT. Within another `stalling` or `awaiting`, only the outer
+        context counts.
         """
         state = self._thread
         if state.waits:
@@ -183,9 +189,10 @@ class Meter:
     @contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
         """Context whose duration counts as a wait of the training thread for other ranks, also if the body
-        raises. It is cut out of a `stalling` around it; another `awaiting` around it counts alone.
+        raises. A `stalling` around it does not count this time. Within another `awaiting`, only the outer
+        context counts.
 
-        what: what the thread wants of them, such as the call that all ranks have to make.
+        what: the reason for the wait, such as the name of the call that all ranks have to make.
         """
         state = self._thread
         if state.awaits:
@@ -243,7 +250,7 @@ class Meter:
             recorder.entered(phase)
 
     def peak(self, pool: str, nbytes: int) -> None:
-        """Note the bytes of a pool in use. The largest number counts."""
+        """Note the number of a pool's bytes in use; the largest number of a run is kept."""
         with self._lock:
             self._now.peaks[pool] = max(nbytes, self._now.peaks.get(pool, 0))
 
@@ -258,7 +265,7 @@ class Meter:
             self._now.skipped_steps += 1
 
     def stepped(self, seconds: float) -> None:
-        """End the current step, to which everything since the step before belongs."""
+        """End the current step, which began at the end of the previous one."""
         with self._lock:
             step, self._now = self._now, _Tally()
             step.finish(seconds)

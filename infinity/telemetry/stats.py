@@ -1,9 +1,9 @@
 """Stats: the measurements of a run and of its last step, and the resource that limited the step.
 
-All times are times of the training thread. In `stall_seconds` the thread waited for transfers. The part
-`fault_seconds` of the stalls was spent on page faults: waits for units that were demanded and not resident.
-In `update_seconds` the thread worked on updates or waited for updates, and in `rank_seconds` it waited for
-other ranks. The rest is `compute_seconds`.
+All times are times of the training thread. In `stall_seconds` the thread waited for transfers.
+`fault_seconds`, which `stall_seconds` include, were spent on page faults: waits for units that were demanded
+and not resident. In `update_seconds` the thread worked on updates or waited for updates, and in
+`rank_seconds` it waited for other ranks. The rest is `compute_seconds`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from html import escape
 from infinity.config import format_size
 
 RANKS = "ranks"
-"""What `Stats.limited_by` and timelines call the waits for other ranks."""
+"""The name of waits for other ranks in `Stats.limited_by` and in timelines."""
 
 SECONDS_PER_DAY = 86_400
 
@@ -37,7 +37,7 @@ class Wait(Enum):
     """Reasons why the training thread waits for a transfer."""
 
     FAULT = "page fault"
-    """A unit was demanded and is not resident: it was prefetched too late or not at all."""
+    """A demanded unit is not resident: it was prefetched too late or not at all."""
     ROOM = "staging"
     """A write or a copy under way still uses memory that is needed."""
     COPY = "copy"
@@ -52,13 +52,13 @@ class Phase(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    """From the first gradient, or the first use of a page whose view autograd has saved, to autograd's
-    callback at the end of the pass.
+    """The time from the first gradient, or from the first use of a page of which autograd has saved a view,
+    to autograd's callback at the end of the pass.
     """
     STEP = "step"
-    """The call of `optimizer.step()`."""
+    """The time of the call of `optimizer.step()`."""
     BETWEEN = "between"
-    """The training loop's own code: loading data, a loss outside of the model, clipping."""
+    """The time of the training loop's own code: loading data, a loss outside of the model, clipping."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ class EdgeStats:
     """Measurements of the transfers over one edge."""
 
     bytes: int = 0
-    """Of all transfers that were requested."""
+    """Bytes of all transfers that were requested."""
     transfers: int = 0
     stall_seconds: float = 0.0
-    """In which the training thread waited for transfers, for any reason."""
+    """Seconds in which the training thread waited for transfers, for any reason."""
     fault_seconds: float = 0.0
     """Those of `stall_seconds` that were spent on page faults."""
 
@@ -78,17 +78,19 @@ class EdgeStats:
 class Stats:
     """Measurements of a run up to one moment, or of one step.
 
-    All fields are sums, except `step_seconds`, `loss_scale`, `peaks`, `last_step` and what is written.
+    All fields are sums, except `step_seconds`, `loss_scale`, `peaks`, `last_step`, `written_per_step` and
+    `written_per_day`.
     """
 
     edges: dict[Edge, EdgeStats]
-    """Of every edge, including edges without transfers."""
+    """The measurements of every edge, including edges without transfers."""
 
     accesses: int
-    """Demands of a unit's parameters. One that repeats the previous one is not counted."""
+    """Number of demands of a unit's parameters. A demand of the same unit as the previous one is not counted.
+    """
 
     misses: int
-    """Those at which the unit was neither resident nor on its way, and no update of it was under way."""
+    """Number of accesses at which the unit was neither resident nor on its way, nor being updated."""
 
     steps: int
     """Finished steps, including skipped ones."""
@@ -114,28 +116,30 @@ class Stats:
     """The latest loss scale; None unless the model computes in fp16."""
 
     rank_seconds: float = 0.0
-    """Seconds in which the training thread waited for other ranks: for their parts of pages, for their
-    gradients, or until they made the same call. Always 0 with one rank.
+    """Seconds in which the training thread waited for other ranks: for bytes of pages, for gradients, or for
+    a call that all ranks make. Always 0 with one rank.
     """
 
     peaks: dict[str, int]
     """For each pool's name, the most bytes that were in use at one time."""
 
     written_per_step: float | None = None
-    """Bytes written to disk in a step, commits included, on average over all finished steps but the first,
-    which has what filling the model writes, unless it is the only one; None if none has finished. An average
-    needs many steps, since only some have writes of a commit. In the measurements of one step: its own.
+    """Bytes written to disk in a step, including commits, on average over all finished steps; None if none
+    has finished. The first step counts only as long as it is the only one, because it includes the writes of
+    filling the model. The average needs many steps, since only some of them write a commit. In the
+    measurements of one step: the bytes of this step.
     """
 
     written_per_day: float | None = None
-    """Bytes written to disk in a day of such steps; None if no step has finished."""
+    """Bytes written to disk in a day of steps like those of `written_per_step`; None if no step has finished.
+    """
 
     last_step: Stats | None = None
     """The measurements of the last finished step alone; None if no step has finished."""
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of accesses that were no misses; None without accesses."""
+        """The fraction of accesses that were not misses; None without accesses."""
         return 1 - self.misses / self.accesses if self.accesses else None
 
     @property
@@ -150,8 +154,8 @@ class Stats:
 
     @property
     def limited_by(self) -> str | None:
-        """What took the largest part of the last finished step: "compute", "update", RANKS, or the value of
-        an `Edge` (such as "nvme->host") for stalls on it; None if no step has finished.
+        """The name of what took the most time of the last finished step: "compute", "update", RANKS, or the
+        value of an `Edge` (such as "nvme->host") for stalls on it; None if no step has finished.
         """
         step = self.last_step or self
         if not step.steps:
@@ -162,8 +166,9 @@ class Stats:
         return max(shares, key=shares.__getitem__)
 
     def flat(self) -> dict[str, int | float]:
-        """All measurements but None as one level of numbers by name, such as a logger of metrics takes: those
-        of fields and properties, such as "nvme_to_host/bytes", "peak/transit", "last_step/...".
+        """All measurements that are not None as a flat dict of numbers by name, for a logger of metrics.
+        Names are those of fields and properties, and such as "nvme_to_host/bytes", "peak/transit",
+        "last_step/...".
         """
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("hit_rate", "stall_seconds", "fault_seconds"):
@@ -184,7 +189,7 @@ class Stats:
         return "\n".join([*lines, *self._notes()])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table and lines of `str()`."""
+        """The table and lines of `str()` as HTML, which a notebook shows."""
         return html_of(self._rows(), self._notes())
 
     def _rows(self) -> list[list[str]]:
@@ -224,7 +229,7 @@ class Stats:
 
 
 def html_of(rows: Sequence[Sequence[str]], notes: Iterable[str]) -> str:
-    """A table, with titles in its first row, and lines below it as HTML. All texts are escaped."""
+    """A table whose first row has the titles, and lines below the table, as HTML. All texts are escaped."""
     lines = ["<table>"]
     for index, row in enumerate(rows):
         tag = "td" if index else "th"

@@ -42,7 +42,7 @@ from infinity.tiers.link import Timing, Transfer
 
 Value = str | int | float | bool
 Args = Mapping[str, Value]
-"""What the viewer shows with a span, by name."""
+"""Values that the viewer shows with a span, by name."""
 
 _THREAD_ROWS = ("step", "compute", "waits")
 _BUFFERED = 4096
@@ -61,9 +61,9 @@ class Timeline(Closing):
     def __init__(
         self, path: str | os.PathLike[str], *, rank: int | None = None, since: int | None = None
     ) -> None:
-        """rank: this process's number, by which files of several ranks can be joined; None: it is alone.
-        since: time zero of the file, which these files have in common, in nanoseconds of time.time_ns();
-        None: the begin of the first recording.
+        """rank: the number of this rank, with which files of several ranks can be joined; None: there is one
+        rank. since: time zero of the files of all ranks, in nanoseconds of time.time_ns(); None: the begin of
+        the first recording.
         """
         self.path = os.fspath(path)
         self.failure: StorageError | None = None
@@ -73,16 +73,17 @@ class Timeline(Closing):
         self._origin = None if since is None else since - time.time_ns() + time.perf_counter_ns()
         """Time zero of the file in nanoseconds of time.perf_counter_ns(); None if it is not known yet."""
         self._phase: Phase | None = None
-        """What the training thread is in, such as the forward pass; None while nothing is recorded."""
+        """The present phase of the training thread; None while nothing is recorded."""
         self._mark = 0
         """The time up to which spans of the training thread have been made, by time.perf_counter_ns()."""
         self._step_began = 0
         self._last_step: tuple[str, int, int, dict[str, Value]] | None = None
         """(name, start, end, args) of the last finished step, to which `annotate` can still add."""
         self._spans: list[tuple[str, str, int, int, Args]] = []
-        """(row, name, start, end, args) of what is not written yet, with times of time.perf_counter_ns().
+        """(row, name, start, end, args) of spans that are not written yet, with times of
+        time.perf_counter_ns().
 
-        Making text of it takes long and is put off until it is written.
+        Making text of a span takes long, and is put off until the file is written.
         """
         self._under_way: list[tuple[str, int, Args, Timing]] = []
         """(row, time of the request, args, timing) of transfers and updates whose end is not known yet."""
@@ -180,7 +181,9 @@ class Timeline(Closing):
     # --- events -------------------------------------------------------------------------------------------
 
     def _work(self, row: str, args: Args, start: int, end: int | Timing) -> None:
-        """Add work beside the training thread. end: its time, or what gives begin and end once it is over."""
+        """Add a span of work that is not the training thread's. end: its end, or a Timing that gives begin
+        and end once the work is over.
+        """
         with self._lock:
             if self._phase is None:
                 return
@@ -211,7 +214,7 @@ class Timeline(Closing):
                 self._spans.append((row, row, *times, args))
 
     def _write(self, *, finish: bool = False) -> None:
-        """Write all that has ended. finish: also the span of the last finished step."""
+        """Write the spans of all work that has ended. finish: whether to add the last finished step."""
         if finish and self._last_step is not None:
             self._spans.append(("step", *self._last_step))
             self._last_step = None
@@ -260,8 +263,8 @@ class Timeline(Closing):
     # --- the file -----------------------------------------------------------------------------------------
 
     def _put(self, text: str) -> None:
-        """Append to the file. If that fails, it keeps all earlier events and the end of the array, as far as
-        the disk allows.
+        """Append text to the file. If that fails, the file keeps all earlier events and gets the end of the
+        array, if the disk allows it.
         """
         if self._descriptor is None:
             return

@@ -1,4 +1,6 @@
-"""Search by trials: the best settings, although rates vary from trial to trial. Pure, but for the clock."""
+"""Search by trials: finds the best settings, although rates vary from trial to trial. Pure, except for the
+clock.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ Pass = Mapping[Point, Rates]
 def grid(
     backends: Sequence[str], blocks: Sequence[int], depths: Sequence[int], bytes_in_flight: int
 ) -> list[IoSettings]:
-    """All combinations with at most `bytes_in_flight`, and no more threads than the backend has."""
+    """All combinations that have at most `bytes_in_flight` bytes in flight and, with the backend "threads", a
+    depth of at most _MOST_THREADS.
+    """
     return [
         settings
         for backend in backends
@@ -88,8 +92,9 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """Relative rate of each point that is in all passes: the median over passes of its rate by the pass's
-    median, so that no point gains from a pass in which the disk happens to be fast.
+    """The relative rate of each point that was tried in all passes: its rate divided by the median rate of
+    the pass, of which the median over all passes is taken. So no point gains from a pass in which the disk
+    happens to be fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -101,7 +106,7 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score of each point that is in all passes, at most 1: the harmonic mean over modes of its
+    """The score, at most 1, of each point that was tried in all passes: the harmonic mean, over modes, of its
     `standing` divided by the best standing.
     """
     shares: dict[Point, list[float]] = {}
@@ -114,11 +119,12 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 
 
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
-    """The cheapest settings whose score is within 3% of the best: the backend that takes the least CPU time,
-    then the fewest bytes in flight, for which the next urgent request has to wait.
+    """Choose the cheapest settings whose score is within 3% of the best. The cheapest have the backend that
+    takes the least CPU time, and then the fewest bytes in flight, for which an urgent request has to wait.
 
-    usual: the settings without tuning. They are returned if they were tried and the best are not clearly
-    faster: the best of many noisy figures is too high by chance, so one run in ten would choose slower ones.
+    usual: the settings without tuning. They are returned if they were tried and the best settings are not
+    clearly faster. The best of many noisy figures is too high by chance, so that otherwise one run in ten
+    would choose settings that are slower.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)

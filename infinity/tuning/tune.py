@@ -39,11 +39,12 @@ _FILL_SECONDS = 8.0
 """The most seconds that writing the test files of all paths may take in total."""
 
 Progress = Callable[[str], None]
-"""Called before each trial, with a text that names its settings."""
+"""Function (text that names the settings of a trial), called before each trial."""
 
 _LATENCY = 0.064
-"""Seconds: settings have at most as many bytes in flight as the disk writes in them, or `_LEAST_IN_FLIGHT`. A
-disk of one's own needs far fewer (Little's law), but a deeper queue gets more of a shared disk.
+"""Seconds. Settings have at most as many bytes in flight as the disk writes in this time, or
+`_LEAST_IN_FLIGHT` if that is more. A disk without other users needs far fewer (Little's law), but on a shared
+disk a deeper queue gets a larger share of the rate.
 """
 _LEAST_IN_FLIGHT = 16 << 20
 _FINALISTS = 4
@@ -55,7 +56,9 @@ DEPTHS = (8, 16, 32, 64)
 SLICE_SECONDS = 0.05
 """Seconds that one trial spends on each of the three modes."""
 _FILL = 0.9
-"""The fraction of the test files that a striped volume takes, which has whole periods; see `Striping`."""
+"""The fraction of the test files that a striped volume takes. It is less than 1 because the volume has only
+whole periods; see `Striping`.
+"""
 
 
 Report = Callable[[float, str], None]
@@ -82,7 +85,7 @@ class DiskSweep:
     chosen: Measured
     """The settings that all I/O will use."""
     best: dict[str, Measured]
-    """The fastest settings in each mode, among those that stayed to the end of the sweep."""
+    """The fastest settings in each mode, among those that were tried in every pass of the sweep."""
     points: tuple[Measured, ...]
     """All settings that were tried. Those that stayed longest in the sweep come first."""
 
@@ -105,13 +108,13 @@ class Tuning:
 
     disks: tuple[DiskSweep, ...]
     stripes: Stripes | None
-    """Of several paths together; None for a single path."""
+    """The measurement of several paths together; None for a single path."""
     shared: tuple[tuple[str, str], ...]
     """Pairs of paths on the same file system, over which striping gains nothing."""
     stream: float
-    """Bytes that all threads of the CPU's update read and write in RAM."""
+    """Rate at which all threads of the CPU's update together read and write RAM."""
     link: LinkSpeed | None
-    """None without a CUDA device."""
+    """Rates of copies between host RAM and the device; None without a CUDA device."""
     seconds: float
     profile: str
     """The path of the file in which the findings are saved."""
@@ -126,8 +129,9 @@ def tune(
     """Find the best I/O settings for the disks of directories, and save them for later plans and I/O there.
 
     size: bytes of each test file; by default 2 GiB, or half of the free bytes if that is less. A test file is
-    removed at the end, also after an error. Raises ConfigError for directories, sizes and an INFINITY_AIO
-    that cannot be used, and StorageError or StorageFull for directories that cannot hold the test file.
+    removed at the end, also after an error. Raises ConfigError for directories, sizes or a value of the
+    variable INFINITY_AIO that cannot be used, and StorageError or StorageFull for directories that cannot
+    hold the test file.
     """
     start = time.monotonic()
     sizes = _file_sizes(paths, size)
@@ -220,8 +224,9 @@ def _file_sizes(paths: Sequence[str], size: Size | None) -> list[int]:
 
 
 def _backends(path: str) -> list[str]:
-    """Names of the I/O backends that work in the directory `path`, best first; only those with direct I/O, if
-    one has it. If the environment variable INFINITY_AIO names a backend, only this one.
+    """Names of the I/O backends that work in the directory `path`, best first. If any has direct I/O,
+    backends without it are omitted. If the environment variable INFINITY_AIO names a backend, it is the only
+    one.
     """
     forced = os.environ.get("INFINITY_AIO") or "auto"
     if forced != "auto":
@@ -251,11 +256,12 @@ def _keep(profile: Profile, disks: Sequence[DiskSweep], stripes: Stripes | None)
 def sweep_disk(
     file: TestFile, backends: Sequence[str], *, seconds: float, bytes_in_flight: int, progress: Progress
 ) -> DiskSweep:
-    """Find the best I/O settings for the disk of a test file, of the backends with BLOCKS and DEPTHS.
+    """Find the best I/O settings for a test file's disk, among combinations of `backends`, BLOCKS and DEPTHS.
 
-    Left out are those with more bytes in flight than `bytes_in_flight`, than half of the test file or than
-    `_LATENCY` allows, and those for which no time is left. backends: those that work there. seconds: for all
-    trials together. Raises StorageError or StorageFull if I/O fails.
+    Combinations with more bytes in flight than `bytes_in_flight`, half of the test file or the limit of
+    `_LATENCY` are not tried, nor are those for which no time is left. The default settings are always tried
+    if they fit `bytes_in_flight` and the test file. backends: names of backends that work there. seconds: for
+    all trials together. Raises StorageError or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)
@@ -289,9 +295,10 @@ def sweep_disk(
 def measure_stripes(
     files: Sequence[TestFile], disks: Sequence[DiskSweep], memory: Memory, *, seconds: float
 ) -> Stripes:
-    """Measure a volume that is striped over test files like the NVMe tier, in proportion to mixed rates.
+    """Measure a volume that is striped over test files as the NVMe tier is, in proportion to their mixed
+    rates.
 
-    disks: the results of their sweeps. seconds: of each mode. Raises StorageError and StorageFull.
+    disks: the results of the files' sweeps. seconds: for each mode. Raises StorageError and StorageFull.
     """
     total = sum(disk.chosen.mixed for disk in disks)
     shares = tuple(disk.chosen.mixed / total for disk in disks)
