@@ -1,5 +1,5 @@
-"""Autograd's hooks: this thread's stack of saved-tensor hooks, of which autograd calls the pair at the top,
-and two mends of what torch does with hooks.
+"""Autograd's hooks: access to a thread's stack of saved-tensor hooks, whose top pair autograd calls, and
+workarounds for two faults of torch: lost hooks of leaves, and a crash at the end of the process.
 
 torch 2.6 has no function that returns the pair at the top. There torch's `push` and `pop` are replaced by
 functions that record the pairs. Torch's own contexts look both functions up by name, so their pairs are
@@ -32,7 +32,7 @@ Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Recorded(threading.local):
-    """The pairs on this thread's stack, the top one last."""
+    """The pairs of hooks on this thread's stack, the top pair last."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
@@ -77,7 +77,7 @@ _saved_tensors: Any = BackwardCFunction.saved_tensors
 
 
 def keep_leaf_hooks() -> None:
-    """Have every torch.autograd.Function keep the hooks of leaves, if this torch removes them."""
+    """Have torch.autograd.Functions keep the hooks of leaves, if the installed torch removes them."""
     if _forgotten():
         setattr(BackwardCFunction, "saved_tensors", property(_views))  # noqa: B010 - mypy knows no such attribute
 
@@ -112,7 +112,7 @@ def _is_second(tensor: torch.Tensor | None) -> bool:
 
 
 def drop_left_tasks_at_exit() -> None:
-    """Empty the main thread's queue when Python ends."""
+    """Have the nodes that are left in the main thread's queue removed when Python ends."""
     made: list[torch.Tensor] = []
     # Each thread numbers its own nodes. The first of a new thread has the lowest number, so autograd runs it
     # after those that are left.

@@ -16,11 +16,11 @@ from infinity.system import machine
 _SLACK = 8 << 20
 """Bytes by which resident memory that a trim could not bring below the limit grows before the next trim."""
 _LEAST_SLACK = 1 << 20
-"""The same where the budget is near."""
+"""The least number of such bytes, near the budget."""
 _BETWEEN_LOOKS = 2 << 20
 """The fewest bytes allocated between two checks of this process's resident memory."""
 _LOOKS = 128
-"""Checks of resident memory per HeapGuard's limit in allocated bytes. A check takes 4 to 50 us."""
+"""Number of checks of resident memory while `limit` bytes are allocated. A check takes 4 to 50 us."""
 
 
 def malloc_trim() -> Callable[[int], int] | None:
@@ -51,8 +51,8 @@ class HeapGuard:
             self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
-        """Count `nbytes` bytes of new allocations. Calls `check` for each 1/128 of the limit, and at least 2
-        MiB; for every 2 MiB while resident memory is above the limit.
+        """Count `nbytes` bytes of new allocations. Calls `check` each time that 1/128 of the limit, but at
+        least 2 MiB, was allocated; each 2 MiB while resident memory is above the limit.
         """
         self._allocated += nbytes
         if self._allocated >= self._between:
@@ -60,9 +60,10 @@ class HeapGuard:
             self.check()
 
     def check(self) -> None:
-        """Return holes in the heap to the kernel if resident memory is above the limit. If it still is
-        afterwards, the next trim waits until it has grown by half of what is left of the budget, at least 1
-        and at most 8 MiB; by 8 MiB where it is above the budget, too.
+        """Return holes in the heap to the kernel if resident memory is above the limit.
+
+        If resident memory stays above the limit, the next trim waits until it has grown by half of its
+        distance to the budget, but from 1 to 8 MiB. Above the budget, it waits for 8 MiB.
         """
         if self._trim is None:
             return

@@ -62,7 +62,7 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """A saved tensor as the pair of hooks active before this module's has packed it, and that pair's
+    """A saved tensor, packed by the pair of hooks that was active before this module's, and that pair's
     `unpack`.
     """
 
@@ -140,8 +140,8 @@ class SavedTensors:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain dense one, whose storage has an address. Tensors of torch.func's transforms
-    and the zero tangents of forward-mode differentiation have none.
+    """Whether a tensor is plain and dense, so that its storage has an address. Tensors of torch.func's
+    transforms and the zero tangents of forward-mode differentiation have no address.
     """
     return (
         type(tensor) is torch.Tensor
@@ -194,7 +194,7 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_the_way() -> Iterator[None]:
-    """Context in which the pairs of SavedTensors hooks at the top of this thread's stack are taken off."""
+    """Context without the pairs of SavedTensors hooks at the top of this thread's stack of hooks."""
     pairs = []
     while (top := autograd_hooks.top()) is not None:
         if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
@@ -211,9 +211,9 @@ def out_of_the_way() -> Iterator[None]:
 def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
     """Remove a pair of hooks from torch's stack, wherever it is there.
 
-    torch pops the top pair whatever it is. If Ctrl-C ends a forward, a context of the user around the forward
-    that has hooks of its own may be left first: it pops `hooks`, and leaves its own pair, `outer`, which was
-    just below. That pair is removed then.
+    torch pops the top pair, whichever it is. If Ctrl-C ends a forward, a context with hooks of the user's
+    around the forward may be left first. It then pops `hooks`, and leaves its own pair, `outer`, on the
+    stack, so `outer` is removed here.
     """
     above = []
     found = False

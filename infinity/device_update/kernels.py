@@ -1,7 +1,7 @@
 """Device kernels: compiles the kernels for the updates of a run with NVRTC, caches and launches them.
 
-They are compiled from the source of the CPU's kernels (csrc/cpu_adam/device.cu), so their results have the
-same bits as on the CPU.
+The kernels are compiled from the source of the CPU's kernels (csrc/cpu_adam/device.cu), so their results have
+the same bits as on the CPU.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc | None:
-    """Load NVRTC, in the major version of torch's CUDA if possible; None if there is none."""
+    """Load NVRTC, in the major version of torch's CUDA if possible. Returns None if no NVRTC is found."""
     for library, builtins in _candidates():
         try:
             for each in builtins:  # otherwise NVRTC looks for builtins only in the loader's paths

@@ -1,8 +1,8 @@
-"""Device table: where the pieces of all parameters that the device updates lie, written once for a run.
+"""Device table: tells the device's kernels where the pieces of all parameters lie that the device updates.
 
-A piece is the part of a parameter that lies in one chunk. The numpy dtypes describe the structs of the native
-core; see [Note: device tables] in csrc/cpu_adam/device.hpp. The plan reserves the memory of the table, and of
-the sum of squares of each block of gradient elements, beside the pages (`WorkspaceSize`).
+The table is written once in a run. The numpy dtypes describe the structs of the native core; see [Note:
+device tables] in csrc/cpu_adam/device.hpp. Beside the pages, the plan reserves a workspace: memory for the
+table and for the sum of squares of each block of gradient elements (`WorkspaceSize`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.tiers import PAGE_ALIGNMENT
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
 """Bytes of an entry of a `DeviceTable`, which describes one piece of a parameter."""
 _LENGTH = 256
-"""The length of every part of the workspace is a multiple of this number of bytes."""
+"""The length of every array in the workspace is a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class WorkspaceSize:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of the four parts of the workspace, in order: the sum of squares of each block, the table's
+        """Bytes of the four arrays in the workspace, in order: the sum of squares of each block, the table's
         entry of each piece, the number of tiles (elements of one warp) before each piece, and the number of
         blocks before each piece.
         """
@@ -52,7 +52,7 @@ class WorkspaceSize:
 
     @property
     def nbytes(self) -> int:
-        """A multiple of 4096."""
+        """Bytes of the workspace, a multiple of 4096."""
         return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
@@ -134,7 +134,7 @@ class DeviceChunk:
 
 
 class DeviceTable:
-    """A table in the device's memory that says where each piece of some chunks lies, sorted by parameter. Its
+    """A table in the device's memory that says where each piece of some chunks lies, sorted by parameter. The
     methods make the arguments of the kernels that use the table.
     """
 

@@ -1,5 +1,5 @@
-"""Casts: the forward's arguments that `Precision.inputs` names to the compute dtype, and the operands of one
-operation to one dtype where the operation demands it.
+"""Casts: converts arguments of the model's forward to the compute dtype, as `Precision.inputs` says, and
+operands of operations that demand equal dtypes to one dtype.
 
 A model whose parameters became bf16 still gets fp32 inputs, makes fp32 tables and has fp32 buffers. Where
 such a tensor meets a bf16 one in an operation that promotes dtypes (`+`, `torch.cat`), torch computes in the
@@ -69,8 +69,8 @@ class InputCast:
     def __call__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one call of forward. Containers with tensors that are cast are copied. In
-        the first calls, warns once for each argument whose values the cast changes.
+        """Return the arguments of one call of forward after the casts. Containers with tensors that are cast
+        are copied. In the first calls, warns once for each argument whose values the cast changes.
         """
         if self._inputs == "keep":
             return args, kwargs
@@ -174,7 +174,7 @@ _INDEXED = "index_add index_copy index_put index_reduce masked_scatter put scatt
 
 
 def _functions(names: str) -> frozenset[Any]:
-    """The functions of torch with these names, without those that the installed torch lacks."""
+    """Return the functions of torch with these names; names that the installed torch lacks are ignored."""
     places = (torch, torch.Tensor, F, torch.linalg, torch.sparse)
     found = ((place, name) for name in names.split() for place in places if hasattr(place, name))
     return frozenset(getattr(place, name) for place, name in found)
@@ -195,7 +195,7 @@ _IN_PLACE = _functions(" ".join(f"{name}_" for name in _INDEXED.split()) + " __s
 """Functions that write into their first operand, and raise an error if values have another dtype."""
 
 EQUAL_DTYPES = _ALL | _FIRST | _IN_PLACE
-"""The functions for which `cast_operands` has something to do."""
+"""The functions whose operands `cast_operands` may cast."""
 
 
 def cast_operands(
@@ -205,13 +205,13 @@ def cast_operands(
     parameters: type,
     other: torch.dtype | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a function of `EQUAL_DTYPES` with all floating-point tensors in one dtype: that
-    of the parameters among them, or, for a function that writes in place, of its first operand.
+    """Return the arguments of a function in `EQUAL_DTYPES` with all floating-point tensors cast to one dtype:
+    the dtype of the parameters among them, or, for a function that writes in place, of its first operand.
 
-    parameters: the class of the model's parameters. They are not cast, and if they have several dtypes
-    nothing is. Only a norm casts its parameters, to the dtype of its running statistics. other: the dtype to
-    use if no parameter but a tensor of this dtype is among the operands. None: nothing is cast then. Nothing
-    is cast in a region of torch.autocast, or with an argument `out`.
+    parameters: the class of the model's parameters. Parameters are not cast, except by a norm, to the dtype
+    of its running statistics. If they have several dtypes, nothing is cast. other: the dtype to cast to if
+    the operands have no parameter, but a tensor of this dtype; None: nothing is cast without a parameter.
+    Nothing is cast in a region of torch.autocast, or with an argument `out`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         casts = _casts(function, args, kwargs, parameters, other)
@@ -258,8 +258,8 @@ def _casts(
 
 
 def _casts_of_norm(found: list[torch.Tensor], parameters: type) -> dict[int, torch.dtype]:
-    """The casts of a function of `_FIRST`, by id(): of the first operand, if it is wider than all others, and
-    of parameters that are narrower than running statistics.
+    """Return id(operand) -> dtype for the casts of a function in `_FIRST`: the first operand is cast if it is
+    wider than all others, and parameters are cast if they are narrower than running statistics.
     """
     dtype = max((each.dtype for each in found[1:]), key=lambda each: each.itemsize)
     casts = {id(each): dtype for each in found[1:] if each.dtype != dtype and isinstance(each, parameters)}
@@ -277,17 +277,17 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class CastOperands(TorchFunctionMode):
-    """A mode that casts the operands of all operations, also those without a parameter: a weight computed
-    from parameters, attention with an fp32 mask.
+    """A mode that casts the operands of all operations, also of operations without a parameter, such as
+    attention with an fp32 mask.
     """
 
     def __init__(self, parameters: type, dtype: torch.dtype | None) -> None:
-        """parameters, dtype: as `parameters` and `other` of `cast_operands`."""
+        """parameters: the class of the model's parameters. dtype: the argument `other` of `cast_operands`."""
         super().__init__()
         self._parameters = parameters
         self._dtype = dtype
         self._ended = False
-        """Whether `__exit__` was called while torch had taken the mode off its stack to call it."""
+        """Whether `__exit__` was called while this mode handled an operation, so was not on torch's stack."""
 
     def __exit__(self, *_: object) -> None:
         """Remove the mode from torch's stack, wherever it is there.
@@ -313,8 +313,8 @@ class CastOperands(TorchFunctionMode):
 
 
 def _taken(wanted: Callable[[Any], bool]) -> bool:
-    """Remove the topmost mode for which `wanted` is true from torch's stack. Returns whether there was
-    one.
+    """Remove the topmost mode for which `wanted` is true from torch's stack, and return whether a mode was
+    removed.
     """
     above = []
     found = False
@@ -359,8 +359,9 @@ def hook_sequences(model: nn.Module, hook: Callable[..., Any]) -> list[Removable
 def hook_recomputation(
     model: nn.Module, begin: Callable[..., Any], end: Callable[..., Any]
 ) -> list[RemovableHandle]:
-    """Have submodules call `begin` before and `end` after their forward, also when torch.utils.checkpoint
-    runs them again in backward, where a mode of the model's forward is off. Returns the hooks' handles.
+    """Have each submodule of `model` call `begin` before and `end` after its forward, and return the hooks'
+    handles. The hooks run also when torch.utils.checkpoint calls submodules again in backward, where modes of
+    the model's forward are not active.
     """
     handles = []
     for module in model.modules():

@@ -177,16 +177,16 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """The unit of each block, float32. exponent: the blocks' biased exponents, int32; 255 gives NaN, and less
-    than span + 1, such as 0 in a page of zeros, counts as span + 1.
+    """Return the unit of each block, float32. exponent: the blocks' biased exponents, int32. An exponent of
+    255 gives NaN. Exponents below span + 1, such as 0 in a page of zeros, count as span + 1.
     """
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))
 
 
 def _components(count: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a moment of `count` elements into parts of at most _BLOCKS blocks, to be converted one by one.
-    Yields for each part (slice into the moment's elements, slice into the exponents of its blocks).
+    """Divide a moment of `count` elements into ranges of at most _BLOCKS blocks. Yields for each range (slice
+    of the moment's elements, slice of the exponents of its blocks).
     """
     for block in range(0, -(-count // CODE_BLOCK), _BLOCKS):
         yield (

@@ -24,7 +24,7 @@ _COPIES = 6
 matrices of the iteration or one of the first three while it is gathered from chunks.
 """
 _COPIES_ON_DEVICE = 3
-"""As _COPIES, for a device that runs only the iteration, which takes at most five matrices in bf16."""
+"""The same number for a device, which runs the iteration only: it takes at most five matrices in bf16."""
 
 
 def bytes_in_ram(elements: int) -> int:

@@ -80,8 +80,8 @@ class StateFormat:
         object.__setattr__(self, "nbytes", end)
 
     def place(self, name: str, start: int, count: int) -> tuple[int, int]:
-        """Return (bytes from the start of the chunk's states, bytes) of the entries of the array `name` for
-        the chunk's elements [start, start + count). Raises KeyError if there is no such array.
+        """Return (bytes from the start of the chunk's states, length in bytes) of the entries of the array
+        `name` for the chunk's elements [start, start + count). Raises KeyError if there is no such array.
         """
         for array, offset in zip(self.arrays, self.offsets, strict=True):
             if array.name == name:
@@ -138,7 +138,7 @@ class Rule:
     first_moment: str | None = None
     """The key of the moment that is passed as `cpu_adam.Update.first_moment`; None if there is none."""
     second_moment: str | None = None
-    """The same for `second_moment`."""
+    """The key of the moment that is passed as `cpu_adam.Update.second_moment`; None if there is none."""
     counts_steps: bool = False
     """Whether torch's state of a parameter has an entry "step", the number of updates."""
     from_the_start: bool = False
@@ -214,8 +214,8 @@ class Rule:
         raise NotImplementedError
 
     def whole(self, group: Group) -> Muon:
-        """The options of an update of whole matrices in `group`, instead of `hyper` for a rule with a
-        `matrix`, with the same errors.
+        """Return the options for updates of whole matrices of `group`. A rule whose `matrix` is not 0 has
+        this method in place of `hyper`. Raises the errors of `hyper`.
         """
         raise NotImplementedError
 
@@ -224,9 +224,7 @@ class Rule:
         return self.moments
 
     def loaded(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the options that the torch optimizer has after it has loaded the group `group` of a state
-        dict.
-        """
+        """Return the options of torch's optimizer after it has loaded `group` from a state dict."""
         return group
 
     def initial(self, moment: str) -> float:
@@ -290,8 +288,8 @@ class _SgdRule(Rule):
 @dataclass(frozen=True, kw_only=True)
 class _AdagradRule(Rule):
     accumulator: float
-    """The initial value of all sums of squares: the constructor's argument, even if a group names another
-    value.
+    """The initial value of all sums of squares: the argument of the optimizer's constructor. As in torch, a
+    group's own value is ignored.
     """
 
     def hyper(self, group: Group, step: int, first: bool) -> Hyper:

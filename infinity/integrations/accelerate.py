@@ -27,9 +27,9 @@ _PARTITIONS = {
     },
     "2": {"TRUE": "parameters", "FALSE": "gradients"},
 }
-"""What ranks divide, by the version of FSDP and its word for sharding. The first word is the default."""
+"""Version of FSDP -> its word for a way of sharding -> `partition`. The first word is the default."""
 _PREFIXES = {"fsdp_config": "fsdp_", "parallelism_config": "parallelism_config_"}
-"""Prefixes of names that accelerate adds where a configuration leaves them out."""
+"""Block -> the prefix of its fields' names, which accelerate adds if a configuration leaves it out."""
 
 
 def from_accelerate_config(
@@ -37,7 +37,7 @@ def from_accelerate_config(
     *,
     nvme: Mapping[str | os.PathLike[str], Size] | None = None,
 ) -> ConvertedConfig:
-    """Convert a configuration for accelerate. Neither needs nor imports accelerate.
+    """Convert a configuration for accelerate, without importing accelerate.
 
     config: a YAML or JSON file, or its content. A file in YAML needs the package pyyaml. nvme: as in
     `from_deepspeed_config`.
@@ -72,7 +72,7 @@ def from_accelerate_config(
 
 
 def _partition(fsdp: Mapping[str, Any]) -> str | None:
-    """What ranks divide, by the block fsdp_config. Raises ConfigError."""
+    """Return `partition` for the block fsdp_config. Raises ConfigError."""
     version = str(fsdp.get("fsdp_version", 1))
     choices = one_of("fsdp_config.fsdp_version", version, _PARTITIONS)
     names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")[int(version) - 1 :]
@@ -83,7 +83,9 @@ def _partition(fsdp: Mapping[str, Any]) -> str | None:
 
 
 def _for_deepspeed(block: Mapping[str, Any], mixed: Any) -> dict[str, Any]:
-    """DeepSpeed's own configuration, as accelerate makes it of its block. mixed: mixed_precision."""
+    """Return the DeepSpeed configuration that accelerate makes of `block`, its deepspeed_config. mixed: the
+    value of mixed_precision.
+    """
     path = block.get("deepspeed_config_file")
     if path is not None and is_on(path):
         values = read_mapping(path)

@@ -33,11 +33,11 @@ class PagedTensor(Tensor):
     """Represents a tensor in pages: has its shape and dtype, on the CPU, and no bytes."""
 
     parameter: Any
-    """The PagedParameter that it represents, or of whose state it is an entry."""
+    """The PagedParameter that this tensor represents, or whose state has it as an entry."""
     optimizer: Any
     """The PagedOptimizer that keeps the state; None if only parameters are saved or loaded."""
     entry: str
-    """The name of the entry; "" for the parameter itself."""
+    """The name of the entry in the parameter's state; "" for the parameter itself."""
 
     @staticmethod
     def __new__(cls, parameter: Any, optimizer: PagedOptimizer | None, entry: str = "") -> PagedTensor:
@@ -85,7 +85,7 @@ def get_state_dict(
     """Return the result of torch.distributed.checkpoint.state_dict.get_state_dict, with a PagedTensor for
     each tensor in pages.
 
-    model: an offloaded one. optimizer: `runtime.optimizer`, or None for an empty second dictionary. Buffers
+    model: an offloaded model. optimizer: `runtime.optimizer`, or None for an empty second dictionary. Buffers
     are the model's own tensors. Raises ConfigError with several ranks, and for modules with extra states.
     """
     extra = [path for path, _ in modules_with_extra_state(model)]
@@ -121,7 +121,7 @@ class SavePlanner(DefaultSavePlanner):
     """Copies a tensor from its pages when it is written."""
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Leave out the states of parameters that have none."""
+        """Leave out optimizer states that do not exist yet."""
         super().set_up_planner(state_dict, *args, **kwargs)
         self._copies: dict[int, dict[str, Tensor]] = {}
         """id() of a parameter -> copies of those entries of its state that are still to be written."""
@@ -150,12 +150,12 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Writes a parameter and its state to their pages when all of their entries have been read."""
+    """Writes a parameter and its state to their pages once all their tensors have been read."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Leave out entries of states that the checkpoint lacks, and sort the others by parameter."""
+        """Leave out optimizer states that the checkpoint lacks, and sort the other entries by parameter."""
         super().set_up_planner(state_dict, metadata, *args, **kwargs)
         kept = {
             name: each
@@ -167,7 +167,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """id() of a parameter -> the tensors read for it, by the name of the entry."""
 
     def create_local_plan(self) -> Any:
-        """Plan the load, and count the reads for each parameter with its state."""
+        """Plan the load, and count the tensors to read for each parameter and its state."""
         plan = super().create_local_plan()
         tensors = (self.state_dict[each.dest_index.fqn] for each in plan.items)
         self._left = Counter(id(each.parameter) for each in tensors if isinstance(each, PagedTensor))

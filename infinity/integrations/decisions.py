@@ -21,7 +21,7 @@ TAKEN = "taken"
 IGNORED = "ignored"
 """The field changes no result of training: the plan decides it, or there is nothing to decide."""
 ELSEWHERE = "said otherwise"
-"""Another call sets it."""
+"""Another call sets the value."""
 MISSING = "not there"
 """This package has no equivalent, and training has the same result without it."""
 REFUSED = "refused"
@@ -43,22 +43,22 @@ class FieldDecision:
 
 @dataclass(frozen=True)
 class ConvertedConfig:
-    """Another library's configuration, as arguments of this one. `str()` is the table of its decisions."""
+    """Another library's configuration, converted for this package. `str()` is the table of decisions."""
 
     offload: dict[str, Any]
-    """Keyword arguments for `infinity.offload`, without those that the configuration leaves open."""
+    """Keyword arguments for `infinity.offload`. Missing are those whose fields are "auto"."""
     clip: float | None
-    """The max_norm for `Runtime.clip_grad_norm_`; None: no clipping, or left open."""
+    """The max_norm for `Runtime.clip_grad_norm_`; None: no clipping, or the field is "auto"."""
     optimizer: tuple[str, dict[str, Any]] | None
     """(name of a class of torch.optim, or "Lion" for lion-pytorch's, its options); None without an
     optimizer.
     """
     decisions: tuple[FieldDecision, ...]
-    """One for each field, in the order of the configuration."""
+    """The decision on each field, in the order of the configuration."""
 
     @property
     def open(self) -> tuple[str, ...]:
-        """The fields that are "auto" and would be part of the result."""
+        """The fields that would be TAKEN, but are "auto": the trainer sets them."""
         return tuple(each.field for each in self.decisions if each.why == OPEN)
 
     def build_optimizer(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
@@ -113,11 +113,11 @@ def read_rules(file: str) -> dict[str, tuple[str, str]]:
 def decide(
     values: Mapping[str, Any], rules: Mapping[str, tuple[str, str]], source: str
 ) -> Iterator[FieldDecision]:
-    """The decision on each field of a configuration, in its order.
+    """Yield the decision on each field of a configuration, in the configuration's order.
 
-    values: nested mappings. rules: of `read_rules`; a rule for a block holds for all fields in it if none of
-    them has its own. source: the name of the library, for errors. Raises ConfigError for a field without a
-    rule, and for one that is REFUSED and on.
+    values: nested mappings. rules: from `read_rules`. A block that has a rule, and whose fields have none,
+    counts as one field. source: the name of the library, for errors. Raises ConfigError for a field without
+    a rule, and for a field that is REFUSED and turned on.
     """
     blocks = {path[:end] for path in rules for end, letter in enumerate(path) if letter == "."}
     for path, value in _flat(values, blocks):
@@ -178,7 +178,7 @@ def _shown(value: Any) -> str:
 
 
 def one_of(path: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-    """Return choices[value], for the field at `path`. Raises ConfigError if there is none."""
+    """Return choices[value]. Raises ConfigError, which names the field `path`, for any other value."""
     try:
         return choices[value]
     except (KeyError, TypeError):
@@ -203,7 +203,7 @@ def read_mapping(path: str | os.PathLike[str], language: str = "JSON") -> dict[s
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return `pairs` as a dict. Raises ConfigError for a repeated name, of which JSON keeps the last."""
+    """Return `pairs` as a dict. Raises ConfigError for a repeated name, which json would accept."""
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
@@ -212,7 +212,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _package(module: str, name: str) -> Any:
-    """Import the module of another package. name: as pip knows it."""
+    """Import the module of another package. name: the package's name for pip. Raises ConfigError."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

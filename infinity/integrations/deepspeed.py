@@ -35,17 +35,17 @@ def from_deepspeed_config(
     *,
     nvme: Mapping[str | os.PathLike[str], Size] | None = None,
 ) -> ConvertedConfig:
-    """Convert a configuration for DeepSpeed. Neither needs nor imports DeepSpeed.
+    """Convert a configuration for DeepSpeed, without importing DeepSpeed.
 
-    config: a JSON file, or its content. nvme: as in `Budget`; it replaces the configuration's directories,
-    which have no sizes there: without `nvme` each gets 90% of what is free now.
+    config: a JSON file, or its content. nvme: as in `Budget`, instead of the configuration's directories.
+    Without `nvme`, each of these gets 90% of the space that is free there now.
 
-    Values that are "auto" come from the trainer that reads the file: they are left out of the result, and
+    Fields that are "auto" get their values from a trainer: they are left out of the result, and
     `ConvertedConfig.open` lists them.
 
-    Raises ConfigError for a field that is not DeepSpeed's, for one that would change the result of training
-    and that this package does not have, unless it is off, and for a value that cannot be used. Raises
-    StorageError if the file or a directory of it cannot be read.
+    Raises ConfigError for a field that DeepSpeed does not have, for a value that cannot be used, and for a
+    feature that is turned on, changes the result of training and does not exist in this package. Raises
+    StorageError if the file or one of its directories cannot be read.
     """
     values = dict(config) if isinstance(config, Mapping) else decisions.read_mapping(config)
     rules, kind = dict(RULES), None
@@ -92,11 +92,11 @@ def from_deepspeed_config(
 
 
 def _budget(given: Mapping[str, Any], nvme: Mapping[str | os.PathLike[str], Size] | None) -> Budget:
-    """The budget with `nvme`, or with the configuration's directories: each gets 90% of what is free there,
-    divided among directories of one file system.
+    """Return the budget with `nvme`, or else with the configuration's directories. These get 90% of the free
+    space of each file system, in equal shares.
 
-    given: values of fields that are taken. Raises ConfigError, and StorageError for a directory that cannot
-    be read.
+    given: path -> value of the fields that are TAKEN. Raises ConfigError, and StorageError for a directory
+    that cannot be read.
     """
     free = {}
     for block in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
@@ -115,7 +115,7 @@ def _budget(given: Mapping[str, Any], nvme: Mapping[str | os.PathLike[str], Size
 
 
 def _precision(given: Mapping[str, Any]) -> Precision:
-    """The precision of a configuration that leaves none open. given: values of fields that are taken."""
+    """Return the precision of a configuration. given: path -> value of the fields that are TAKEN."""
     switch = {True: True, False: False}
     on = [n for n in ("bf16", "fp16") if one_of(f"{n}.enabled", given.get(f"{n}.enabled", False), switch)]
     if len(on) > 1:
@@ -133,8 +133,8 @@ def _precision(given: Mapping[str, Any]) -> Precision:
 
 
 def _optimizer(block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The name of the class and the options of the block `optimizer`, with DeepSpeed's defaults where they
-    differ from the class's. Raises ConfigError.
+    """Return (name of the optimizer's class, its options) for the block `optimizer`. The options include
+    DeepSpeed's defaults where they differ from the class's. Raises ConfigError.
     """
     kind, params = str(block["type"]).lower(), dict(block.get("params") or {})
     if kind == "muon":

@@ -1,12 +1,12 @@
 """Lightning strategy: trains a LightningModule whose states are in pages, by Lightning's own Trainer.
 
 [Note: checkpoints of Lightning] Lightning puts the model's and the optimizer's tensors into one dictionary,
-which would take RAM for all of them. Here the dictionary has an `_Elsewhere` in their place, and a checkpoint
-is a directory:
+which would take RAM for all of them. With this strategy the dictionary has an `_Elsewhere` in their place,
+and a checkpoint is a directory:
 
 - checkpoint.pt: the dictionary without these tensors, written by torch.save.
-- run/: a copy of the run by `Runtime.save`. Or, if only weights were asked for, weights/: the fp32 masters
-  by `Runtime.export`.
+- run/: a copy of the run, written by `Runtime.save`. If only weights were asked for, it has weights/ instead:
+  the fp32 masters, written by `Runtime.export`.
 
 [Note: generators] A resumed run must draw the random numbers of the undisturbed run. The Trainer draws some
 before it trains: it tries out loaders, and begins to iterate over the training data. So generators get the
@@ -60,10 +60,11 @@ class InfinityStrategy(SingleDeviceStrategy):
     def __init__(
         self, *, budget: Budget | None = None, precision: Precision | None = None, **options: Any
     ) -> None:
-        """budget: as in infinity.offload. precision: as there; None: that of Trainer(precision=), with
-        parameters in bf16 or fp16, fp32 masters, and no autocast. options: weights, example_inputs, update,
-        accumulation, average and checkpoint of infinity.offload. accumulation is by default
-        Trainer(accumulate_grad_batches=); a step may have fewer backwards. The device is the Trainer's.
+        """budget, precision: as in infinity.offload. If precision is None, Trainer(precision=) decides: for
+        "bf16" and "16" parameters have this dtype, with fp32 masters, and autocast is not used. options:
+        weights, example_inputs, update, accumulation, average and checkpoint of infinity.offload.
+        accumulation is by default Trainer(accumulate_grad_batches=); a step may have fewer backwards. The
+        device is the Trainer's.
 
         The methods raise ConfigError for a model or Trainer that cannot be used, and the errors of
         infinity.offload.
@@ -77,11 +78,11 @@ class InfinityStrategy(SingleDeviceStrategy):
             )
         super().__init__()
         self.runtime: Runtime | None = None
-        """The runtime of the model that was offloaded last; None before."""
+        """The runtime of the model that was offloaded last; None before the first offload."""
         self.parallel_devices: list[torch.device] = []
-        """The Trainer's devices, which sets them. There must be one."""
+        """The devices that the Trainer sets. There must be exactly one."""
         self.num_nodes = 1
-        """The Trainer's number of nodes, which must be 1."""
+        """The number of nodes that the Trainer sets. It must be 1."""
         self._module: LightningModule | None = None
         self._budget, self._precision, self._options = budget, precision, options
         self._resumed: dict[str, Any] | None = None
@@ -167,8 +168,8 @@ class InfinityStrategy(SingleDeviceStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Call step() unless there is no gradient, as after a `training_step` that has returned None: torch's
-        optimizers do nothing then, and runtime.optimizer raises ConfigError.
+        """Run the closure, then call step() if there is a gradient. After a `training_step` that returned
+        None there is none, and step() of runtime.optimizer would raise ConfigError.
         """
         assert self.lightning_module is not None
         result = self.precision_plugin._wrap_closure(self.lightning_module, optimizer, closure)
@@ -189,7 +190,9 @@ class InfinityStrategy(SingleDeviceStrategy):
             iter(loop._data_fetcher)
 
     def teardown(self) -> None:
-        """Leave the model in its pages. (Other strategies copy it and all optimizer states to the CPU.)"""
+        """Leave the model in its pages. (Other strategies copy the model and its optimizer states to the
+        CPU.)
+        """
         self.precision_plugin.teardown()
         assert self.accelerator is not None
         self.accelerator.teardown()
@@ -202,7 +205,7 @@ class InfinityStrategy(SingleDeviceStrategy):
         return True
 
     def lightning_module_state_dict(self) -> Any:
-        """Return what replaces the model's tensors in the dictionary of a checkpoint."""
+        """Return the object that replaces the model's tensors in the dictionary of a checkpoint."""
         return _Elsewhere()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -214,7 +217,7 @@ class InfinityStrategy(SingleDeviceStrategy):
         """Write a checkpoint, a directory that appears whole or not at all, and replaces an older one.
 
         Raises ConfigError for a path that is not local or is in use by something else, if a hook has replaced
-        the tensors, and wherever `Runtime.save` does; StorageError and StorageFull.
+        the tensors, and in the cases of `Runtime.save`. Raises StorageError or StorageFull if writing fails.
         """
         tensors = [checkpoint.pop("state_dict"), *checkpoint.pop("optimizer_states", [])]
         target = Path(os.path.abspath(filepath))
@@ -266,10 +269,11 @@ class InfinityStrategy(SingleDeviceStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read the model's tensors into pages, and optimizer states and generators if it is to be trained.
+        """Read the model's tensors into pages, and from a copy of a run also the states of the optimizer and
+        of random number generators.
 
         Raises IncompatibleCheckpoint for a checkpoint of another model or optimizer, ConfigError for weights
-        of another model, CorruptState and StorageError.
+        of another model, CorruptState for damaged files, and StorageError.
         """
         tensors, module = checkpoint["state_dict"], self.lightning_module
         assert self.runtime is not None and module is not None
@@ -286,7 +290,7 @@ class InfinityStrategy(SingleDeviceStrategy):
                 load(module, weights, _copy, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of a file that another strategy has saved. `load_model_state_dict` reads others."""
+        """Load optimizer states that another strategy saved. `load_model_state_dict` loads our own."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not isinstance(state, _Elsewhere):
                 optimizer.load_state_dict(state)
@@ -296,7 +300,7 @@ class _Elsewhere(Mapping[str, Any]):
     """Replaces tensors in the dictionary of a checkpoint, where no hook can read them."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """path: the directory of the checkpoint; None while one is saved."""
+        """path: the directory of the checkpoint; None while a checkpoint is saved."""
         self.path = path
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -321,8 +325,8 @@ class _PagedClipping(Plugin):
         self._strategy = strategy
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Replace each gradient by one with elements from -clip_val to clip_val, one at a time. Gradients
-        that overflowed in fp16 are left, so that `step` skips them.
+        """Clamp the elements of all gradients to [-clip_val, clip_val], one gradient at a time. In fp16,
+        gradients that overflowed are not changed, so that `step` skips the update.
         """
         runtime = self._strategy.runtime
         assert runtime is not None

@@ -3,10 +3,11 @@
 `attach` changes one trainer, and no class. The loop stays transformers' own: it clips, scales and drops
 gradients through `p.grad` (infinity/model/paged_gradient.py) and steps `Runtime.optimizer`.
 
-[Note: files of a checkpoint] `checkpoint-N` has the model as from_pretrained reads it, beside Trainer's own
-files. Without commits it has in `run` a copy of the run, which `Runtime.save` writes. With commits the states
-are in the commit that was made with it, whose state says N. A model of PEFT's has the files of its adapters
-there, and without commits their states in optimizer.pt, which are small.
+[Note: files of a checkpoint] The directory `checkpoint-N` has the model as from_pretrained reads it, and
+Trainer's own files. Without commits, its directory `run` is a copy of the run, written by `Runtime.save`.
+With commits, each checkpoint is made together with a commit, which has the optimizer states, and the number N
+in its user state. For a model of PEFT, `checkpoint-N` has the files of the adapters; without commits, their
+optimizer states are in optimizer.pt and not in `run`.
 
 [Note: backwards of a step] The last step of an epoch may have fewer backwards than accumulation= declares.
 Its updates are then neither eager nor read ahead, and have the same bits.
@@ -39,12 +40,12 @@ from infinity.layout.names import is_a
 from infinity.runtime import Runtime
 
 _WRITTEN = ("*.safetensors", "*.safetensors.index.json")
-"""Patterns of the files that a model consists of."""
+"""Patterns of the names of the files in which a model is written."""
 _RUN = "run"
-"""The directory in a checkpoint that has the copy of the run."""
+"""The name of the directory, in a checkpoint, that is a copy of the run."""
 _STEP = "global_step"
 _OWN = ("_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint", "_load_best_model")
-"""Methods of a Trainer that `_Checkpoints` replaces, in the order of its own."""
+"""The methods of a Trainer that `_Checkpoints` replaces."""
 
 
 def attach(
@@ -75,10 +76,10 @@ def attach(
     A Trainer's constructor moves its model to the device. For a model on meta, which weights= fills, and for
     one that does not fit the device, give it arguments of a class with place_model_on_device = False.
 
-    Raises ConfigError for what a Trainer does only with a model of its own: model_init and hyperparameter
-    search, torch_compile, FSDP, DeepSpeed, DataParallel, and evaluation in another dtype; for a model that
-    accelerate has prepared; and for a subclass that has savers or loaders of its own. Raises the errors of
-    infinity.offload.
+    Raises ConfigError for features that need a model without pages: model_init and hyperparameter search,
+    torch_compile, FSDP, DeepSpeed, DataParallel, and evaluation in another dtype. Raises ConfigError also for
+    a model that accelerate has prepared, and for a subclass that overrides the Trainer's methods that save
+    and load checkpoints. Raises the errors of infinity.offload.
     """
     _check(trainer, checkpoint is not None or resume is not None)
     arguments, model = trainer.args, cast(Any, trainer.model)
@@ -115,14 +116,16 @@ class _Checkpoints(transformers.TrainerCallback):
     """Writes and reads the checkpoints of one trainer; see [Note: files of a checkpoint]."""
 
     def __init__(self, trainer: Any, runtime: Runtime, *, commits: bool, resumed: object) -> None:
-        """commits: whether they are on. resumed: the directory whose commit the run continues, or None."""
+        """commits: whether commits are on. resumed: the directory of the commit that the run continues, or
+        None.
+        """
         self._trainer = trainer
         self._runtime = runtime
         self._commits = commits
         self._resumed = resumed
         self._adapters = is_a(trainer.model, "PeftModel")
         self._due: str | None = None
-        """The checkpoint that training is to continue from, until it is loaded."""
+        """The checkpoint from which training is to continue; None if there is none, and once it is loaded."""
         self._plain = {name: getattr(trainer, name) for name in _OWN}
         for name, own in zip(
             _OWN, (self.save, self.save_states, self.load_model, self.load_best), strict=True
@@ -144,7 +147,7 @@ class _Checkpoints(transformers.TrainerCallback):
             )
 
     def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Replaces `Trainer._save`."""
+        """Write the model, and a copy of the run if the checkpoint has one. Replaces `Trainer._save`."""
         trainer = self._trainer
         directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
         if self._adapters and not tuned_layers(trainer.model):
@@ -168,9 +171,9 @@ class _Checkpoints(transformers.TrainerCallback):
             torch.save(trainer.args, directory / TRAINING_ARGS_NAME)
 
     def save_states(self, output_dir: str) -> None:
-        """Save the scheduler; for adapters without commits the optimizer's states; with commits a commit, for
-        which this waits. Replaces `Trainer._save_optimizer_and_scheduler`. A copy of the run has the
-        optimizer's states already.
+        """Save the scheduler. With commits, also make a commit and wait for it. Without commits, save the
+        optimizer's states of adapters; for other models `save` has written them. Replaces
+        `Trainer._save_optimizer_and_scheduler`.
         """
         trainer, directory = self._trainer, Path(output_dir)
         writes = trainer.args.should_save
@@ -190,8 +193,8 @@ class _Checkpoints(transformers.TrainerCallback):
             self._runtime.save(state={_STEP: trainer.state.global_step}).wait()
 
     def load_model(self, checkpoint: str, model: Any = None) -> None:
-        """Replaces `Trainer._load_from_checkpoint`. A checkpoint of a paged model is loaded in
-        on_train_begin.
+        """Load a plain Trainer's checkpoint now; have `on_train_begin` load a checkpoint of a paged model.
+        Replaces `Trainer._load_from_checkpoint`.
         """
         if self._is_plain(checkpoint):
             self._plain["_load_from_checkpoint"](checkpoint, model)
@@ -199,16 +202,18 @@ class _Checkpoints(transformers.TrainerCallback):
             self._due = checkpoint
 
     def load_best(self) -> None:
-        """Replaces `Trainer._load_best_model`."""
+        """Load the best checkpoint. Replaces `Trainer._load_best_model`."""
         best = self._trainer.state.best_model_checkpoint
         self._plain["_load_best_model"]() if self._is_plain(best) else self._load(best)
 
     def _is_plain(self, checkpoint: str) -> bool:
-        """Whether a checkpoint has the files of a Trainer without pages, which reads them itself."""
+        """Whether a checkpoint has the files of a Trainer without pages, so that Trainer can read it."""
         return os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME))
 
     def _load(self, checkpoint: str) -> None:
-        """Restore the run of a checkpoint, except random number generators, which Trainer sets later."""
+        """Restore the run of a checkpoint. Random number generators are left to Trainer, which sets them
+        later.
+        """
         kept = generators()
         if not self._commits:
             if not os.path.isdir(os.path.join(checkpoint, _RUN)):
@@ -237,7 +242,7 @@ class _Checkpoints(transformers.TrainerCallback):
             )
 
     def _write(self, directory: Path, copies: bool) -> None:
-        """Write the model, and a copy of the run if it `copies`, in place of those in `directory`."""
+        """Replace the model and the copy of the run in `directory`. copies: whether to write a new copy."""
         with storage_errors("write to", str(directory)):
             directory.mkdir(parents=True, exist_ok=True)
             beside = Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
@@ -260,7 +265,7 @@ class _Checkpoints(transformers.TrainerCallback):
 
 
 def _check(trainer: Any, commits: bool) -> None:
-    """Raise ConfigError for a trainer that cannot be attached. commits: whether they are on."""
+    """Raise ConfigError for a trainer that cannot be attached. commits: whether commits are on."""
     arguments = trainer.args
     refused = {
         "model_init, which makes the model in train()": (

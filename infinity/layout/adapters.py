@@ -1,4 +1,5 @@
-"""Adapters: which modules of a model are adapters of PEFT, and the names that the others have without them.
+"""Adapters: tells PEFT's adapters from the modules of the base model, and finds the names that tensors have
+in the base model.
 
 PEFT wraps a model (PeftModel, then a BaseTuner), each layer that it adapts (BaseTunerLayer), and each module
 that is trained as a whole (ModulesToSaveWrapper). A wrapper holds what it wraps as one child, and adapters as
@@ -23,12 +24,12 @@ _WRAPPERS = {
     "BaseTunerLayer": "base_layer",
     "AuxiliaryTrainingWrapper": "original_module",
 }
-"""Names of PEFT's classes, and of the child that each of them wraps."""
+"""Name of a class of PEFT -> name of the child that it wraps."""
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model, or a module in it, has adapters of PEFT: PeftModel, its tuners and its layers, and
-    models of transformers after add_adapter().
+    """Whether a model or a module in it has adapters of PEFT: is a PeftModel, a tuner or a layer of PEFT, or
+    a model of transformers after add_adapter().
     """
     return any("peft_config" in vars(each) or is_a(each, *_WRAPPERS) for each in model.modules())
 
@@ -52,9 +53,9 @@ def base_modules(
 ) -> Iterator[tuple[str | None, nn.Module, tuple[str, nn.Module] | None]]:
     """Yield (name, module, wrapper) for each place of `module` and of its descendants, parents first.
 
-    The name is the one in the base model, before PEFT has put its wrappers around; None for adapters. The
-    wrapper is the outermost layer or trained module of PEFT around the place, with its own name; None: there
-    is none. name, wrapper: those of `module`.
+    The yielded name is the module's name in the base model, without PEFT's wrappers; None for adapters. The
+    yielded wrapper is (name, module) of the outermost layer or trained module of PEFT that contains the
+    place; None outside of all. The arguments name and wrapper are those of `module` itself.
     """
     inner = next((child for kind, child in _WRAPPERS.items() if is_a(module, kind)), None)
     if wrapper is None and name is not None and is_a(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
@@ -83,7 +84,7 @@ def base_tensors(
 
 
 def base_names(model: nn.Module) -> dict[int, list[str]]:
-    """The names in the base model of all its parameters and buffers, by id(). Adapters are left out."""
+    """Return id() -> names in the base model, for all parameters and buffers except adapters."""
     found: dict[int, list[str]] = {}
     for name, tensor, _ in base_tensors(model):
         found.setdefault(id(tensor), []).append(name)
@@ -91,7 +92,7 @@ def base_names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The model to which PEFT has added adapters, without the wrappers around it as a whole."""
+    """Return the model that was given to PEFT, without the wrappers that PEFT put around the whole model."""
     return [module for name, module, _ in base_modules(model) if name == ""][-1]
 
 

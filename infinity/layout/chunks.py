@@ -63,7 +63,7 @@ class ParameterLayout:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of a parameter page that holds the unit's trainable, or frozen, parameters of one dtype.
+    """The range of a parameter page that holds the unit's trainable, or frozen, parameters of one dtype.
 
     The parameters are laid one behind the other.
     """
@@ -84,7 +84,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter that lies in one chunk."""
+    """The elements of one parameter that lie in one chunk."""
 
     parameter: int
     """Index of the parameter in `UnitLayout.parameters`."""
@@ -96,10 +96,7 @@ class Piece:
     """Length of the piece in elements."""
 
     def parts(self, most: int) -> Iterator[Piece]:
-        """Divide the piece into pieces of `most` elements, of which the last may be shorter.
-
-        most: a multiple of 4096.
-        """
+        """Yield the piece as pieces of `most` elements, a multiple of 4096; the last may be shorter."""
         for done in range(0, self.count, most):
             yield Piece(self.parameter, self.start + done, self.offset + done, min(most, self.count - done))
 
@@ -168,8 +165,8 @@ class ModelLayout:
 
     units: tuple[UnitLayout, ...]
     chunk_elements: int
-    """Greatest length of a stripe in elements: with one rank, of a chunk. It is exceeded only where a stripe
-    of one block of 4096 elements for each rank is longer.
+    """Greatest length of a stripe in elements; with one rank a stripe is one chunk. A stripe of one block of
+    4096 elements for each rank may be longer.
     """
 
     @functools.cached_property
@@ -237,8 +234,8 @@ def region_sizes(
     """The regions of the parameter page of a unit that consists of `parameters`.
 
     There is one region for each pair of dtype and `trainable` among the parameters, in the order in which the
-    pairs first occur. A region holds the parameters with its pair, laid one behind the other. chunk_elements,
-    ranks: as in `build`; the gaps between the parameters and the padding depend on them.
+    pairs first occur. A region holds the parameters with its pair, laid one behind the other. The gaps
+    between them and the padding depend on `chunk_elements` and `ranks`, which are as in `build`.
     """
     return _place(parameters, chunk_elements, ranks)[0]
 
@@ -318,9 +315,10 @@ def _in_stripes(numels: Sequence[int], alignment: int, length: int, ranks: int) 
 
 
 def _in_line(numels: Sequence[int], alignment: int, cut: _Cut | None) -> tuple[int, list[int]]:
-    """Lay the parameters of a region one behind the other; returns the end of the last one and all offsets.
+    """Lay the parameters of a region one behind the other. Returns the end of the last parameter and the
+    offsets of all, in elements.
 
-    Arguments and results are those of `_in_stripes`. cut: the chunks' ends; None in a frozen region.
+    numels, alignment: as in `_in_stripes`. cut: the chunks' ends; None in a frozen region.
     """
     end, offsets = 0, []
     for numel in numels:
@@ -409,10 +407,9 @@ def _check_chunk(chunk_elements: int) -> None:
 
 @dataclass(frozen=True)
 class Division:
-    """The way in which a model is divided into units and chunks.
-
-    It needs no model, so that a checkpoint can keep it. Two runs that divide a model alike have the same
-    durable places (infinity/planning/slab_layout.py).
+    """The way in which a model is divided into units and chunks, told by names, so that a checkpoint can keep
+    it. Two runs with the same division have their pages at the same places on disk
+    (infinity/planning/slab_layout.py).
     """
 
     units: tuple[tuple[str, tuple[str, ...]], ...]
@@ -420,7 +417,7 @@ class Division:
     canonical name of a parameter is the first of its names in `named_parameters`.
     """
     chunk_elements: int
-    """Elements of a chunk, which is a part of a unit that is updated as a whole."""
+    """As in `ModelLayout`: greatest length of a stripe in elements."""
 
     @staticmethod
     def of(layout: ModelLayout) -> Division:
@@ -430,10 +427,10 @@ class Division:
 
     def grouping(self, surveyed: Survey) -> Grouping | None:
         """Return the grouping of a surveyed model's parameters into this division's units, or None if the
-        division is not one of this model.
+        division does not fit the model.
 
-        It is one if it has each parameter's canonical name exactly once and no other names, no unit is empty,
-        and `chunk_elements` is a positive multiple of BLOCK.
+        A division fits if it has each parameter's canonical name exactly once and no other names, if no unit
+        is empty, and if `chunk_elements` is a positive multiple of BLOCK.
         """
         indices = {parameter.names[0]: index for index, parameter in enumerate(surveyed.parameters)}
         names = [name for _, members in self.units for name in members]

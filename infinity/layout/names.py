@@ -43,13 +43,13 @@ def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that is inside of all wrappers."""
+    """Return the module inside all wrappers of torch.compile and checkpoint_wrapper."""
     inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
     return model if inner is None else unwrapped(inner)
 
 
 def is_a(module: nn.Module, *classes: str) -> bool:
-    """Whether the class of a module, or a base of it, has one of these names. For libraries not imported."""
+    """Whether the class of a module, or one of its bases, has one of these names. No library is imported."""
     return any(each.__name__ in classes for each in type(module).__mro__)
 
 
@@ -57,7 +57,7 @@ def transformers_model(model: nn.Module) -> nn.Module | None:
     """Return the outermost module of `model` that is a PreTrainedModel of transformers; None: there is none,
     or transformers is older than 5.22 and has no conversion table that can be applied group by group.
 
-    transformers is not imported: what has made such a model has imported it.
+    transformers is not imported: the code that made such a model has imported it.
     """
     theirs, table = (
         sys.modules.get(f"transformers.{name}") for name in ("modeling_utils", "core_model_loading")

@@ -27,8 +27,8 @@ class Share:
     stage: int = 0
     """The stage of ZeRO, from 0 to 3. At stage 0 every rank keeps everything."""
     on_node: int = 0
-    """Number of ranks on each node, where nodes have equally many and ranks are numbered node by node; 0
-    where that is not so or all ranks run on one node.
+    """Number of ranks on each node, if all nodes have equally many and ranks are numbered node by node; 0
+    otherwise, and if all ranks run on one node.
     """
 
     def __post_init__(self) -> None:
@@ -53,22 +53,22 @@ class Share:
 
     @property
     def caches_for_node(self) -> int:
-        """Number of ranks on other nodes whose parameters this rank is to bring for all ranks of its node."""
+        """Number of ranks on other nodes whose parameters this rank pulls for all ranks of its node."""
         return self.ranks // self.on_node - 1 if self.on_node else 0
 
     def relay(self, owner: int) -> int:
-        """The rank that brings the parameters of another rank to this one's node: `owner` itself if it runs
-        on this node, or if ranks are not told apart by node.
+        """The rank from which this rank pulls parameters of `owner`.
 
-        Each rank of the node does so for the ranks of other nodes that have the same place there.
+        This is `owner` itself if it runs on this node or if `on_node` is 0. Otherwise it is the rank of this
+        node whose place on the node is the same as that of `owner` on its node.
         """
         if not self.on_node or owner // self.on_node == self.rank // self.on_node:
             return owner
         return self.rank // self.on_node * self.on_node + owner % self.on_node
 
     def kept(self, number: int, *, whole: bool) -> int:
-        """How many of `number` things that all ranks together have, and own equally many of, this rank keeps:
-        all if `whole`, and else its own.
+        """How many of `number` chunks or bytes, which are divided equally among the ranks, this rank keeps:
+        all if `whole`, else its own.
         """
         return number if whole else number // self.ranks
 
@@ -97,8 +97,8 @@ class Span:
     """Distance from the page's start to the range."""
     nbytes: int
     at: int
-    """Distance from the start of the owner's part to the range. A rank's part is the concatenation of the
-    rank's spans in page order.
+    """Distance from the start of the owner's share of the page to the range. A rank's share of a page is the
+    concatenation of the rank's spans in page order.
     """
 
 
@@ -121,9 +121,8 @@ def spans(layout: UnitLayout, ranks: int) -> tuple[Span, ...]:
 
 
 def part_bytes(layout: UnitLayout, ranks: int) -> int:
-    """Bytes of any rank's part of a unit's parameter page: a multiple of 4096, at least 4096.
-
-    layout: laid out for this number of ranks, to which the part's size is the same.
+    """Bytes of a rank's share of a unit's parameter page, equal for all ranks: a multiple of 4096, at least
+    4096. layout: laid out for this number of ranks.
     """
     if ranks == 1:
         return layout.nbytes
@@ -158,9 +157,10 @@ class HomeRange(NamedTuple):
 
 
 class PageShard:
-    """Where the home of a unit's parameter page has the ranges of the page, on one rank.
+    """Maps ranges of a unit's parameter page to ranges of the page's home on one rank.
 
-    The home holds the whole page if `share.whole_parameters`, and otherwise only the rank's own part.
+    The home holds the whole page if `share.whole_parameters`, and otherwise only the ranges that the rank
+    owns.
     """
 
     def __init__(self, layout: UnitLayout, share: Share) -> None:
@@ -171,12 +171,12 @@ class PageShard:
 
     @property
     def layout(self) -> UnitLayout:
-        """The unit."""
+        """The layout of the unit."""
         return self._layout
 
     @property
     def share(self) -> Share:
-        """The rank's place among the ranks."""
+        """The rank's place among the ranks, and what they divide."""
         return self._share
 
     @property
@@ -239,7 +239,7 @@ class PageShard:
         return found[0].home_start
 
     def pieces(self, start: int, nbytes: int) -> list[HomeRange]:
-        """The parts of a range of the page that the home holds, in page order; the list may be empty.
+        """Return the subranges of a range of the page that the home holds, in page order; there may be none.
 
         start: distance in bytes from the page's start to the range. nbytes: length of the range, which must
         lie inside the page.

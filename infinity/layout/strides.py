@@ -24,10 +24,10 @@ def in_memory_order(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor
 
 
 def part_in_memory_order(values: torch.Tensor, stride: Sequence[int], first: int, count: int) -> torch.Tensor:
-    """Elements [first, first + count) of `in_memory_order(values, stride)`: (count,).
+    """Return elements [first, first + count) of `in_memory_order(values, stride)`, of shape (count,).
 
-    Only this part is read, and copied where it is not a view, along with at most two rows of the tensor that
-    it has a part of. A row is what lies at one index of the outermost dimension in memory.
+    Only rows that contain such elements are read, and copied where the result is not a view. A row is the
+    elements at one index of the dimension that is outermost in memory.
     """
     if values.layout is not torch.strided or values.is_neg():
         return in_memory_order(values, stride)[first : first + count]
@@ -45,9 +45,10 @@ def part_in_memory_order(values: torch.Tensor, stride: Sequence[int], first: int
 
 
 def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]) -> bool:
-    """Whether dense tensors of one shape, with strides `first` and `second`, have one memory order.
+    """Whether dense tensors of one shape, with strides `first` and `second`, have their elements in the same
+    order in memory.
 
-    Strides of dimensions of size 1 say nothing, and neither do any strides of a tensor without elements.
+    Strides of dimensions of size 1 are ignored, and so are all strides of a tensor without elements.
     """
     if 0 in shape:
         return True

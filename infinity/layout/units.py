@@ -105,7 +105,7 @@ class Survey:
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
     def together(self, grouping: Grouping) -> tuple[tuple[int, ...], ...]:
-        """Return the sets of units that have to be resident at the same time, as indices into `grouping`.
+        """Return the sets of units that have to be resident at the same time, as indices in `grouping`.
 
         There is a set for each module whose direct parameters lie in several units: the set has these units.
         That happens where some of the module's parameters are tied to parameters of other modules.
@@ -155,7 +155,7 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
 
 
 def _dtype(precision: Precision, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in its page, if patterns may match any of its names."""
+    """Return the dtype of a parameter in its page: fp32 if `precision` keeps any of its names in fp32."""
     found = [precision.dtype_of(name, dtype) for name in names]
     return torch.float32 if torch.float32 in found else found[0]
 

@@ -1,7 +1,7 @@
 """Initial adapters: gives LoRA adapters on the meta device the values that PEFT would have given them.
 
-For a model on the meta device PEFT makes adapters there too, without values. They are initialised here in
-PEFT's order, with copies of their layers in RAM, one at a time.
+For a model on the meta device, PEFT makes adapters there too, without values. This module initialises the
+adapters in PEFT's order, each in a copy of its layer in RAM, one layer at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from infinity.layout.names import is_a
 from infinity.model.materialize import Fill, listed, registered
 
 Read = Callable[[torch.Tensor], torch.Tensor]
-"""Function that returns the values of a tensor of the base model: in RAM, of any dtype."""
+"""Function that returns the values of a tensor of the base model, in RAM, in any dtype."""
 
 _PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
-"""The children of a LoRA layer that hold adapters by name, in the order in which PEFT makes them."""
+"""Children of a LoRA layer that map an adapter's name to its tensors, in the order in which PEFT makes
+them.
+"""
 _CURE = (
     "Load the base into RAM (from_pretrained), and add the adapters there; or add plain adapters of LoRA "
     '(init_lora_weights=True or "gaussian") by get_peft_model. Those of a file are read after '
@@ -53,11 +55,10 @@ class _Lora:
         ]
 
     def refusal(self, name: str) -> str:
-        """Return why only PEFT can compute the values, as a part of a sentence; "" if they can be computed
-        here.
+        """Return the reason, for an error message, why only PEFT can compute the values; "" if there is none.
 
-        name: name_or_path of the base model. An adapter whose configuration has another one was read from a
-        file.
+        name: name_or_path of the base model. If the adapter's configuration names another base model, the
+        adapter was read from a file.
         """
         start = self.config.init_lora_weights
         variant = getattr(self.layer, "lora_variant", {}).get(self.adapter)
@@ -71,7 +72,7 @@ class _Lora:
         return ""
 
     def made(self, read: Read) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return what `values` yields. Raises ConfigError if PEFT fails."""
+        """Return the pairs that `values` yields. Raises ConfigError if PEFT fails."""
         try:
             return list(self.values(read))
         except InfinityError:
@@ -84,8 +85,10 @@ class _Lora:
             ) from error
 
     def values(self, read: Read) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield (parameter, values), with the random numbers that PEFT draws. read: gives the base's values.
-        PEFT makes adapters in torch's default dtype, and rounds them to the dtype of the base.
+        """Yield (parameter, values) for the adapter's parameters, drawing the random numbers that PEFT draws.
+
+        PEFT makes adapters in torch's default dtype, and rounds them to the dtype of the base. read: returns
+        the values of the base.
         """
         own, base = self.parameters, self.layer.get_base_layer()
         dtype = getattr(base, getattr(self.layer, "parameter_name", "weight")).dtype
@@ -124,9 +127,10 @@ def initialise_adapters(
     """Initialise the adapters of `model` on the meta device, and the copies of modules that PEFT trains
     whole.
 
-    With one seed the values have the bits of PEFT's in RAM. RAM holds the adapters of one layer, and with
-    DoRA a copy of the layer. wanted: the ids of the parameters and persistent buffers that need values. read:
-    see Read. fill: as for `materialize`. device: where the buffers are made.
+    With the same seed, the values have the bits that PEFT gives adapters in RAM. At any time RAM holds the
+    adapters of one layer, and with DoRA also a copy of the layer. wanted: the ids of the parameters and
+    persistent buffers that need values. read: see `Read`. fill: function (parameter, values), called once for
+    each wanted parameter. device: where wanted buffers are made.
 
     Raises ConfigError, before `fill` is called, if only PEFT can compute the values of a tensor.
     """
@@ -166,8 +170,8 @@ def initialise_adapters(
 
 
 def _loras(model: nn.Module) -> Iterator[_Lora]:
-    """The LoRA adapters in PEFT's order: by adapter, and there those of layers before those of single
-    parameters, the innermost of a module first.
+    """Yield the LoRA adapters in the order in which PEFT makes them: adapter by adapter; of each adapter
+    first the layers, then the wrappers of single parameters, of one module the innermost first.
     """
     layers = [each for each in tuned_layers(model) if is_a(each, "LoraLayer")]
     first: dict[int, int] = {}
@@ -184,7 +188,7 @@ def _loras(model: nn.Module) -> Iterator[_Lora]:
 
 
 def _trained_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (tensor, original) for each tensor of a copy of a module that PEFT trains whole."""
+    """Yield (tensor of the copy, tensor of the original) for modules that PEFT copies and trains whole."""
     wrappers: list[Any] = [each for each in model.modules() if is_a(each, "ModulesToSaveWrapper")]
     for wrapper in wrappers:
         original = wrapper.original_module

@@ -1,13 +1,12 @@
-"""Compiled blocks: runs modules of one class through one graph of torch.compile that takes parameters.
+"""Compiled blocks: runs all modules of one class through one graph of torch.compile.
 
 A graph that fetches pages would break at each parameter. So all pages of a block are fetched before its graph
-runs, and the graph gets views of them as plain tensors. Autograd saves references to pages in place of these
-views, as everywhere.
+runs, and the graph gets views of the parameters as plain tensors. Autograd saves references to pages in place
+of these views.
 
-[Note: shells] The graph is made of a shell of the block: modules of the same classes with the same
+[Note: shells] torch.compile traces a shell of the block: modules of the same classes with the same
 attributes, but with the views in place of parameters, and without hooks. The attributes are copied before
-each call, so a change of the block (train(), a dropout's rate) reaches the shell. torch.compile guards on
-what it has used.
+each call, so a change of the block (train(), a dropout's rate) reaches the shell, and the graph's guards.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from infinity.model.transforms import in_transform
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OWN = frozenset(vars(nn.Module())) - {"training", "_buffers"}
-"""Names of the attributes that a shell has by itself."""
+"""Names of the attributes that are not copied from a module to its shell."""
 
 
 class CompiledBlock:
-    """Replaces the forward of a block. A copy of the block has the plain forward."""
+    """Replaces the forward of a block. A copy of the block (deepcopy, pickle) has the plain forward again."""
 
     def __init__(self, block: nn.Module, compiled: Callable[..., Any], pager: Pager) -> None:
         """Replace the block's forward by `compiled`, the compiled forward of its class."""
@@ -48,7 +47,7 @@ class CompiledBlock:
         vars(self._block).pop("forward", None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block. Raises ConfigError if it cannot be compiled, or if a module in it has a hook."""
+        """Run the block. Raises ConfigError if it cannot be compiled, or if one of its modules has a hook."""
         if in_transform():
             return type(self._block).forward(self._block, *args, **kwargs)
         with self._lock:
@@ -125,7 +124,7 @@ def compile_blocks(
     model: nn.Module, kind: type[nn.Module], pager: Pager, options: dict[str, Any]
 ) -> list[CompiledBlock]:
     """Compile the forward of the outermost modules of class `kind` in `model`. options: of torch.compile.
-    Raises ConfigError if there are none, or if one has a forward of its own.
+    Raises ConfigError if there is no such module, or if a module's `forward` has been replaced.
     """
     paths = {path: each for path, each in named_modules(model) if type(each) is kind}
     blocks = {

@@ -74,7 +74,7 @@ def _inert() -> Callable[..., None]:
 
 class RefuseDDP:
     """Replaces the list of parameters that DistributedDataParallel is to ignore. Iterating over it raises
-    ConfigError, so that an offloaded model is refused.
+    ConfigError, so DistributedDataParallel cannot wrap an offloaded model.
     """
 
     def __iter__(self) -> Any:
@@ -122,8 +122,8 @@ class ModuleHooks:
         self._tree = _tree(model)
         self._handles: list[RemovableHandle] = []
         self._loading: list[RemovableHandle] = []
-        """The hooks that make loading into a closed model raise an error that says so, instead of one that
-        lists every parameter.
+        """The hooks that raise ConfigError if load_state_dict() is called after closing. Without them, torch
+        would raise an error that lists every parameter.
         """
         modules = dict(named_modules(model, remove_duplicate=False))
         for path, units in module_units.items():
@@ -138,8 +138,8 @@ class ModuleHooks:
         model._ddp_params_and_buffers_to_ignore = RefuseDDP()  # type: ignore[assignment]
 
     def remove(self, *, all_of_them: bool = False) -> None:
-        """Remove the hooks from the model. Without `all_of_them`, those that make load_state_dict() raise
-        after closing stay.
+        """Remove the hooks from the model. all_of_them: also remove the hooks that make load_state_dict()
+        raise after closing.
         """
         for handle in (*self._handles, *(self._loading if all_of_them else ())):
             handle.remove()
@@ -186,8 +186,8 @@ class ModuleHooks:
         return CastOperands(PagedParameter, self._inputs.dtype)
 
     def _cast_in_backward(self) -> None:
-        """From now on, cast operands also in modules that a backward calls again. Most models do not need
-        these hooks, which would cost time in every call of a module.
+        """Add hooks that cast operands in modules that a backward calls again. Most models do not need these
+        hooks, which cost time in every call of a module.
         """
         self._casts_in_backward = True
         self._handles += hook_recomputation(self._model, Hook(self._recompute), Hook(self._end_recompute))
@@ -216,8 +216,8 @@ class ModuleHooks:
 
 
 def _caller() -> FrameType:
-    """Return the frame of torch's code that called the running `Hook`: three calls up, so that the Hook's
-    function must call this directly.
+    """Return the frame of torch's code that called the running `Hook`. That is three calls up, so only the
+    Hook's function may call `_caller`.
     """
     return sys._getframe(3)
 
@@ -249,8 +249,8 @@ def _tree(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
-    """Whether no parameter was added, removed or replaced between two results of `_tree`.
-    torch.func.functional_call replaces parameters by tensors that are not Parameters during a call.
+    """Whether no Parameter was added, removed or replaced between two results of `_tree`. Other tensors in
+    place of Parameters are ignored: torch.func.functional_call puts them there during a call.
     """
     if len(before) != len(now):
         return False

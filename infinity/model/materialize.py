@@ -46,16 +46,16 @@ class Registered:
     """The tensor's names in state_dict(); the first is the canonical name."""
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register `tensor` everywhere instead of the present tensor. Module.__setattr__ is bypassed, because
-        nn.LSTM's would rebuild the LSTM's list of flat weights.
+        """Register `tensor` in all of `places`. Module.__setattr__ is bypassed, because nn.LSTM's would
+        rebuild the LSTM's list of flat weights.
         """
         for place, key in self.places:
             place[key] = tensor
 
 
 def registered(model: nn.Module) -> dict[int, Registered]:
-    """All parameters and buffers of `model`, by id(), in the order of named_modules(), with the names of
-    infinity/layout/names.py.
+    """Return all parameters and buffers of `model`, by id(), in the order of named_modules(). Their names are
+    those without wrappers (infinity/layout/names.py).
     """
     found: dict[int, Registered] = {}
     for prefix, module in named_modules(model, remove_duplicate=False):
@@ -98,7 +98,7 @@ def materialize(
     descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
     nn.Transformer).
 
-    fill: function (parameter, values), called once for each parameter on the meta device, tied or not.
+    fill: function (parameter, values), called once for each parameter on the meta device, even if it is tied.
     `parameter` is the model's Parameter, which stays on the meta device; a substitute is registered in the
     model meanwhile. `values` has the parameter's shape, strides and dtype, and is dropped after the call.
     device: where the buffers that replace buffers on the meta device are made. only: the tensors to
@@ -136,7 +136,8 @@ class _Substitutes:
     """Substitutes for a model's tensors, registered in the model from `place` until `clear`.
 
     Initialisers write to the substitutes. A substitute is on the meta device, where a write costs nothing and
-    is lost, unless `open` made it real. The id() of the model's tensor is the key of both.
+    is lost, unless `open` made it real. A key is the id() of a tensor of the model, and also names the
+    tensor's substitute.
     """
 
     def __init__(self, tensors: dict[int, Registered]) -> None:
@@ -166,8 +167,10 @@ class _Substitutes:
             entry.put(entry.tensor)
 
     def run(self, call: Callable[[], Any], own: Iterable[int]) -> set[int]:
-        """Run the initialiser `call`, and return the keys of the tensors that it wrote to. own: keys of the
-        tensors of the initialiser's module. Of these, tensors that it replaced by others count, too.
+        """Run the initialiser `call`, and return the keys of the tensors that it wrote to.
+
+        own: keys of the tensors of the initialiser's module. A tensor of these that the initialiser replaced
+        by another one counts as written.
         """
         with _Writes() as writes:
             call()
@@ -224,8 +227,8 @@ class _Writes(TorchDispatchMode):
 
 
 class _AsIfReal(TorchFunctionMode):
-    """A mode in which `is_meta` of every tensor is False. Otherwise trunc_normal_ and other functions of
-    torch.nn.init do nothing.
+    """A mode in which `is_meta` of every tensor is False. Without it, trunc_normal_ and other functions of
+    torch.nn.init would do nothing to tensors on the meta device.
     """
 
     def __torch_function__(
@@ -325,10 +328,11 @@ def _step_of(
 
 
 def _dry_run(call: Callable[[], Any], own: set[int], substitutes: _Substitutes) -> set[int]:
-    """Run an initialiser with all tensors on the meta device, and return the keys of what it writes to.
+    """Run the initialiser `call` with all tensors on the meta device, and return the keys of the tensors that
+    it writes.
 
-    call: the initialiser. own: keys of the tensors of its module, which are assumed to be written if `call`
-    fails because it needs real values. The random number generator's state is restored.
+    own: keys of the tensors of the initialiser's module. They are returned if `call` fails, because it may
+    need real values. The random number generator's state is restored.
     """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -405,7 +409,7 @@ def _run(
 
 
 class PlainParameters:
-    """Copies, in host RAM, of the parameters of an offloaded model, in the dtypes that they had before. A
+    """Copies, in RAM, of an offloaded model's parameters, in the dtypes that they had before `offload`. A
     trained parameter that had another floating-point dtype than its page is converted from its fp32 master.
     """
 
@@ -440,8 +444,8 @@ class PlainParameters:
         return self._pager.copy(place, "cpu")
 
     def give_back(self) -> None:
-        """Make the model's parameters plain Parameters again, the same objects, with the copies as values,
-        and move all buffers to RAM. Called when the pages have ended.
+        """Make the model's parameters, the same objects, plain Parameters with the copied values, and move
+        all buffers to RAM. Called after the pages are closed.
         """
         parameters = [each for page in self._pager.pages for each in page.parameters]
         for parameter, values in zip(parameters, self._values, strict=True):

@@ -1,12 +1,12 @@
 """Paged gradient: the value of `p.grad` of a paged parameter that has a gradient, a tensor without bytes.
 
-It has the parameter's shape, strides, dtype and device, and supports what training loops do with gradients:
+A paged gradient has the parameter's shape, strides, dtype and device, and supports what training loops do:
 
-- its 2-norm comes from the sums of squares of its page, as a float32 scalar at least;
+- its 2-norm is computed from the sums of squares of the gradient page, in float32 or a wider dtype;
 - a factor by which it is multiplied is stored, and used by the update (`Gradients.agree_on_factor`);
-- zero_() makes it one of zeros, which has no bytes;
+- zero_() replaces the gradient by zeros;
 - any other read gets a copy in the gradient's dtype and on its device;
-- any other write raises ConfigError. So does a write to a view of it, such as p.grad[0], which is a copy.
+- any other write raises ConfigError, and so does a write to a view such as p.grad[0], which views a copy.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ class StoredGradients(Protocol):
 
 
 class PagedGradient(torch.Tensor):
-    """A parameter's gradient, as `p.grad` returns it, or a view of a copy of it. Its bytes are in a page."""
+    """Represents a parameter's gradient, whose bytes are in a page, or a view of a copy of the gradient."""
 
     _name: str
-    """The parameter's, for errors."""
+    """The parameter's name, for errors."""
     _stored: StoredGradients
     _key: tuple[int, int]
     """(index of the unit, index of the parameter in it)."""
     _age: int
     _view: torch.Tensor | None = None
-    """The view of a copy of the gradient that this object represents; None: it represents the gradient."""
+    """The view of a copy of the gradient that this object represents; None if it represents the gradient."""
 
     @staticmethod
     def __new__(
         cls, like: torch.Tensor, name: str, stored: StoredGradients, key: tuple[int, int]
     ) -> PagedGradient:
-        """like: a tensor with the same shape, strides, dtype and device. name: the parameter's. key: (index
-        of the unit, index of the parameter in it).
+        """like: a tensor with the gradient's shape, strides, dtype and device. name: the parameter's name.
+        key: (index of the unit, index of the parameter in it).
         """
         with torch._C.DisableTorchFunctionSubclass():
             gradient: PagedGradient = torch.Tensor._make_wrapper_subclass(
@@ -85,7 +85,7 @@ class PagedGradient(torch.Tensor):
         return same and self._stored.gradient_age(*key) == self._age
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the gradient, or the view of a copy, which the caller only reads."""
+        """Return a copy of the gradient, or the view of a copy that this object represents, for reading."""
         if self._view is not None:
             return self._view
         found = self._present().read_gradient(*self._key)
@@ -192,7 +192,7 @@ def _refuse(gradient: PagedGradient, what: str) -> NoReturn:
 def _norm(
     gradient: PagedGradient, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Implements linalg.vector_norm for order 2 and all dimensions; NotImplemented for others."""
+    """Compute linalg.vector_norm of order 2 over all dimensions; NotImplemented for other arguments."""
     every = not dim or sorted(each % gradient.ndim for each in dim) == list(range(gradient.ndim))
     if order != 2 or not every or keepdim:
         return NotImplemented
@@ -217,8 +217,8 @@ def _divide(gradient: Any, by: Any) -> Any:
 
 
 def _number(gradient: Any, by: Any) -> float | None:
-    """The number by which a gradient is multiplied or divided; None if `by` has several elements or is itself
-    the paged gradient.
+    """Return `by` as a number by which `gradient` can be multiplied or divided. Returns None if `gradient` is
+    no paged gradient, or if `by` is one or has several elements.
     """
     if not isinstance(gradient, PagedGradient) or isinstance(by, PagedGradient):
         return None
@@ -247,7 +247,7 @@ def _zero_all(gradients: Sequence[Any]) -> None:
 
 
 def _unscale_all(gradients: Sequence[Any], found: torch.Tensor, factor: torch.Tensor) -> None:
-    """Implements what torch.amp.GradScaler calls: `found` becomes 1 if a gradient is not finite."""
+    """Multiply gradients by `factor`, for torch.amp.GradScaler. `found` becomes 1 if one is not finite."""
     number = float(factor)
     for gradient in gradients:
         if not isinstance(gradient, PagedGradient):
@@ -291,8 +291,8 @@ _ANY: Any = torch.Tensor
 _OF_COPIES: frozenset[Any] = frozenset(
     [_ANY.numpy, _ANY.tolist, _ANY.__array__, _ANY.__deepcopy__, _ANY.__reduce_ex__]
 )
-"""Methods that read the memory of a tensor, so that they get a copy."""
+"""Methods that read the memory of a tensor: they are called on a copy of the gradient."""
 _OF_MEMORY: frozenset[Any] = frozenset(
     [_ANY.data.__set__, _ANY.data_ptr, _ANY.apply_, _ANY.map_, _ANY.share_memory_, _ANY.__dlpack__]
 )
-"""Methods that give the memory of a tensor to others, or change it."""
+"""Methods that give out or change the memory of a tensor: they raise ConfigError."""

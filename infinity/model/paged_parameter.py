@@ -4,8 +4,8 @@ Operations that need only metadata, such as the shape, fetch no page. `adopt` co
 because optimizers, tied weights and nn.LSTM's list of flat weights refer to the Parameter object itself.
 torch calls `__torch_function__` with each operation on a paged parameter and its arguments. The pages of all
 paged parameters among them, also in nested lists, tuples and dictionaries, are fetched together. Then the
-operation runs as if these parameters were plain, with operands cast to their dtype where it demands equal
-dtypes (infinity/formats/casts.py).
+operation runs as if these parameters were plain. If it demands equal dtypes, its other operands are cast to
+the parameters' dtype (infinity/formats/casts.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PageAccess(Protocol):
         """
 
     def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
-        """Return a copy of the parameter's values, on its device (None) or on another one."""
+        """Return a copy of the parameter's values on `device`; None: on the parameter's own device."""
 
     @property
     def inside(self) -> bool:
@@ -63,7 +63,7 @@ class PageAccess(Protocol):
 
     def exported_data(self, place: Place) -> torch.Tensor:
         """Return the value of `p.data`: a view of the parameter, with a version counter of its own. The
-        runtime notices edits through it, too.
+        runtime notices edits through this view.
         """
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
@@ -133,7 +133,9 @@ class PagedParameter(nn.Parameter):
 
     _place: Place
     _refusal: RemovableHandle | None = None
-    """The hook that refuses a gradient of a parameter that was frozen in offload and now requires one."""
+    """A hook that raises ConfigError for a gradient. Set if the parameter was frozen when it was offloaded,
+    and requires gradients now.
+    """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(data, requires_grad)
@@ -163,10 +165,10 @@ class PagedParameter(nn.Parameter):
         return pager.run(func, taken, args, kwargs)
 
     def set_(self, *arguments: Any, **options: Any) -> Any:
-        """Do nothing in a forward if the argument is the parameter itself: PEFT, which registers
-        parametrizations in the forward of experts with adapters, makes this call. Otherwise raise
-        ConfigError, because a paged parameter cannot be given another storage. (torch does not call
-        __torch_function__ for `set_`.)
+        """Raise ConfigError, because a paged parameter cannot be given another storage.
+
+        `p.set_(p)` in a forward does nothing. PEFT makes this call when it registers parametrizations in the
+        forward of experts with adapters. (torch does not call __torch_function__ for `set_`.)
         """
         if options or len(arguments) != 1 or arguments[0] is not self or not self._place.pager.inside:
             _no_other_storage(self)
@@ -174,11 +176,10 @@ class PagedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """None without a gradient; else a tensor without bytes, for a gradient in a page
-        (infinity/model/paged_gradient.py says what it supports). With several ranks it is the average, and
-        must be read on the same ranks as `Runtime.grad`.
+        """The gradient as a PagedGradient, a tensor without bytes; None if there is no gradient. With several
+        ranks it is the average over ranks, and reading its values is subject to the rules of `Runtime.grad`.
 
-        Setting the property to None drops the gradient; with several ranks all do it, after the same
+        Setting the property to None drops the gradient; with several ranks all must do so, after the same
         backward. A tensor of the parameter's shape, on any device and of any floating dtype, is copied to the
         page as the gradient. Raises ConfigError for other values, and the errors of
         `TrainingStep.set_gradient`.
@@ -212,8 +213,8 @@ class PagedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy the parameter as a plain Parameter of its dtype with a copy of the values.
 
-        If an AveragedModel makes the copy, or in `Runtime.masters`, it has the values of the fp32 master
-        ([Note: averages of masters]).
+        The copy of a parameter in bf16 or fp16 has the values of the fp32 master if an AveragedModel makes
+        it, or in `Runtime.masters` ([Note: averages of masters]).
         """
         if id(self) not in memo:
             place, pager = self._place, self._place.pager
@@ -241,8 +242,8 @@ def adopt(parameter: nn.Parameter, place: Place) -> None:
 
 
 def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Convert a PagedParameter, whose page has ended, to a plain Parameter, in place. values: its memory from
-    now on, of the parameter's shape.
+    """Convert a PagedParameter to a plain Parameter, in place, after its page was closed. values: a tensor of
+    the parameter's shape, whose memory becomes the parameter's.
     """
     assert isinstance(parameter, PagedParameter)
     if parameter._refusal is not None:
@@ -275,7 +276,8 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
     """Return `value`, which user code sets as a parameter's gradient, on the parameter's device. Raises
-    ConfigError if the parameter has no page for a gradient, or the gradient another shape.
+    ConfigError if the parameter has no page for a gradient, or if `value` is no dense tensor of floats of the
+    parameter's shape.
     """
     place = parameter._place
     if place.pager.gradients is None or not place.page.layout.parameters[place.index].trainable:
@@ -299,7 +301,7 @@ def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
 
 
 def is_rounded(place: Place) -> bool:
-    """Whether the parameter is in bf16 or fp16, so that it is rounded if it has an fp32 master."""
+    """Whether the parameter is in bf16 or fp16, and thus rounded if it has an fp32 master."""
     return place.page.layout.parameters[place.index].dtype in (torch.bfloat16, torch.float16)
 
 
@@ -344,9 +346,9 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
 
 
 def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an implementation of `function`, which returns where a parameter's bytes are. It raises
-    ConfigError for safetensors, which reads the bytes only after all addresses, when pages may have been
-    moved.
+    """Return a function that fetches the page of a parameter and calls `function`, which returns the
+    parameter's memory. Raises ConfigError if safetensors calls it: safetensors reads the bytes after it has
+    collected all addresses, when pages may have been evicted.
     """
 
     def carried_out(parameter: PagedParameter) -> Any:
@@ -374,7 +376,7 @@ _AVERAGING = frozenset(
 
 def _check_average(places: Iterable[Place], args: Any) -> None:
     """Raise ConfigError if a rounded parameter is to be averaged with fp32 values, in no_grad and outside the
-    model's forward. places, args: of an operation of `_AVERAGING`.
+    model's forward. places: the parameters' places. args: the arguments of a function in `_AVERAGING`.
     """
     if torch.is_grad_enabled():
         return

@@ -102,7 +102,7 @@ class Pager:
         heap: HeapGuard,
         lock: RuntimeLock,
     ) -> None:
-        """pages: the parameter pages, by index of the unit. addresses: see `addresses`. edits: writes user
+        """pages: the parameter pages, by index of the unit. addresses: see the attribute. edits: writes user
         code's changes of parameters to the pages' homes. scale: the loss scale of the gradients that arrive
         at parameters. health: raises an error once the runtime is closed or lost. heap: counts the bytes of
         saved activations. lock: the runtime's.
@@ -176,10 +176,11 @@ class Pager:
 
     @contextmanager
     def views(self, parameters: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
-        """Context with a view of each paged parameter, as a plain tensor of the parameter's graph, and the
-        others among `parameters` as they are. All pages are fetched together before. Autograd saves
-        references to pages in place of these views. Raises BudgetError if the pages do not fit together, and
-        StorageError if a page cannot be read.
+        """Context with a list of `parameters`, in which each paged parameter is replaced by a view of it.
+
+        A view is a plain tensor; gradients flow from it to the parameter, and autograd saves a reference to
+        the page in its place. All pages are fetched together. Raises BudgetError if they do not fit together,
+        and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -196,8 +197,8 @@ class Pager:
 
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
         """Remember the values of the parameter that an in-place operation is about to change, so that the
-        fp32 masters of unchanged elements are kept. Returns the parameter's place, or [] if it is not one of
-        this runtime.
+        fp32 masters of unchanged elements are kept. Returns the places of parameters of this runtime that
+        `function` is about to change.
         """
         name = getattr(function, "__name__", "")
         in_place = name.startswith(("__i", "__setitem")) or (name.endswith("_") and name[-2:] != "__")
@@ -301,9 +302,9 @@ class Pager:
     def whole(self, units: Sequence[int]) -> Iterator[None]:
         """Context in which the pages of all `units` stay resident.
 
-        At its end, edits of their parameters are written to the pages' homes, or refused with ConfigError if
-        those of other ranks differ (`EditTracker.publish`). The runtime's lock is not held in the context,
-        because autograd's threads, for which code in the context may wait, have to fetch pages too.
+        At its end, edits of their parameters are written to the pages' homes. Raises ConfigError then if
+        other ranks made different edits (`EditTracker.publish`). The runtime's lock is not held in the
+        context, because autograd's threads, for which code in the context may wait, have to fetch pages too.
         """
         with ExitStack() as ends:
             with self.lock:
@@ -345,8 +346,8 @@ class Pager:
         return self.prefetch_engine.store.copied_to_host(found)
 
     def copied_values(self, place: Place, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Return a copy in RAM of a parameter's values, with all edits that are written home. Arguments as
-        for `values`.
+        """Return a copy in RAM of a parameter's elements [first, first + count), (count,) in memory order.
+        count: None: all elements from `first` on. The copy has all edits that were written to the home.
         """
         if not self.prefetch_engine.whole:  # the home lacks parts of other ranks, or has outdated ones
             return self.values(place, first, count).clone()
@@ -393,13 +394,13 @@ class Pager:
                 self.edits.follow()
 
     def _settle(self, places: Sequence[Place]) -> None:
-        """Wait until the pending commit has the values of parameters that user code may change now."""
+        """Wait until the pending commit holds the values of parameters that user code may change next."""
         self.prefetch_engine.settle_for_user([place.page.index for place in places])
 
     def _export_views(self, result: Any, places: Sequence[Place]) -> Any:
         """Track each tensor in `result` that is a view of a page, so that later edits through it are noticed,
-        and return `result`; in a call of state_dict, a copy of the parameter in RAM. places: those of the
-        operation's parameters.
+        and return `result`. In a call of state_dict, return a copy of a view in RAM instead. places: the
+        places of the operation's parameters.
         """
         for place, view in _views(result, places):
             if self.copying and view is result:

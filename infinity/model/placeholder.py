@@ -60,7 +60,7 @@ class Placeholders:
         self.nbytes = mapping.nbytes
         """Bytes of addresses that the storage spans; at least `largest`."""
         self.held = mapping.chunk
-        """Bytes of memory that the storage takes: those of the repeated chunk."""
+        """Bytes of memory that the storage takes: the size of the repeated chunk."""
 
     def of(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Make a placeholder of this shape, these strides (in elements, none negative) and this dtype, which
@@ -148,8 +148,8 @@ def _mapped(address: int | None, nbytes: int) -> int:
 
 
 class DeviceMapping:
-    """As CpuMapping, but with one allocation of device memory. `release` is to be called when no queued work
-    uses the range any more.
+    """The device's counterpart of CpuMapping: one allocation of device memory, mapped repeatedly. Call
+    `release` only when no queued work uses the range.
     """
 
     def __init__(self, driver: Driver, largest: int) -> None:

@@ -35,7 +35,7 @@ from infinity.model.unscaled_hooks import (
 )
 
 _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The type of the nodes that add a gradient to the `.grad` of a leaf, their attribute `variable`."""
+"""The type of a node that adds a gradient to the `.grad` of a leaf. The leaf is the node's `variable`."""
 
 _open: weakref.WeakSet[LossScale] = weakref.WeakSet()
 """The dynamic loss scales of all open runtimes of the process."""
@@ -44,8 +44,8 @@ _lock = threading.Lock()
 
 
 def scale_backwards(scale: LossScale) -> Callable[[], None]:
-    """Scale the backwards that reach parameters of the runtime with this loss scale, from now on. Returns a
-    function that ends this.
+    """Scale the backwards that reach parameters of the runtime with this loss scale, until the returned
+    function is called.
     """
 
     def end() -> None:
@@ -158,11 +158,11 @@ class _Outermost(ScaledBackward):
         self._retained: set[tuple[Node, int]] = set()
         """(node, number of its output) of the tensors whose retained gradients are unscaled."""
         self._later: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
-        """id() of a leaf -> (the leaf, its former gradient): the present one is scaled until `end`."""
+        """id() of a leaf whose gradient is scaled until `end` -> (the leaf, its gradient from before)."""
 
     def enter(self, graph: _Graph, inputs: Sequence[Any]) -> None:
-        """Prepare the nodes of `graph` for a backward: for this one, or for one that a Function begins inside
-        it.
+        """Prepare the nodes of `graph` for this backward, or for a backward that a Function begins inside it.
+        inputs: those of torch.autograd.backward.
         """
         for leaf in graph.leaves:
             hooks = leaf.variable._backward_hooks
@@ -194,7 +194,7 @@ class _Outermost(ScaledBackward):
                 leaf.grad = _sum(former, None if leaf.grad is None else leaf.grad / self.scale)
 
     def _rescale(self, leaf: Any, scale: float) -> None:
-        """Scale the gradients that arrive at the node of a leaf by `scale`, relative to true ones."""
+        """Have gradients arrive at the node of a leaf multiplied by `scale`, not by this backward's scale."""
         self.leaf_scales[leaf] = scale
 
         def rescale(gradients: tuple[torch.Tensor | None, ...]) -> Any:
@@ -205,8 +205,8 @@ class _Outermost(ScaledBackward):
         self._handles.append(leaf.register_prehook(ScaledHook(rescale)))
 
     def _divide_later(self, leaf: torch.Tensor) -> None:
-        """Divide the gradient of a leaf at the end. The leaf is in a graph that a Function has made in its
-        backward. The Function may read the leaf's gradient and compute with it.
+        """Have `end` unscale the gradient of a leaf. The leaf is in a graph that a Function made in its
+        backward, and the Function may compute with the scaled gradient.
         """
         noted = self._later.get(id(leaf))
         if noted is None or noted[0]() is not leaf:
@@ -214,7 +214,7 @@ class _Outermost(ScaledBackward):
             leaf.grad = None
 
     def _make_retained_true(self, tensor: torch.Tensor) -> None:
-        """Divide the gradient that a tensor other than a leaf retains, before the tensor's node runs."""
+        """Have the gradient that `tensor`, not a leaf, retains unscaled before the tensor's node runs."""
         node, output = tensor.grad_fn, tensor.output_nr
         if node is None or (node, output) in self._retained:
             return

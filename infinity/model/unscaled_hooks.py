@@ -1,4 +1,4 @@
-"""Unscaled hooks: hooks on gradients, which get true gradients in a backward that runs with a loss scale.
+"""Unscaled hooks: gives the user's hooks true gradients in a backward that runs with a loss scale.
 
 [Note: scaled backwards] In fp16, a backward that reaches parameters of a runtime starts from gradients that
 are multiplied by the runtime's loss scale (infinity/model/scaled_backward.py). So all gradients in it are
@@ -15,8 +15,8 @@ is unscaled:
 The backward of a torch.autograd.Function gets scaled gradients, as with torch.amp.GradScaler. That is right
 if its results are linear in these gradients. Without the scale, its results in fp16 would underflow.
 
-The hooks are those of tensors and of autograd's nodes. Hooks on the backward of modules are made of hooks of
-nodes, and torch.autograd.graph.register_multi_grad_hook of hooks of tensors.
+Hooks of tensors and hooks of autograd's nodes are unscaled. torch makes hooks on the backward of modules from
+hooks of nodes, and those of torch.autograd.graph.register_multi_grad_hook from hooks of tensors.
 
 Hooks also run in threads of autograd, and a backward may run in a hook or a Function of another backward. So
 the running backward is stored in the thread-local state of torch, which autograd hands on to its threads.
@@ -43,13 +43,13 @@ _KEY = "infinity.scaled_backward"
 
 
 class ScaledBackward:
-    """A running backward, with the backwards that run in its Functions: their gradients are scaled."""
+    """A running backward with scaled gradients, and the backwards that its Functions begin."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
         """The factor by which gradients are larger than true ones: a power of two."""
         self.leaf_scales: dict[Node, float] = {}
-        """Node of a leaf -> the factor of the gradients that leave it, where it differs from `scale`."""
+        """Node of a leaf -> the factor of the gradients that leave the node, where it is not `scale`."""
         self.ended = False
 
 
@@ -84,7 +84,7 @@ def _note(backward: ScaledBackward | None) -> None:
 
 @functools.cache
 def _steals() -> bool:
-    """Whether torch releases a reference to a stored object that it has not acquired, as older torch does."""
+    """Whether torch releases more references to a stored object than it acquires, as older torch does."""
     probe = object()
     before = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
@@ -130,7 +130,7 @@ class UnscaledHook:
 
 
 class ScaledHook:
-    """A hook that calls `hook` with the gradients of a scaled backward as they are."""
+    """A hook that calls `hook` with the gradients of a scaled backward, not unscaled."""
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self._hook = hook
@@ -140,12 +140,12 @@ class ScaledHook:
 
 
 def unscaled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that calls `hook` with true gradients, or `hook` itself if it is such a hook."""
+    """Return a hook that calls `hook` with true gradients; `hook` itself if it is of a class above."""
     return hook if isinstance(hook, (UnscaledHook, ScaledHook)) else UnscaledHook(hook)
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Any:
-    """Return `values`, the arguments or the result of a hook, with function(tensor) for each tensor."""
+    """Replace each tensor in `values`, the arguments or the result of a hook, by function(tensor)."""
     if isinstance(values, torch.Tensor):
         return function(values)
     if isinstance(values, (tuple, list)):
@@ -170,14 +170,14 @@ def retain(tensor: torch.Tensor) -> None:
 
 
 def _is_made(found: object) -> bool:
-    """Whether an object that the garbage collector knows is a tensor that an operation made."""
+    """Whether an object is a tensor that an operation made, and not a leaf."""
     with contextlib.suppress(RuntimeError):  # torch 2.6 has tensor objects without a tensor
         return issubclass(type(found), torch.Tensor) and not found.is_leaf  # type: ignore[attr-defined]
     return False
 
 
 def take_older() -> None:
-    """Unscale the hooks and retained gradients that tensors have already.
+    """Have the hooks that tensors have already get true gradients, and list tensors that retain gradients.
 
     Hooks of autograd's nodes cannot be found, nor those of tensors that are gone while their graph lives. The
     hooks of leaves are found in each backward.
@@ -214,7 +214,7 @@ def node_hook_registration(original: Callable[..., Any]) -> Any:
 
 
 def retention(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a substitute for torch.Tensor.retain_grad, after which `retained` lists the tensor."""
+    """Return a substitute for torch.Tensor.retain_grad, which also lists the tensor for `retained`."""
 
     @functools.wraps(original)
     def retain_grad(self: torch.Tensor) -> None:
@@ -237,7 +237,7 @@ class Replacement:
     """Replaces an attribute of a class of torch by a substitute, and restores the attribute."""
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """owner: the class. name: the attribute. make: returns the substitute of the attribute's value."""
+        """owner: the class. name: the attribute. make: returns a substitute for the attribute's value."""
         self._owner = owner
         self._name = name
         self._make = make
