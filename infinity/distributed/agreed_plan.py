@@ -1,10 +1,12 @@
-"""Agreed plan: checks that ranks have equal models and room for all, and has them divide these models alike.
+"""Agreed plan: all ranks check that their models are equal, divide them alike, and claim memory and disk
+space.
 
-Ranks may have different budgets. Their pages must be cut alike, so all take the division of the rank whose
-chunks and units are the smallest.
+Budgets may differ between ranks, but pages must be cut alike. So all ranks take the division of the rank with
+the smallest chunks and units.
 
-What one rank takes of RAM, a device or a file system is checked where it takes it. Ranks take theirs at about
-the same time, so each would find the room free that all of them need: they claim it beforehand.
+The ranks of a node take RAM, device memory and disk space at about the same time, so that each would count
+the same free bytes as its own. So they first tell each other how many bytes they will take (their claims),
+and check that the sums are free.
 """
 
 from __future__ import annotations
@@ -46,10 +48,10 @@ from infinity.tiers.slab import leftover_bytes
 def check_equal(
     communicator: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
 ) -> None:
-    """Check that all ranks offload the same model with the same optimizer and options. Values of parameters
-    and buffers may differ.
+    """Check that all ranks offload the same model with the same optimizer and options. Values may differ.
 
-    options: those of `offload`, by name. Raises RankDivergence if something differs.
+    options: arguments of `offload`, by name. Raises RankDivergence for a difference, ConfigError for
+    `average`.
     """
     tensors = [
         (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)
@@ -84,7 +86,9 @@ def check_equal(
 
 
 def _check_options(heard: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that the optimizers' options are equal. heard: rank -> the digests, under "options"."""
+    """Raise RankDivergence if optimizers' options differ. heard: rank -> {"options": its
+    `option_digests`}.
+    """
     first = heard[0]["options"]
     for rank, said in sorted(heard.items()):
         here = said["options"]
@@ -104,13 +108,12 @@ def agreed_plan(
     *,
     adopts: Callable[[Plan], bool],
 ) -> Plan:
-    """Make this rank's plan, with a model that is divided as on all ranks.
+    """Make this rank's plan, with a division of the model that all ranks use.
 
-    budget: this rank's. plan_with: makes a plan under it, with a preferred division if there is one. adopts:
-    whether the slabs of a plan are there already; all ranks call it once, at the same time. Raises
-    ConfigError if this rank's budget has no room for the division, and BudgetError if what the ranks of one
-    node are about to take does not fit there together. Raises StorageError for a directory that cannot hold
-    slabs.
+    plan_with: function from a preferred division, or None, to a plan within `budget`. adopts: tells whether a
+    plan's slabs exist already; all ranks call it once, at the same time. Raises ConfigError if this rank's
+    budget has no room for the division, BudgetError if the claims of the ranks of one node do not fit there
+    together, and StorageError for a directory that cannot hold slabs.
     """
     plan = _divided_alike(communicator, plan_with)
     told = told_claims(claims_of(plan, budget, adopts=adopts(plan)))
@@ -123,7 +126,7 @@ def agreed_plan(
 
 
 def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:
-    """Make this rank's plan, with the division of the rank whose pieces are the smallest."""
+    """Make this rank's plan, with the division of the rank whose chunks are the smallest."""
     plan = plan_with(None)
     division = Division.of(plan.layout)
     size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]
@@ -150,14 +153,14 @@ def _digest(value: Any) -> str:
 
 
 _PLAIN = (numbers.Number, str, bytes, type(None), torch.dtype, torch.device)
-"""Types whose `repr` says the value, the same in every process. numpy's numbers are numbers.Number, too."""
+"""Types whose `repr` gives the value, the same in every process. NumPy's numbers are among them."""
 
 
 def option_digests(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Name of an option -> a short text that is equal for equal values of it in all param groups.
+    """Return option -> CRC of its values in all param groups, which is equal on all ranks for equal values.
 
-    A value that is neither plain nor made of plain values counts by its type, or by its name if it has one,
-    as a function: its `repr` may have an address, which differs on ranks.
+    A value that is neither plain nor a collection of plain values counts by its type, or by its name if it
+    has one, as a function has: its `repr` may contain an address, which differs between ranks.
     """
     names = sorted({name for group in groups for name in group if name != "params"})
     return {
@@ -166,12 +169,12 @@ def option_digests(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def digest(groups: Sequence[Mapping[str, Any]]) -> str:
-    """A short text that is equal for equal options of param groups; see `option_digests`."""
+    """Return a CRC of all options of param groups, as text; see `option_digests`."""
     return _digest(option_digests(groups))
 
 
 def _text(value: Any) -> str:
-    """A text that is equal for equal values on all ranks."""
+    """Describe a value by a text that is equal on all ranks for equal values."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, torch.Tensor):
@@ -195,32 +198,32 @@ _CURES = {
     Tier.DEVICE: ", or a device of its own",
     Tier.NVME: ", free space there, or give ranks directories on other disks",
 }
-"""What helps beside smaller budgets, as the end of a sentence."""
+"""What a user can do instead of giving smaller budgets, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank is about to take in one place."""
+    """The bytes that one rank will take of a node's RAM, of a device or of a file system."""
 
     tier: Tier
     place: str
-    """Tells the places of a tier on one node apart."""
+    """Identifies the device or file system among all of its node; "" for RAM."""
     name: str
-    """The place, for users."""
+    """The name of the RAM, device or file system in errors."""
     wanted: int
-    """Bytes that the rank may take there."""
+    """Bytes that the rank may take."""
     free: int
-    """Bytes that are free there, as this rank sees them."""
+    """Bytes that are free, as this rank sees them."""
     returned: int = 0
-    """Bytes there that the rank gives back before it takes any."""
+    """Bytes that the rank frees before it takes any."""
 
 
 def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
-    """The claims of this rank. plan: its plan, under `budget`. adopts: whether its slabs are there already.
+    """Return this rank's claims. plan: made within `budget`. adopts: whether its slabs exist already.
 
-    Of RAM and of a CUDA device a rank claims its budget. Where no host budget is given it claims none: the
-    default is a part of what is free. Of file systems it claims what its slabs need, as `disk_claims` says.
-    Raises StorageError for a directory that cannot hold slabs.
+    A rank claims its budgets of RAM and of a CUDA device; but no RAM if the host budget is not given, because
+    the default is a fraction of the free RAM. Unless its slabs exist, it claims disk space as `disk_claims`
+    says. Raises StorageError for a directory that cannot hold slabs.
     """
     on_cpu = plan.device.type == "cpu"
     ram = (budget.host_bytes or 0) + ((budget.device_bytes or 0) if on_cpu else 0)
@@ -234,12 +237,12 @@ def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
 
 
 def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Claim]:
-    """The claims of a rank whose slabs hold `nbytes` bytes.
+    """Return the file systems' bytes that a rank claims for slabs of `nbytes` bytes.
 
-    budgets: directory -> the most bytes of its slab. Each file system gets at least what the directories on
-    other ones have no room for; how much more, only the striping says. What dead processes have left of this
-    rank's slabs is removed before new ones are made. Raises StorageError for a directory that cannot hold
-    slabs.
+    budgets: directory -> the most bytes of its slab. Claimed of a file system are the bytes for which the
+    directories on other file systems have no room; only the striping, which is chosen later, decides how many
+    more lie there. Slabs that dead processes of this rank left are removed before new ones are made, so their
+    bytes count as returned. Raises StorageError for a directory that cannot hold slabs.
     """
     directories = defaultdict(list)
     for path in budgets if nbytes else ():
@@ -265,12 +268,12 @@ def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Clai
 
 
 def told_claims(claims: Sequence[Claim]) -> list[Any]:
-    """Claims as JSON can hold them."""
+    """Convert claims to lists for JSON."""
     return [[each.tier.value, *astuple(each)[1:]] for each in claims]
 
 
 def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
-    """Check that what the ranks of a node claim of one place is together not more than is free. Pure.
+    """Check that the claims of a node's ranks on one device or file system together fit its free bytes. Pure.
 
     heard: rank -> (its node, its claims by `told_claims`). Raises BudgetError, the same on all ranks.
     """
@@ -293,6 +296,6 @@ def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
 
 
 def _identity(device: torch.device) -> str:
-    """A text for a CUDA device, equal in all processes of a node, whatever devices each of them sees."""
+    """Return a CUDA device's UUID, the same in all processes, whichever devices each of them sees."""
     properties: Any = torch.cuda.get_device_properties(device)
     return str(properties.uuid)

@@ -1,27 +1,29 @@
 """Barriers: calls that all ranks make together. Each rank tells all others that it has come to the call.
 
-A commit of several ranks counts if every rank's part of it is durable, and else none does: `CommitVotes`.
+A commit of several ranks counts if every rank's share of it is durable; otherwise no share counts.
+`CommitVotes` decides this.
 
 [Note: two phases]
-1. Each rank makes its part of the commit durable: its pages, and its manifest under its name. What the commit
-   before holds stays as it is.
-2. Each rank tells all others that it is ready, or why not. Once a rank has heard that all are ready, the
-   commit counts, and the rank frees the slots that only the commit before holds.
+1. Each rank makes its share of the commit durable: its pages, and its manifest under its final name. The
+   slots of the previous commit stay as they are.
+2. Each rank tells all others that it is ready, or why it is not. Once a rank has heard that all are ready,
+   the commit counts, and the rank frees the slots that only the previous commit holds.
 
-So at any time there is a commit of which every rank's part is whole: a rank that has freed the slots of the
-one before knew that all have the new one. A restart continues the newest commit that all ranks have
-(infinity/checkpoint/continued_commit.py). No rank decides for the others, so no rank's loss leaves a decision
-open that a restart would have to ask it for.
+So at any time there is a commit of which every rank's share is whole: a rank frees slots of the previous
+commit only when it knows that all ranks have the new one. A restart continues the newest commit that all
+ranks have (infinity/checkpoint/continued_commit.py). No rank decides for the others, so no lost rank has to
+be asked.
 
-A rank that is not ready ends the commit on all. The others then take their manifests back before they free
-the slots, so that no restart finds a part of a commit that was given up among whole ones. Numbers of commits
-are never used twice, for the same reason.
+If one rank is not ready, the commit fails on all. The others then take back their manifests before they free
+the commit's slots, so that no restart finds shares of a failed commit among whole ones. For the same reason,
+numbers of commits are never used twice.
 
 [Note: one vote]
-A rank votes once for each commit, for another vote could reach some ranks after they have freed slots, and
-others before. An error can end save() on one rank. If its thread of the commit has voted by then, the commit
-goes on; else the rank's vote is that it is not ready. A rank whose agreement on a commit fails does not know
-the commit's number. So votes go by the number of that agreement, which all ranks count.
+A rank votes once for each commit: a second vote could reach some ranks after they have freed slots, and
+others before. save() can fail on one rank. If this rank's commit thread has voted by then, the commit
+continues; otherwise the rank votes that it is not ready. Votes carry the number of the agreement that begins
+the commit, which all ranks count, because a rank on which this agreement fails does not know the commit's
+number.
 """
 
 from __future__ import annotations
@@ -51,24 +53,24 @@ from infinity.ranks import SingleVotes
 _KINDS: dict[str, type[InfinityError]] = {
     each.__name__: each for each in (ConfigError, CorruptState, IncompatibleCheckpoint, RankDivergence)
 }
-"""The classes of whose errors other ranks need no more than the cause and the cure."""
+"""Name -> class of the errors that can be made again on another rank from their cause and cure alone."""
 _SAME = "Make the same calls in the same order on all ranks."
 
 
 class Barrier:
-    """Tells others to which calls this rank has come, and waits for theirs. For the training thread alone."""
+    """Tells other ranks which call this rank makes, and waits for theirs. For the training thread alone."""
 
     def __init__(self, ranks: Ranks, wire: Wire) -> None:
         self._ranks = ranks
         self._wire = wire
         self._come: dict[int, dict[int, tuple[str, Any]]] = {}
-        """Number of an agreement -> rank -> (call, facts). Agreements that are over are not in it."""
+        """Number of an agreement that is not over -> rank -> (call, facts)."""
         self._last: dict[int, str] = {}
-        """Rank -> the call in which it was last known to be."""
+        """Rank -> the last call that it told of."""
         self.number = 0
         """Number of the last agreement to which this rank has come. All ranks count alike."""
         self._failure: InfinityError | None = None
-        """The error after which this rank can agree to nothing more."""
+        """The error that every later agreement raises; None while agreements are possible."""
 
     def agree(
         self,
@@ -78,14 +80,13 @@ class Barrier:
         patient: Callable[[], bool] = lambda: False,
         anyway: bool = False,
     ) -> dict[int, Any]:
-        """Say that this rank makes a call, and wait until all ranks have said so.
+        """Tell all ranks that this rank makes a call, and wait until all have told the same.
 
-        call: as in an error's text, such as "step()". facts: anything that JSON can hold. patient: asked
-        after every time-out of the failure event whether to go on waiting. anyway: whether to agree even if
-        an earlier agreement has failed. Returns the facts of all ranks: rank -> facts, in the order of ranks.
-        Raises RankDivergence if a rank makes another call or does not come while it is waited for, and
-        RankFailure if one is lost or has left. Every later agreement raises the same error: what other ranks
-        have made of this one is not known.
+        call: its name for errors, such as "step()". facts: a JSON value for the other ranks. patient: asked
+        after each time-out of the failure event whether to wait again. anyway: agree even if an earlier
+        agreement has failed. Returns rank -> facts, in the order of ranks. Raises RankDivergence if a rank
+        makes another call or does not come in time, and RankFailure if a rank is lost or has left. Every
+        later agreement raises the same error, because other ranks may have taken this one for successful.
         """
         if anyway:
             self._check_wire()
@@ -115,7 +116,7 @@ class Barrier:
         return {rank: come[rank][1] for rank in range(self._ranks.size)}
 
     def check(self) -> None:
-        """Raise the error after which this rank can agree to nothing more, if there is one."""
+        """Raise the error that an agreement would raise now: of the run, or of an earlier agreement."""
         self._check_wire()
         if self._failure is not None:
             raise self._failure.again()
@@ -125,7 +126,7 @@ class Barrier:
             raise self._wire.failure.again()
 
     def end(self, error: InfinityError) -> None:
-        """Have every later agreement of this rank raise `error`. The first one counts."""
+        """Have every later agreement of this rank raise `error`, unless an earlier error was given."""
         self._failure = self._failure or error.again()
 
     def _ended(self, error: InfinityError) -> InfinityError:
@@ -161,10 +162,9 @@ class Barrier:
 
 
 def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterable[str], cure: str) -> None:
-    """Check that all ranks have said the same in an agreement.
+    """Check that all ranks gave equal facts in an agreement. Raises RankDivergence.
 
-    heard: what `Barrier.agree` has returned for the call. names: those of the facts that must be equal. cure:
-    of the error. Raises RankDivergence.
+    heard: what `Barrier.agree` returned. names: the facts to compare. cure: the error's cure.
     """
     for name in names:
         for rank, said in heard.items():
@@ -177,16 +177,16 @@ def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterabl
 
 
 def _sentence(calls: dict[int, str]) -> str:
-    """Such as "Rank 0 is in step(), rank 1 is in clip_grad_norm_()."."""
+    """Say where ranks are: "Rank 0 is in step(), rank 1 is in clip_grad_norm_()." is an example."""
     text = ", ".join(f"rank {rank} is in {call}" for rank, call in calls.items())
     return f"{text[0].upper()}{text[1:]}."
 
 
 def told(failure: BaseException, again: str = "") -> dict[str, Any]:
-    """What other ranks are told of an error, as JSON can hold it.
+    """Describe an error for the other ranks by a JSON object, from which `error_of` makes an error there.
 
-    again: the call that all ranks are to make again after an error of another kind than ours, such as
-    KeyboardInterrupt; needed if there can be one.
+    again: for an error that is no InfinityError, such as KeyboardInterrupt: the call that all ranks should
+    make again, as the cure says. Required if `failure` may be such an error.
     """
     if not isinstance(failure, InfinityError):
         assert again
@@ -199,9 +199,9 @@ def told(failure: BaseException, again: str = "") -> dict[str, Any]:
 
 
 def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
-    """The error of this rank for that of another one, of the same class where that makes sense here, too.
+    """Make an error of this rank from another rank's, of the same class if `said` has all that it needs.
 
-    what: the start of its text. said: what `told` has returned on the other rank.
+    what: the start of its text. said: what `told` returned on the other rank.
     """
     cause, cure, kind = f"{what}: {said['cause']}", said["cure"], said["kind"]
     if kind in ("StorageError", "StorageFull"):
@@ -211,26 +211,28 @@ def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
 
 
 _SLICE = 0.1
-"""Seconds after which a rank that waits looks whether it waits for the commit meanwhile."""
+"""Seconds between looks at whether this rank's training waits for the commit, while it waits for votes."""
 
 
 class CommitVotes(SingleVotes):
-    """See [Note: commits of ranks] in infinity/checkpoint/committer.py."""
+    """Decides together with all ranks whether a commit counts; see [Note: two phases], [Note: one vote], and
+    [Note: commits of ranks] in infinity/checkpoint/committer.py.
+    """
 
     def __init__(self, ranks: Ranks, wire: Wire, barrier: Barrier) -> None:
         self._ranks = ranks
         self._wire = wire
         self._barrier = barrier
         self._last = 0
-        """The largest number that a commit has had, whether it was made or not."""
+        """The largest number of a commit so far, failed commits included."""
         self._lock = threading.Lock()
         """Guards the two attributes below, which two threads of this rank use."""
         self._open = 0
-        """The agreement by which ranks begin a commit for which this rank has not voted; 0: there is none."""
+        """Number of the agreement on a commit for which this rank has yet to vote; 0: there is none."""
         self._refusal: Mapping[str, Any] | None = None
-        """This rank's last vote, unless that was for a commit."""
+        """The error of this rank's last vote against a commit; None if there was no such vote."""
         self._heard: dict[int, dict[int, Mapping[str, Any] | None]] = {}
-        """Number of an agreement -> rank -> what hinders it; None if it is ready. For the commit's thread."""
+        """Number of an agreement -> rank -> its vote: None if ready, else its error. Commit's thread only."""
 
     def begin(self, last: int, now: str, failure: InfinityError | None) -> tuple[int, str]:
         said = None if failure is None else told(failure)
@@ -281,7 +283,7 @@ class CommitVotes(SingleVotes):
         return None
 
     def _vote(self, failure: Mapping[str, Any] | None) -> None:
-        """Tell all ranks what hinders this one; None: nothing does."""
+        """Send this rank's vote to all others: None if it is ready, else its error."""
         agreement, self._open = self._open, 0
         with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
             for peer in self._ranks.peers:

@@ -1,4 +1,4 @@
-"""Communicator: what connects one rank with the others, from before its runtime is made to its end."""
+"""Communicator: connects one rank with the others, from before its runtime is made until it is closed."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-"""The communicators of this process's runtimes that are open."""
+"""The communicators of this process that are not closed."""
 
 
 class Communicator(SingleRank):
-    """The wire to the other ranks, the watch over them, agreements with them, and the runtime's lock."""
+    """One rank's connections to the others: wire, heartbeats and barriers; and the runtime's lock."""
 
     closes_dropped = False
 
     def __init__(self, mesh: DeviceMesh | None, stage: int, device: torch.device) -> None:
-        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO. device: as for SingleRank. Raises
-        ConfigError, RankDivergence and RankFailure.
+        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO, 0 to 3. device: where the model
+        computes. Raises ConfigError, RankDivergence and RankFailure.
         """
         self.ranks = Ranks.of(mesh, cuda=device.type == "cuda")
         super().__init__(device, share=Share(self.ranks.rank, self.ranks.size, stage))
         self.met = 0
-        """When `find_place` was called, by rank 0's time.time_ns(): equal on all ranks."""
+        """Rank 0's time.time_ns() in `find_place`, equal on all ranks; 0 before."""
         self.failure_event = FailureEvent()
         self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
         self.liveness = Liveness(self.ranks, self.failure_event)
@@ -69,7 +69,7 @@ class Communicator(SingleRank):
         self.service_thread = ServiceThread(self.wire, self.lock, self.liveness)
         self._closed = False
         self._alone = False
-        """Whether this rank has left without having waited for the others."""
+        """Whether this rank has left without waiting for the others."""
         _open.add(self)
         atexit.register(self._end)
         launcher.record_at_exit()
@@ -125,11 +125,13 @@ class Communicator(SingleRank):
                 self._alone = True
 
     def _awaited_elsewhere(self) -> bool:
-        """Whether a rank closes another runtime of this process, and waits there."""
+        """Whether another rank closes a different runtime of this process, and waits there for this rank."""
         return any(each.wire.leaving for each in tuple(_open) if each is not self)
 
     def _end(self) -> None:
-        """Leave the other ranks as the process ends with an open runtime, by an error or without one."""
+        """End this runtime, which is open when the process ends: tell the other ranks of the error that ended
+        the program, or else leave them in order.
+        """
         error = getattr(sys, "last_value", None)
         if error is None:
             self.leave()
@@ -141,8 +143,8 @@ class Communicator(SingleRank):
         return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
-        """Set `place`, and the number of ranks of a node in `share`, from the environment, or else from what
-        all ranks tell of their machines; and set `met`. All ranks call this.
+        """Set `place`, `share.on_node` and `met`: the nodes are those of the launcher's environment, or else
+        the machines that the ranks tell of. All ranks call this.
         """
         given = launcher.location()
         node = None if given is None else given.node
@@ -263,7 +265,9 @@ class Communicator(SingleRank):
 
 
 def _on_each(nodes: Sequence[object]) -> int:
-    """The number of ranks on each node, or 0; see `Share.on_node`. nodes: the name of each rank's node."""
+    """Return the number of ranks on each node for `Share.on_node`: if there are several nodes, with equally
+    many ranks each, which follow each other; otherwise 0. nodes: the name of each rank's node.
+    """
     count = nodes.count(nodes[0])
     several = len(nodes) > count and len(nodes) % count == 0
     starts = range(0, len(nodes), count)

@@ -1,7 +1,8 @@
-"""Exchange: what ranks give each other while their runtimes are made: values, optimizer states, commits.
+"""Exchange: ranks take ranges of each other's tensors while their runtimes are made.
 
-All ranks start with the values and states of rank 0, whatever their own are. Rank 0 gives them from its model
-and its optimizer, and the other ranks ask for the ranges that they keep, so that no rank gets more than that.
+All ranks start with the parameters, buffers and optimizer states of rank 0, whatever their own are. Rank 0
+gives them from its model and optimizer. Each other rank asks for the ranges that it keeps, and gets no more.
+Ranks also take shares of a commit from each other in this way.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
 
 _VALUES = 16 << 20
-"""The most bytes of values that are asked for at once."""
+"""The most bytes of values in one request."""
 _STATES = 4 << 20
-"""The most elements of states that are asked for at once: whole blocks of int8 codes, so that each range is
-encoded as the whole parameter would be.
+"""The most elements of states in one request: whole blocks of int8 codes, so that each range is encoded as in
+the whole parameter.
 """
 _MASTER = "master"
 
 
 class Exchange(SingleExchange):
-    """Ranks take ranges of each other's tensors, which have numbers. All ranks make it, and end it.
+    """Lets ranks take ranges of each other's tensors, in any order. All ranks make it, and end it.
 
-    The service thread gives what this rank has. Ranks may take from each other in any order.
+    Tensors are named by numbers. The service thread gives ranges of this rank's tensors.
     """
 
     def __init__(self, communicator: Communicator, label: str, part: Part) -> None:
@@ -50,13 +51,15 @@ class Exchange(SingleExchange):
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> None:
-        """Raises RankFailure if the server is lost, RankDivergence if it gives another number of bytes."""
+        """Take a range from `server`; see SingleExchange.take. Raises RankFailure if the server is lost, and
+        RankDivergence if it gives another number of bytes.
+        """
         self.ask(number, first, into, count, server=server).wait()
 
     def ask(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> Delivery:
-        """Begin what `take` does."""
+        """Begin to take a range, and return the transfer. Arguments: as for `take`."""
         wire = self._communicator.wire
         delivery = wire.expect(server, [into.view(torch.uint8)], label=self._label)
         wanted = [self._number, number, first, into.numel() if count is None else count]
@@ -64,7 +67,9 @@ class Exchange(SingleExchange):
         return delivery
 
     def end(self) -> None:
-        """Raises RankFailure, and RankDivergence if a rank neither asks for anything more nor ends it."""
+        """Wait until all ranks end the exchange. Raises RankFailure, and RankDivergence if a rank neither
+        asks for more nor ends it within the time-out.
+        """
         self._communicator.barrier.agree(
             f"the end of the exchange of {self._label}", patient=self._communicator.service_thread.has_given
         )
@@ -75,7 +80,7 @@ class Exchange(SingleExchange):
 def initial_values(
     communicator: Communicator, model: nn.Module
 ) -> Iterator[Callable[..., torch.Tensor] | None]:
-    """See SingleRank.initial_values. model: the same on all ranks, but for its values."""
+    """Context of SingleRank.initial_values. model: equal on all ranks except for its values."""
     tensors = [*model.parameters(), *model.buffers()]
     numbers = {id(each): number for number, each in enumerate(tensors)}
     exchange = Exchange(communicator, "initial values", functools.partial(_values, tensors))
@@ -105,13 +110,13 @@ def initial_values(
 
 
 def _values(tensors: Sequence[torch.Tensor], number: int, first: int, count: int) -> torch.Tensor:
-    """Elements [first, first + count) of a tensor, in memory order."""
+    """Return elements [first, first + count) of a tensor, in memory order, in RAM."""
     tensor = tensors[number].detach()
     return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
 
 
 def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A view of a tensor without repeated elements: a dimension of stride 0, as an expanded tensor has, is
+    """Return a view without repeated elements: each dimension of stride 0, as an expanded tensor has, is
     narrowed to its first element. stride: the strides of the tensor in memory.
     """
     for dimension, (size, step) in enumerate(zip(tensor.shape, stride, strict=True)):
@@ -121,44 +126,44 @@ def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor if its elements fill one range of memory; else those of a contiguous tensor."""
+    """Return a tensor's strides if its elements fill one range of memory, else contiguous strides."""
     return torch.empty_like(tensor, device="meta").stride()
 
 
 class _Told(NamedTuple):
-    """What rank 0 tells of a parameter's state."""
+    """Rank 0's description of one parameter's optimizer state."""
 
     unit: int
     parameter: int
     step: int | None
     """Number of updates; None if the state does not say."""
     names: Sequence[str]
-    """The names of the moments, and behind them "master" if there is a master."""
+    """The names of the moments, then "master" if the state has a master."""
     first_number: int
-    """The number of the tensor of the first name in the exchange; the others follow."""
+    """The number in the exchange of the tensor that `names` names first; the others follow."""
 
 
 class InitialStates:
-    """The optimizer states of rank 0 before `offload`, as all ranks get them.
+    """Gives the optimizer pages of all ranks the states of rank 0's optimizer.
 
-    Rank 0 tells which parameters have states. What the optimizers of other ranks have is not looked at.
+    Rank 0 tells which parameters have states. States of other ranks' optimizers are ignored.
     """
 
     def __init__(
         self, communicator: Communicator, states: States, given: Sequence[Given], present: Present
     ) -> None:
-        """As for SingleRank.write_states."""
+        """states, given, present: as for SingleRank.write_states."""
         self._communicator = communicator
         self._states = states
         self._present = present
         self._serves = communicator.share.rank == 0
         self._given = given if self._serves else ()
         self._tensors: list[tuple[torch.Tensor, Sequence[int]]] = []
-        """Number -> what rank 0 gives, and the strides of its parameter; empty on other ranks."""
+        """Number in the exchange -> (rank 0's tensor, strides of its parameter); empty on other ranks."""
         self._exchange = Exchange(communicator, "initial states", functools.partial(_part, self._tensors))
 
     def write(self) -> None:
-        """Do what SingleRank.write_states does. All ranks call this."""
+        """Write this rank's optimizer pages, as SingleRank.write_states says. All ranks call this."""
         for unit, parameter, state in self._given:
             self._states.write(unit, parameter, state)
         told = self._tell()
@@ -179,7 +184,7 @@ class InitialStates:
         self._exchange.end()
 
     def _tell(self) -> list[_Told]:
-        """What all ranks know of rank 0's states, parameter by parameter."""
+        """Tell all ranks which states rank 0 has, and return their descriptions, parameter by parameter."""
         mine = []
         for unit, parameter, state in self._given:
             names = [name for name in (*self._states.rule.moments, _MASTER) if name in state]
@@ -223,6 +228,6 @@ class InitialStates:
 def _part(
     tensors: Sequence[tuple[torch.Tensor, Sequence[int]]], number: int, first: int, count: int
 ) -> torch.Tensor:
-    """Elements [first, first + count) of a tensor in the order of its parameter's strides, as float32."""
+    """Return elements [first, first + count) of a tensor as float32, in the order of its strides."""
     tensor, stride = tensors[number]
     return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)

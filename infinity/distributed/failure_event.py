@@ -1,4 +1,4 @@
-"""FailureEvent: the condition on which all waits for other ranks wait, and the failure that ends them."""
+"""FailureEvent: the condition variable of all waits for other ranks, and the failure that ends them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def rank_timeout() -> float:
 
 
 class FailureEvent:
-    """A condition with the first failure of the run. It never goes away: the runtime has ended then."""
+    """A condition variable, and the first failure of the run, which stays: the run cannot continue."""
 
     def __init__(self, timeout: float | None = None) -> None:
-        """timeout: seconds that a wait lasts by default; None: `rank_timeout()`."""
+        """timeout: the most seconds of a wait by default; None: `rank_timeout()`."""
         self.timeout = rank_timeout() if timeout is None else timeout
         self._condition = threading.Condition(threading.Lock())
         self._failure: InfinityError | None = None
 
     @property
     def failure(self) -> InfinityError | None:
-        """The first failure, or None. Raise a copy of it (`again`)."""
+        """The first failure, or None. To raise it, raise a copy (`again`)."""
         return self._failure
 
     def notify(self) -> None:
-        """Have all who wait look again. Call it after a change of what they wait for."""
+        """Wake all waits to look at their conditions again. Call it after a change that may fulfil one."""
         with self._condition:
             self._condition.notify_all()
 
     def fail(self, error: InfinityError) -> bool:
-        """End all waits with `error`. Only the first failure counts; returns whether it was this one."""
+        """End all waits with `error`, if it is the first failure. Returns whether it is."""
         with self._condition:
             first = self._failure is None
             if first:
@@ -60,8 +60,8 @@ class FailureEvent:
     def wait_for(self, come: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `come()` holds; return False if it does not within the time.
 
-        come: is called under the event's own lock, so it must not wait or notify. timeout: seconds; None: the
-        event's time-out. Raises the failure if there is one and `come()` does not hold.
+        come: called under the event's own lock, so it must not wait or notify. timeout: seconds; None: the
+        event's time-out. Raises the run's failure if there is one and `come()` does not hold.
         """
         with self._condition:
             self._condition.wait_for(

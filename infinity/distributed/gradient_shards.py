@@ -1,18 +1,17 @@
 """GradientShards: gradients on their way from the rank that computed them to the rank that keeps their sum
 (the reduce-scatter of ZeRO stages 2 and 3).
 
-The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every
-rank's gradient of the piece is a shard. Its bytes stay where autograd made them until the owner asks
-for them. The owner asks when it is their turn: micro-batch m of rank r counts as micro-batch m*N+r, so that
-the sum has the additions of one rank with N times as many micro-batches, in their order
-(infinity/distributed/turns.py).
+The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every rank's
+gradient of the piece is a shard. Its bytes stay where autograd made them until the owner asks for them. The
+owner asks when it is the shard's turn: micro-batch m of rank r counts as micro-batch m*N+r, so that the owner
+adds in the order in which one rank with N times as many micro-batches would (infinity/distributed/turns.py).
 
 [Note: no deadlock]
-A rank whose shards take too many bytes waits before it adds another one. Of all shards that
-wait, the one with the earliest turn waits for nobody but ranks that compute: a rank with an earlier turn
-either offers its shard or ends its backward. Asking and sending need neither rank's training thread.
-That holds for a rank's first shard to a piece in a micro-batch. Further ones, as of shared parameters,
-wait for the ends of backwards, their own included, so they take no room.
+A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
+with the earliest turn waits only for ranks that compute: each rank with an earlier turn will either offer its
+shard or end its backward. Requests and transfers need no rank's training thread. This holds for a rank's
+first shard to a piece in a micro-batch. Further shards, as of shared parameters, wait for the ends of all
+ranks' backwards, and so of this rank's own. So their bytes are not counted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Key = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """One rank's gradient of a piece that this rank owns, which waits for its turn."""
+    """A shard that waits for its turn: one rank's gradient of a piece that this rank owns."""
 
     source: int
     """The rank that computed the gradient."""
@@ -53,9 +52,9 @@ class _Offer:
     micro_batch: int
     """Number of the micro-batch on that rank since gradients were cleared."""
     here: torch.Tensor | None = None
-    """The gradient, (count,), if this rank computed it."""
+    """The gradient, (count,), if this rank computed it; else None."""
     room: int = 0
-    """Bytes that the gradient takes of this rank's room, if this rank computed it."""
+    """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
 
 
 @dataclass(slots=True)
@@ -70,19 +69,19 @@ class _Asked:
 
 
 class _AskedSum(NamedTuple):
-    """A rank's request for a sum."""
+    """Another rank's request for a sum of gradients."""
 
     source: int
     number: int
     """Number of the delivery at that rank."""
     epoch: int
     ended: int
-    """Number of backwards that the rank has ended: the sum is to have all ranks' gradients of as many."""
+    """Number of backwards that the rank has ended: the sum must include every rank's first `ended` ones."""
     key: Key
 
 
 class GradientShards:
-    """The shards that this rank makes, and those to the sums that it keeps.
+    """Offers this rank's shards to their owners, and adds all ranks' shards to the sums that this rank keeps.
 
     All methods but `await_room` are called under the runtime's lock.
     """
@@ -97,9 +96,9 @@ class GradientShards:
         room: Pool,
         most_waiting: int,
     ) -> None:
-        """gradients: the sums. scheduler: adds to them. room: the pool into which shards of other
-        ranks come. most_waiting: bytes of this rank's gradients that may wait for their turn or for other
-        ranks; a single gradient may always wait.
+        """gradients: the sums that this rank keeps. scheduler: adds to them. room: the pool that receives
+        other ranks' shards. most_waiting: the most bytes of this rank's gradients that may wait for their
+        turn or for other ranks; a single gradient may be larger.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -108,7 +107,7 @@ class GradientShards:
         self._heard: Counter[int] = Counter()
         """Rank -> number of shards that it has offered to this rank since gradients were cleared."""
         self.fresh: set[int] = set()
-        """Units that have got a last shard of a micro-batch since the set was last emptied."""
+        """Units to which the last rank's shard of a micro-batch was added since the set was last emptied."""
         self._wire = wire
         self._share = share
         self._gradients = gradients
@@ -117,29 +116,29 @@ class GradientShards:
         self._room = room
         self._most_waiting = most_waiting
         self._epoch = 0
-        """Number of times that gradients were cleared. GradientShards of other epochs are not mixed."""
+        """Number of times that gradients were cleared. Shards of different epochs are not mixed."""
         self._turns: Turns[Key, _Offer] = Turns(share.ranks, self._parameter_of)
         self._early: list[tuple[int, Message]] = []
-        """(source, message) of what came for an epoch that this rank has not begun."""
+        """(source, message) of each message about an epoch that this rank has not begun."""
         self._ready: deque[tuple[Key, _Offer]] = deque()
-        """GradientShards of other ranks whose turn it is, and for which there was no room yet."""
+        """Shards of other ranks whose turn has come, but for which there was no room yet."""
         self._paused = self._closed = 0
-        """Numbers of agreements that this rank has begun, and ended, with `pause` and `close_step`."""
+        """Numbers of agreements that this rank has begun by `pause`, and ended by `await_all`."""
         self._asked: dict[int, _Asked] = {}
         """Number of a delivery -> the shard that it brings."""
         self._outgoing: dict[int, tuple[int, torch.Tensor, int]] = {}
         """Token -> (unit, gradient, room): this rank's gradient of a piece that another rank owns, until it
-        is sent, and the bytes of room that it takes.
+        is sent, and the bytes by which it counts in `_waiting_bytes`.
         """
         self._sending: dict[Dispatch, int] = {}
-        """Gradients that are being sent -> the bytes of room that they take."""
+        """Gradients that are being sent -> the bytes by which they count in `_waiting_bytes`."""
         self._begun: set[tuple[Key, int]] = set()
         """(piece, micro-batch) of this rank's shards since gradients were cleared."""
         self._asked_sums: list[_AskedSum] = []
         """Requests for sums that have not been answered yet."""
         self._token = 0
         self._waiting_bytes = 0
-        """Bytes of this rank's gradients that wait for other ranks, as shards or for their turn."""
+        """Bytes of this rank's gradients that wait to be sent, or for their turn."""
         self._failure_event = wire.failure_event
 
     # --- the thread that trains -------------------------------------------------------------------------
@@ -156,7 +155,7 @@ class GradientShards:
             raise self._late("takes the gradients of this rank")
 
     def offer(self, unit: int, parameter: int, gradient: torch.Tensor, micro_batch: int) -> None:
-        """Contribute this rank's new gradient of a parameter.
+        """Offer this rank's new gradient of a parameter to the owners of its pieces.
 
         gradient: with any dense strides. micro_batch: the number of its backward on this rank since gradients
         were last cleared. Raises the errors of `UpdateScheduler.accumulate_piece`.
@@ -188,7 +187,7 @@ class GradientShards:
         self._go_on()
 
     def expect(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
-        """Tell all ranks to which parameters this rank contributes in a micro-batch, once each.
+        """Tell all ranks which parameters get a gradient of this rank in a micro-batch, exactly one each.
 
         parameters: (unit, index of the parameter).
         """
@@ -199,7 +198,7 @@ class GradientShards:
         self._go_on()
 
     def backward_ended(self, count: int = 1) -> None:
-        """Note that this rank has ended `count` backwards: what it has not contributed to them is absent."""
+        """Tell all ranks that this rank has ended `count` more backwards and makes no more shards of them."""
         self.ended += count
         for peer in self._wire.peers:
             self._wire.post(peer, MessageKind.BACKWARD_DONE, self._epoch, self.ended)
@@ -207,9 +206,9 @@ class GradientShards:
         self._go_on()
 
     def pause(self, cleared: int) -> None:
-        """Note that this rank contributes no more before the step ends: nobody need wait for what it lacks.
+        """Tell all ranks that this rank offers no more shards before the step ends: none waits for it.
 
-        cleared: number of times that this rank has cleared its gradients, which others may have yet to do.
+        cleared: number of times that this rank has cleared its gradients; other ranks may yet do so.
         """
         self._paused += 1
         for peer in self._wire.peers:
@@ -218,10 +217,10 @@ class GradientShards:
         self._go_on()
 
     def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
-        """Wait, without the runtime's lock, until all shards to sums of this rank are known, and note
-        that no rank contributes any more before the step ends.
+        """Wait, without the runtime's lock, until this rank knows all shards to its sums. No rank offers more
+        of them before the step ends.
 
-        ended: rank -> number of backwards that it has ended. All ranks go on with the highest number.
+        ended: rank -> number of backwards that it has ended; the largest number is then used for all ranks.
         offered: rank -> number of shards that it has offered to this rank. Raises RankFailure, and
         RankDivergence after the time-out.
         """
@@ -235,8 +234,8 @@ class GradientShards:
         self._go_on()
 
     def await_all(self) -> None:
-        """Wait, without the runtime's lock, until all shards are added that this rank has to add, and
-        sent that it has to send. `close_step` has been called.
+        """Wait, without the runtime's lock, until this rank has added all shards to its sums and sent all of
+        its own shards. Call it after `close_step`. Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self._wire.wait_for_step(self._idle, "gradients"):
             raise self._late("brings gradients to this rank or takes them")
@@ -244,7 +243,7 @@ class GradientShards:
         self._closed += 1
 
     def renew(self) -> None:
-        """Begin anew: all ranks have cleared their gradients. What others have said since then now counts."""
+        """Begin a new epoch, as all ranks have cleared their gradients, with messages that came early."""
         self._epoch += 1
         self.ended = 0
         self.fresh.clear()
@@ -265,8 +264,8 @@ class GradientShards:
     def sum_of(self, unit: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
         """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
 
-        The sum has the gradients of as many backwards of each rank as this rank has ended, and maybe later
-        ones of ranks that are ahead: owners add what has its turn.
+        The sum includes every rank's first `ended` micro-batches, and may include later ones of ranks that
+        are ahead. Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self.ended:
             return None
@@ -288,7 +287,7 @@ class GradientShards:
     # --- the service thread -----------------------------------------------------------------------------
 
     def heard(self, source: int, message: Message) -> None:
-        """Take a message about shards: a rank offers or announces some, or has ended a backward."""
+        """Handle a message of another rank: GRADIENT_SHARD, EXPECTED, BACKWARD_DONE or PAUSED."""
         epoch, *fields = message.fields
         if epoch > self._epoch:
             self._early.append((source, message))
@@ -312,7 +311,7 @@ class GradientShards:
         self._go_on()
 
     def requested(self, source: int, number: int, token: int) -> None:
-        """Send a gradient to the rank that owns its piece. number: that of the delivery there."""
+        """Send the gradient with number `token` to its owner, `source`. number: of its delivery there."""
         if token not in self._outgoing:
             self._wire.refuse(source, number, _cleared())
             return
@@ -322,7 +321,7 @@ class GradientShards:
         self._sending[dispatch] = room
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
-        """Take another rank's request for a sum, to be answered when the sum has what the rank asks for."""
+        """Note another rank's request for a sum, to be answered once the sum includes what was asked for."""
         unit, chunk_index, index = key
         self._asked_sums.append(_AskedSum(source, number, epoch, ended, (unit, chunk_index, index)))
         self._answer_sums()
@@ -343,7 +342,7 @@ class GradientShards:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add the shards whose turn it is and that are here, and note which ones are elsewhere."""
+        """Add the given shards that are here, and those whose turn then comes; note the rest in `_ready`."""
         turns = deque(given)
         while turns:
             key, offer = turns.popleft()
@@ -355,7 +354,7 @@ class GradientShards:
             turns.extend(self._turns.taken(key))
 
     def _go_on(self) -> None:
-        """Ask for shards whose turn it is, as far as there is room, and answer requests for sums."""
+        """Request the shards of `_ready` for which there is room, and answer requests for sums."""
         while self._ready and self._ask(*self._ready[0]):
             self._ready.popleft()
         if self._asked_sums:
@@ -363,7 +362,7 @@ class GradientShards:
         self._failure_event.notify()
 
     def _answer_sums(self) -> None:
-        """Answer the requests for sums that are complete."""
+        """Answer those requests whose sums are complete; keep the others."""
         waiting, self._asked_sums = self._asked_sums, []
         for each in waiting:
             if each.epoch < self._epoch:
@@ -385,7 +384,7 @@ class GradientShards:
         self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=key[0])
 
     def _sum(self, key: Key) -> torch.Tensor | None:
-        """A copy of the sum of a piece that this rank owns; None if it has none."""
+        """Return a copy of the sum of a piece that this rank owns; None if it has none."""
         unit, chunk_index, _ = key
         page, piece = self._pages[unit], self._piece(key)
         if not page.has_piece(chunk_index, piece):
@@ -393,7 +392,7 @@ class GradientShards:
         return self._gradients.piece(page, chunk_index, piece)
 
     def _ask(self, key: Key, offer: _Offer) -> bool:
-        """Ask a rank for its shard. Returns False if there is no room for it now."""
+        """Request a shard from its rank. Returns False if there is no room for it now."""
         nbytes = self._piece(key).count * offer.dtype.itemsize
         if self._room.largest_free >= nbytes:
             with self._room.lease(nbytes) as lease:

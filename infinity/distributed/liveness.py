@@ -1,7 +1,7 @@
 """Liveness: heartbeats in the ranks' store, and the first failure that a rank declares there.
 
-[Note: silence is counted] A rank's silence is counted in rounds of the one that watches, not in seconds: a
-process that was stopped itself does not take the others for dead when it goes on.
+[Note: silence is counted] A rank counts the silence of others in rounds of its own heartbeat, not in seconds.
+So a process that was stopped and continues does not take the others for dead.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _FAILURE = "failure"
 
 
 class Liveness:
-    """A thread that beats and looks at the others' beats, and one that watches whether the store answers.
+    """Two threads: one sends heartbeats and looks at the other ranks', one watches whether the store answers.
 
-    What they find ends all waits (`FailureEvent.fail`). A rank whose process lives but whose Python does
-    not run, as when native code keeps the GIL for longer than `patience`, is taken for dead.
+    A failure that they find ends all waits (`FailureEvent.fail`). A rank whose process lives but runs no
+    Python, as when native code keeps the GIL for longer than `patience`, is taken for dead.
     """
 
     def __init__(
         self, ranks: Ranks, failure_event: FailureEvent, *, interval: float = 2.0, patience: float = 15.0
     ) -> None:
-        """interval: seconds between beats. patience: seconds of silence that are taken for death."""
+        """interval: seconds between heartbeats. patience: seconds of silence that count as a rank's death."""
         self._ranks = ranks
         self._failure_event = failure_event
         self._interval = interval
         self._patience = patience
         self._watched = dict.fromkeys(ranks.peers, 0)
-        """Rank -> its last beat. Ranks that have left are not in it."""
+        """Rank -> its number of heartbeats when this rank last looked. Ranks that have left are removed."""
         self._silent = dict.fromkeys(ranks.peers, 0)
-        """Rank -> rounds since its beat moved."""
+        """Rank -> this rank's rounds since that number last changed."""
         self._rounds = 0
         self._published = False
         self._closing = self._leaving = False
@@ -56,18 +56,18 @@ class Liveness:
         return self._failure_event.failure
 
     def declare(self, error: InfinityError) -> None:
-        """This rank has failed. The others raise RankFailure with this error's text, and soon."""
+        """Tell the other ranks that this one has failed: they soon raise RankFailure with this error."""
         self._failure_event.fail(error)
         self._wake.set()
 
     def departed(self, rank: int) -> None:
-        """A rank has left on purpose, so that its silence means nothing. Called for BYE."""
+        """Stop watching a rank that has left on purpose. Called for BYE."""
         self._watched.pop(rank, None)
 
     def close(self) -> bool:
-        """Leave: the others do not miss this rank. Waits for a store that does not answer 2 s at most.
+        """Tell the others that this rank leaves, and end the threads. Waits at most 2 s for the store.
 
-        Returns whether all threads have ended; the end of the store's connection ends one that has not.
+        Returns whether all threads have ended. If not, close the store's connection and call this again.
         """
         self._leaving = True
         self._stop()
@@ -123,7 +123,7 @@ class Liveness:
         self._publish()
 
     def _publish(self) -> None:
-        """Tell the others of the failure that this rank knows of. The first cause stays."""
+        """Write the failure that this rank knows of to the store, unless another failure is there."""
         error = self._failure_event.failure
         if error is None or self._published:
             return
@@ -136,8 +136,9 @@ class Liveness:
     # --- the store ----------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Fail all waits if no round of heartbeats has ended for `patience` seconds. A thread of its own:
-        calls to a store whose host is stopped do not return, so the thread of the heartbeats cannot notice.
+        """Fail all waits if no round of heartbeats has ended for `patience` seconds. This needs its own
+        thread: calls to a store whose host is stopped do not return, so the thread of the heartbeats cannot
+        notice.
         """
         seen, silent = -1, 0
         while not self._ended.wait(self._interval):

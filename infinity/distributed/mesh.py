@@ -1,9 +1,8 @@
-"""Ranks: which ranks train one model together, the gloo group over which they speak, and their store.
+"""Ranks: which ranks train one model together, the gloo groups over which they speak, and their store.
 
-[Note: calls that nothing ends] Torch's store sends a request and waits for the answer without a time-out.
-Even a wait that has one ends with a request that the store forget it, whose answer is waited for. If the
-network is lost, TCP tells nobody for a quarter of an hour. Torch has no call that ends such a wait, but the
-end of its connection does.
+[Note: calls that nothing ends] Torch's store waits for each answer without a time-out. Even its `wait` with a
+time-out ends by a request to forget the wait, and waits for the answer to that. If the network is lost, TCP
+reports it only after a quarter of an hour. Torch cannot end such a wait; shutting down the connection can.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ from infinity.system import launcher
 
 T = TypeVar("T")
 _LAST = 1.0
-"""Seconds that a call has to end in after its connections were ended."""
+"""Seconds in which a call must end after its connections were shut down."""
 
 
 def sockets() -> dict[int, int]:
-    """Descriptor -> inode of all sockets of this process."""
+    """Return descriptor -> inode of all sockets of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # it has been closed meanwhile
@@ -49,16 +48,16 @@ def sockets() -> dict[int, int]:
 
 
 def opened_since(before: Mapping[int, int], store_port: int | None = None) -> dict[int, int]:
-    """The sockets that were not there when `sockets` returned `before`.
+    """Return descriptor -> inode of the sockets opened since `sockets` returned `before`.
 
-    store_port: that of the ranks' store. What other ranks have opened to it is left out, if it is here.
+    store_port: port of the ranks' store. If it is in this process, others' connections to it are left out.
     """
     found = {number: inode for number, inode in sockets().items() if before.get(number) != inode}
     return {number: inode for number, inode in found.items() if _port_here(number) != store_port}
 
 
 def _port_here(number: int) -> int:
-    """The port of a socket on this machine; 0 if it has none."""
+    """Return the local port of a TCP socket; 0 for any other socket."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
         if one.family in (socket.AF_INET, socket.AF_INET6):
             return int(one.getsockname()[1])
@@ -66,10 +65,10 @@ def _port_here(number: int) -> int:
 
 
 def hang_up(those: Mapping[int, int], *, to_port: int | None = None) -> None:
-    """End TCP connections at once, so that each thread that waits in one gets an error.
+    """Shut down TCP connections at once, so that each thread that waits in one gets an error.
 
-    those: descriptor -> inode. What has another inode by now is left alone, and so is a socket that listens.
-    to_port: end those alone whose other end has this port.
+    those: descriptor -> inode. Descriptors that have another inode by now are skipped, and listening sockets
+    too. to_port: only connections to this remote port.
     """
     for number, inode in sockets().items():
         if those.get(number) != inode:
@@ -84,21 +83,21 @@ def hang_up(those: Mapping[int, int], *, to_port: int | None = None) -> None:
 
 
 class Deadline:
-    """A time by which calls of torch end, whatever the network does."""
+    """Runs calls of torch that must end by a time, whatever the network does."""
 
     def __init__(self, seconds: float, *, store_port: int | None = None) -> None:
-        """store_port: that of the store which the calls use; None: it has none."""
+        """seconds: for each call. store_port: port of the store that the calls use; None: it has none."""
         self._seconds = min(seconds, threading.TIMEOUT_MAX)
         self._store_port = store_port
         self.passed = False
-        """Whether a call has been ended."""
+        """Whether a call did not end in time."""
 
     def run(self, call: Callable[[], T]) -> T:
-        """Return what `call` returns, or raise what it raises: in a thread of its own.
+        """Run `call` in a thread of its own. Returns its result, or raises its error.
 
-        When the time is up, the connections that it has opened are ended, and those to the store. Raises
-        RuntimeError then; gloo waits for a rank that does not connect for five times its time-out, and is
-        left to its thread.
+        After the time, the connections that it has opened and those to the store are shut down. If it still
+        does not end, raises RuntimeError and leaves it to its thread: gloo waits for a rank that does not
+        connect for five times its own time-out.
         """
         before = sockets()
         outcome: Future[T] = Future()
@@ -129,34 +128,34 @@ def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
 
 
 FOREVER = timedelta(days=60)
-"""Give it to `wait` of what `Ranks.send` and `Ranks.receive` return: an operation that times out breaks its
-group, so time-outs are kept outside. The group's own time-out is for the time when its ranks connect.
+"""The time-out for `wait` of what `Ranks.send` and `Ranks.receive` return. An operation that times out breaks
+its group, so waits are ended in other ways. The group's own time-out limits only how long its ranks connect.
 """
 _LAST_SECONDS = 10.0
-"""Seconds for which the host of the store waits for the others to leave before it."""
+"""Seconds for which the process that keeps the store waits at its end for the others to end."""
 _ANSWER = 5.0
-"""Seconds that the store has to answer in when a rank ends."""
+"""Seconds in which the store must answer `first_to_tell`."""
 _LATE = 3.0
-"""Seconds for which calls of torch may take longer than the time-out that they were given."""
+"""Seconds by which a call of torch may exceed the time-out that it was given."""
 
 _met: Counter[tuple[int, ...]] = Counter()
-"""Global ranks of a mesh -> how many runtimes these ranks have met for in this process."""
+"""Global ranks of a mesh -> number of runtimes for which these ranks have met in this process."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one runtime. They are numbered in the mesh's order from 0."""
+    """The ranks of one runtime, numbered from 0 in the mesh's order, and the connections between them."""
 
     rank: int
     """This process's number in the mesh."""
     size: int
     groups: list[dist.ProcessGroup]
-    """Two gloo groups of our own, in which ranks send to higher and to lower ones; none after `close`. A
-    group has one connection for each two ranks: with one group, what a receiver tells the sender would queue
-    behind the bytes that it sends itself.
+    """Two gloo groups: in the first, ranks send to higher ranks, in the second to lower ones; empty after
+    `close`. A group has one connection for each pair of ranks: in a single group, a receiver's answers to the
+    sender would queue behind the bytes that it sends itself.
     """
     store: Store
-    """Keys of this runtime alone: a later runtime in the same processes has others."""
+    """The store, with keys of this runtime alone: a later runtime in the same processes has others."""
     everywhere: tuple[int, ...]
     """Number in the mesh -> number in the default group."""
     sockets: Mapping[int, int] = field(default_factory=dict)
@@ -164,12 +163,12 @@ class Ranks:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
-        """Meet the other ranks of a mesh. All of them call this, as often and in the same order.
+        """Meet the other ranks of a mesh. All of them call this, equally often and in the same order.
 
         mesh: 1-D, or None for all ranks of the default group. If there is no default group yet, it is
-        initialised from the environment, as torchrun sets it. cuda: whether the default group is to serve
-        CUDA tensors, too. timeout: seconds to wait for the others; None: `rank_timeout()`. Raises
-        ConfigError, RankDivergence if a rank does not come, and RankFailure if one was not started.
+        initialised from the environment, as torchrun sets it. cuda: whether that group serves CUDA tensors,
+        too. timeout: seconds to wait for the others; None: `rank_timeout()`. Raises ConfigError,
+        RankDivergence if a rank does not come, and RankFailure if one was not started.
         """
         seconds = rank_timeout() if timeout is None else timeout
         if not dist.is_initialized():
@@ -192,7 +191,9 @@ class Ranks:
         return tuple(each for each in range(self.size) if each != self.rank)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """Begin to send a contiguous CPU tensor. Returns work to wait for (FOREVER); the caller keeps it."""
+        """Begin to send a contiguous CPU tensor, kept alive by the caller. Returns work; wait for it
+        FOREVER.
+        """
         return self._group(to < self.rank).send([tensor], to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
@@ -205,9 +206,10 @@ class Ranks:
         return self.groups[lower]
 
     def hang_up(self, *, store_alone: bool = False) -> None:
-        """End all connections at once, or those to the store, so that each thread that waits gets an error.
+        """Shut down all connections at once, so that each thread that waits in one gets an error.
 
-        Gloo has no call for this. A thread that still waits while Python ends would abort the process.
+        store_alone: only those to the store. Gloo has no call for this. A thread that still waited while
+        Python ends would abort the process.
         """
         if store_alone:  # torch 2.6 has no `clone`: its one connection is the default group's
             hang_up(self.sockets if hasattr(Store, "clone") else sockets(), to_port=_store_port() or 0)
@@ -215,9 +217,9 @@ class Ranks:
             hang_up(self.sockets)
 
     def close(self, *, orderly: bool = True) -> None:
-        """Give the groups back. Threads that still wait in them keep them until they end.
+        """Drop the groups. Threads that still wait in them keep them alive until they end.
 
-        orderly: False after a failure: then the end of the process waits for no other rank.
+        orderly: False after a failure: the process then does not wait for other ranks at its end.
         """
         if not orderly:
             _leaving.alone = True
@@ -269,8 +271,8 @@ def _initialise(cuda: bool, timeout: float) -> None:
 
 
 def _store_of_start(timeout: float) -> Store | None:
-    """The part of the launcher's store that belongs to this start of the ranks. Torch would find addresses of
-    ranks that were started before, and are gone. None if the ranks were not started again.
+    """Return the launcher's store, with keys of this start of the ranks; None if the ranks were not started
+    again. With common keys, torch would find addresses of earlier ranks, which are gone.
     """
     number = launcher.start_number()
     if not number:
@@ -281,7 +283,7 @@ def _store_of_start(timeout: float) -> Store | None:
 
 
 def _groups(store: Store, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
-    """Connect the ranks, which have met. Raises RankFailure."""
+    """Make the ranks' two process groups. Raises RankFailure."""
     deadline = Deadline(timeout + _LATE, store_port=_store_port())
 
     def connect(name: str) -> Any:
@@ -294,7 +296,7 @@ def _groups(store: Store, rank: int, size: int, timeout: float) -> list[dist.Pro
 
 
 def _store_port() -> int | None:
-    """The port of the default group's store; None if it has none, as a store in a file, or is gone."""
+    """Return the port of the default group's store; None if it has none, as a store in a file, or is gone."""
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -304,9 +306,9 @@ def _store_port() -> int | None:
 
 
 def first_to_tell(key: str, text: str) -> str:
-    """The text of the rank that was the first to call this with a key of the default group's store.
+    """Write `text` to a key of the default group's store unless it has a text. Returns the text there.
 
-    Raises RuntimeError if the store is gone or does not answer soon.
+    Raises RuntimeError if the store is gone or does not answer within some seconds.
     """
     store = dist.distributed_c10d._get_default_store()
     deadline = Deadline(_ANSWER, store_port=_store_port())
@@ -315,7 +317,7 @@ def first_to_tell(key: str, text: str) -> str:
 
 
 def _unconnected(error: RuntimeError, deadline: Deadline) -> RankFailure:
-    """The error of ranks of which one did not start, or was lost while they connected."""
+    """Make the error for ranks that could not connect, because one did not start or was lost meanwhile."""
     text = (str(error).splitlines() or [""])[0].rstrip(".")
     if deadline.passed:
         text = "another rank, or the store of the ranks, has not answered in time"
@@ -328,10 +330,9 @@ def _unconnected(error: RuntimeError, deadline: Deadline) -> RankFailure:
 
 
 def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
-    """The error of ranks whose store does not answer. The launcher (torchrun) keeps it, or else rank 0 of the
-    default group.
+    """Make the error for a silent store, which the launcher (torchrun) keeps, or else global rank 0.
 
-    everywhere: as in `Ranks`. what: words that go on after "The store of the ranks", without a full stop.
+    everywhere: as in `Ranks`. what: the words after "The store of the ranks", without a full stop.
     """
     by_launcher = launcher.keeps_store()
     address = os.environ.get("MASTER_ADDR", "node 0")
@@ -362,7 +363,9 @@ def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
-    """Wait until all ranks are here. Returns the store of this meeting."""
+    """Wait until all ranks have called this, and return the store for this meeting. Raises RankDivergence if
+    a rank does not come, and RankFailure if the store is lost.
+    """
     whole = len(everywhere) == dist.get_world_size()
     ranks = "all" if whole else ",".join(map(str, everywhere))
     name = f"infinity/{launcher.start_number()}/{ranks}/{_met[everywhere]}"
@@ -391,7 +394,7 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
 
 
 def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
-    """Wait until the store has all keys; return the places of those that do not come in time."""
+    """Wait until the store has all keys; return the indices of those that do not come in time."""
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError:  # the time is up, or the store is gone
@@ -400,7 +403,7 @@ def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
 
 
 def _leave() -> None:
-    """Destroy the default group at the end of the process; who hosts the store waits for the others."""
+    """Destroy the default group at the process's end. Who keeps the store waits for the others first."""
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()

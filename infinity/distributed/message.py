@@ -1,8 +1,8 @@
 """Control message: a kind and a few fields that one rank sends to another, and their bytes.
 
 A message is a header of HEADER_BYTES: the kind (1 byte), the length of the fields' text in bytes (4 bytes,
-little-endian), and the text, a JSON list in UTF-8. Text for which the header has no room goes on in a second
-transfer that has exactly the bytes that are left.
+little-endian), and the text, a JSON list in UTF-8. The text that does not fit into the header follows in a
+second transfer of exactly the remaining bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ _decode = json.JSONDecoder().decode
 
 
 class MessageKind(enum.IntEnum):
-    """What a message says. The number is what is sent."""
+    """The kind of a message. Its number is sent."""
 
     REQUEST = 1
-    """Fields: the delivery's number, then what is asked for."""
+    """Fields: the delivery's number, a `What`, and the bytes that are asked for."""
     DATA = 2
     """Fields: the delivery's number, label, sizes of the pieces in bytes. The pieces follow the message."""
     REFUSAL = 3
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
     GRADIENT_SHARD = 4
-    """A gradient's shard to a part that the receiver owns is ready to be fetched."""
+    """The sender has a gradient shard for the receiver, who owns its piece. Fields: the sender's number of
+    zero_grad calls, micro-batch, token, dtype, and indices of the unit, the chunk and the piece.
+    """
     BACKWARD_DONE = 5
-    """The sender has finished a backward: what it has not contributed by now does not come."""
+    """The sender has ended a backward, and offers no more shards of it. Fields: the sender's numbers of
+    zero_grad calls and of ended backwards.
+    """
     CLEARED = 6
-    """The sender has dropped its gradients."""
+    """The sender has cleared its gradients. Fields: how often so far."""
     BARRIER = 7
-    """Fields: the agreement's number, the call that casts the barrier, facts."""
+    """The sender has come to an agreement. Fields: its number, the name of the call, facts."""
     FAILED = 8
-    """The sender is lost. The wire itself puts this message into the inbox; fields: the cause."""
+    """The sender cannot go on, or is lost: then the wire puts this message into the inbox. Fields: the
+    cause.
+    """
     BYE = 9
     """The sender's last message."""
     ARRIVED = 10
@@ -48,31 +54,33 @@ class MessageKind(enum.IntEnum):
     """
 
     EXPECTED = 14
-    """Fields: the sender's number of zero_grad calls, a micro-batch, and (unit, index) of each parameter to
-    which the sender contributes in it, once.
+    """The sender has announced its shards of a micro-batch. Fields: its number of zero_grad calls, the
+    micro-batch, and (unit, index) of each parameter that gets one gradient of the sender.
     """
 
     LEAVING = 15
-    """The sender closes its runtime: it serves until all do, but contributes to no further step."""
+    """The sender closes its runtime: it serves others until all do, but takes part in no further step."""
 
     PAUSED = 16
-    """Fields: the sender's number of zero_grad calls, and the number of an agreement that it has begun. It
-    contributes no more before the agreement's end.
+    """The sender offers no more shards before an agreement's end. Fields: its number of zero_grad calls, and
+    the number of the agreement, which it has begun.
     """
 
     VOTE = 18
-    """Fields: the number of the agreement by which a commit was begun, and why the sender cannot make its
-    part of the commit; None if it has.
+    """Fields: the number of the agreement that began a commit, and the error that keeps the sender from
+    making its share of the commit durable; None if it is durable.
     """
 
     DRIVE = 19
-    """Fields: the number of a commit. The sender waits for it, so the receiver completes what it lacks."""
+    """Fields: the number of a commit. The sender's training waits for it, so the receiver completes the
+    updates that its own share still needs.
+    """
     REDIRECT = 20
-    """Fields: the delivery's number. The sender has no room to relay it, so the owner is to be asked."""
+    """Fields: the delivery's number. The sender has no room to relay the bytes: their owner must be asked."""
 
 
 class What(enum.IntEnum):
-    """What a REQUEST asks for."""
+    """The bytes that a REQUEST asks for."""
 
     PARAMETERS = 1
     """Bytes of a parameter page that the asked rank owns."""
@@ -114,7 +122,7 @@ class Message(NamedTuple):
 
 
 def pack(message: Message) -> tuple[bytearray, bytearray | None]:
-    """The header, and what goes on behind it: None if the header has room for all fields."""
+    """Return the header, and the rest for a second transfer: None if the header has room for all fields."""
     text = _encode(message.fields).encode()
     header = bytearray(HEADER_BYTES)
     _HEAD.pack_into(header, 0, message.kind, len(text))
@@ -124,12 +132,12 @@ def pack(message: Message) -> tuple[bytearray, bytearray | None]:
 
 
 def bytes_behind(header: bytearray) -> int:
-    """Number of bytes that follow in a second transfer."""
+    """Return the number of bytes in the second transfer, which `header` says; 0: there is none."""
     return max(0, int(_HEAD.unpack_from(header)[1]) - _ROOM)
 
 
 def unpack(header: bytearray, behind: bytearray | None) -> Message:
-    """The message; behind: what the second transfer brought, or None if there was none."""
+    """Return the message of a header. behind: the bytes of the second transfer; None if there was none."""
     kind, length = _HEAD.unpack_from(header)
     text = header[_HEAD.size : _HEAD.size + min(length, _ROOM)]
     if behind is not None:

@@ -1,6 +1,6 @@
 """Node link: measures how many bytes a second a node receives from other nodes, over the wire of training.
 
-Each rank pulls from a rank of the next node, and serves one of the node before, all at the same time. So both
+At the same time, each rank pulls from a rank of the next node and serves a rank of the previous one. So both
 directions of each node's link are in use, as in training.
 """
 
@@ -21,15 +21,15 @@ _LABEL = "trial bytes"
 _BLOCK = 8 << 20
 """Bytes that are asked for at once."""
 _AT_ONCE = 2
-"""Blocks that a rank has asked for at a time, so that the link is busy while a request is on its way."""
+"""Blocks that a rank has requested at a time, so that the link is busy while a request is on its way."""
 _MOST_BYTES = 256 << 20
 _SECONDS = 3.0
-"""A rank asks for no more after so many bytes or seconds."""
+"""A rank requests no more blocks after _MOST_BYTES bytes or _SECONDS seconds."""
 
 
 @dataclass(frozen=True)
 class NodeLink:
-    """What was measured of the links between nodes."""
+    """The measured rate of the links between nodes."""
 
     rate: float
     """Bytes per second that the slowest node received."""
@@ -40,7 +40,7 @@ class NodeLink:
 
 def measure_node_link(communicator: Communicator) -> NodeLink:
     """Measure the links between nodes, for some 3 s and with at most 256 MiB a rank. All ranks call this,
-    after `Communicator.find_place`, and get the same.
+    after `Communicator.find_place`, and get the same result.
 
     Raises ConfigError if all ranks run on one node, and RankFailure.
     """
@@ -56,7 +56,7 @@ def measure_node_link(communicator: Communicator) -> NodeLink:
 
 
 def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
-    """For each rank, the rank of the next node from which it pulls. nodes: rank -> its node."""
+    """Choose for each rank the rank of the next node from which it pulls. nodes: rank -> its node."""
     ranks = defaultdict(list)
     for rank, node in sorted(nodes.items()):
         ranks[node].append(rank)
@@ -74,7 +74,7 @@ def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
 
 
 def _pull(communicator: Communicator, sources: Mapping[int, int]) -> tuple[int, float]:
-    """Pull from this rank's source while others do so, too. Returns the bytes, and the seconds they took."""
+    """Pull from this rank's source while all ranks do so. Returns the bytes, and the seconds they took."""
     source = sources[communicator.ranks.rank]
     block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
     rooms = [torch.empty(_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_AT_ONCE)]

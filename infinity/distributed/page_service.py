@@ -1,11 +1,10 @@
-"""Page service: gives other ranks bytes of the parts of pages that this rank owns.
+"""Page service: sends bytes of this rank's pages to other ranks.
 
 A request names bytes of this rank's part of a page, and the number of the step after which they are wanted.
-The service waits until this rank has decided that step, has the unit's own update completed, and sends the
-bytes from the page's home: straight from there if the home is in RAM, else through a buffer of the exchange.
+The service waits until this rank has decided that step, completes the unit's update, and sends the bytes from
+the page's home: straight from there if the home is in RAM, else through a buffer of the exchange.
 
-What is at home is what this rank has published. The memory in which the model computes is private: user code
-may change it at any time.
+Only bytes at home are sent: user code may change the model's memory at any time.
 """
 
 from __future__ import annotations
@@ -48,14 +47,13 @@ class _Request:
     step: int
     unit: int
     fields: tuple[int, ...]
-    """For a parameter page or this rank's optimizer page: bytes from its start, their number, and for a
-    parameter page the asking rank's version of it. For a gradient: the index of a chunk, and the fields of a
-    Piece.
+    """For a page: offset from its start and number of bytes; for a parameter page also the asking rank's
+    version of it. For a gradient: the index of a chunk, and the fields of a Piece.
     """
 
 
 class PageService:
-    """Serves requests in a thread of its own, from `start` until `stop`."""
+    """Serves requests of other ranks in a thread of its own, from `start` until `stop`."""
 
     def __init__(
         self,
@@ -71,8 +69,8 @@ class PageService:
         lock: RuntimeLock,
         health: Health,
     ) -> None:
-        """remote: knows the steps that this rank has decided. pages, states: parameter and optimizer pages
-        of all units. scheduler: completes updates; None for inference. room: the pool of the exchange.
+        """remote: has the number of the last step that this rank has decided. pages, states: parameter and
+        optimizer pages of all units. scheduler: completes updates; None for inference. room: pool of buffers.
         """
         self._wire = wire
         self._remote = remote
@@ -95,18 +93,18 @@ class PageService:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and wait for it. The wire is closed, so that no request can be answered."""
+        """End the thread, and wait for it. Requests that are still queued are not answered."""
         self._stopped = True
         self._requests.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def requested(self, source: int, number: int, what: int, step: int, unit: int, *fields: int) -> None:
-        """Take a request of another rank. Never blocks."""
+        """Queue a request of another rank. Never blocks."""
         self._requests.put(_Request(source, number, What(what), step, unit, fields))
 
     def stepped(self) -> None:
-        """Look again at the requests that this rank could not serve yet, after a step or an edit."""
+        """Try again to serve the requests of `_early`, after a step or an edit."""
         with contextlib.suppress(IndexError):  # two threads call this
             while True:
                 self._requests.put(self._early.popleft())
@@ -166,7 +164,7 @@ class PageService:
         return self._wire.deliver(request.source, request.number, pieces, label, unit=unit)
 
     def _send_gradient(self, request: _Request) -> None:
-        """Send this rank's own gradient of a piece, behind a byte that says whether there is one."""
+        """Send a byte that says whether this rank has a gradient of a piece, then the gradient or zeros."""
         assert self._gradients is not None
         chunk_index, *fields = request.fields
         page, piece = self._gradients.pages[request.unit], Piece(*fields)
@@ -179,7 +177,7 @@ class PageService:
         self._deliver(request, flag, memory.view(torch.uint8))
 
     def _kept(self, request: _Request) -> torch.Tensor | None:
-        """What was kept for other ranks of the asked bytes, before user code could change the home."""
+        """Return the copy of the wanted bytes that was made before an edit could change the home, or None."""
         if request.what is not What.PARAMETERS:
             return None
         start, nbytes = request.fields[:2]
@@ -198,7 +196,7 @@ class PageService:
         return self._states[request.unit].home, start, nbytes
 
     def _block(self, nbytes: int) -> torch.Tensor:
-        """Lease a buffer of the exchange, waiting until earlier ones have been sent if there is no room."""
+        """Lease a buffer. If there is no room, wait until earlier ones have been sent."""
         while self._sent and (self._sent[0][0].done() or self._room.largest_free < nbytes):
             self._sent[0][0].wait()
             self._sent.popleft()

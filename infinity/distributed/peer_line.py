@@ -1,14 +1,14 @@
-"""Peer's line: the threads that speak with one other rank over gloo.
+"""Peer line: the threads that send to one other rank over gloo, and receive from it.
 
-[Note: threads of a line] Gloo gives no notice of an operation's end but to a thread that waits in it, and
-notices the peer's death only where the peer is named. So each peer has four threads: messages and payloads
-wait for each other in neither direction, and a thread that receives never waits for anything but its peer, so
-that ranks cannot block each other in a circle. Messages to one peer arrive in the order of their posting.
+[Note: threads of a line] Gloo reports an operation's end only to a thread that waits in it, and a peer's
+death only in operations with this peer. So each peer has four threads: in neither direction do messages and
+payloads wait for each other, and a thread that receives waits for nothing but its peer, so that ranks cannot
+block each other in a circle. Messages to one peer arrive in the order in which they were posted.
 
 [Note: a line is never idle] An operation of gloo begins when both sides have told each other of it, which
-takes a round trip. So there are always some receives of messages waiting for the next ones, and some sends
-are begun before the first has ended. Each direction has a connection of its own (`Ranks`): what a side tells
-the other does not queue behind the bytes that it sends.
+takes a round trip. So some receives of messages are always posted ahead, and some sends begin before the
+first has ended. Each direction has a connection of its own (`Ranks`): gloo's answers do not queue behind the
+bytes of payloads.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from infinity.errors import InfinityError, rank_failure
 HEADER, BEHIND, PAYLOAD = 1, 2, 3
 """Tags of gloo, so that no transfer can be taken for one of another purpose."""
 _MESSAGES_AT_ONCE = 16
-"""Messages that are on their way at a time: some for each of the payloads."""
+"""The most messages under way at a time: several for each payload."""
 _PAYLOADS_AT_ONCE = 4
 
 
 class Parcel(NamedTuple):
-    """A message to a peer, and the payload behind it."""
+    """A message to a peer, and the payload that follows it, if any."""
 
     message: Message
     pieces: tuple[torch.Tensor, ...] = ()
@@ -52,7 +52,7 @@ class _Sending:
     nbytes: int
     """Bytes of the payload."""
     began: int
-    """When it was given to gloo, in nanoseconds of time.perf_counter_ns()."""
+    """When the parcel was given to gloo, in nanoseconds of time.perf_counter_ns()."""
     works: list[Any] = field(default_factory=list)
     memory: list[torch.Tensor] = field(default_factory=list)
     failure: InfinityError | None = None
@@ -60,41 +60,41 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Arriving:
-    """A payload that is being received; BYE has none."""
+    """A payload that is being received, with its message; for BYE there is no payload."""
 
     message: Message
     began: int = 0
-    """When its memory was given to gloo, in nanoseconds of time.perf_counter_ns()."""
+    """When the payload's memory was given to gloo, in nanoseconds of time.perf_counter_ns()."""
     memory: list[torch.Tensor] = field(default_factory=list)
     works: list[Any] = field(default_factory=list)
 
 
 class Ends(Protocol):
-    """What a line tells its wire, each in one of the line's threads.
+    """Callbacks from a line to its wire, each called by one of the line's threads.
 
-    began: when a payload began to cross, in nanoseconds of time.perf_counter_ns(). It ended just now.
+    began: when the transfer of a payload began, in nanoseconds of time.perf_counter_ns(). It ended just now.
     """
 
     def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
-        """A parcel with a payload of `nbytes` bytes has been taken, or could not be sent. Nothing in the line
-        refers to its memory any more.
+        """The peer has taken a parcel with a payload of `nbytes` bytes, or it could not be sent. Nothing in
+        the line refers to its memory any more.
         """
 
     def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
-        """The memory for a payload of pieces of these sizes; None if it is to be dropped."""
+        """Return memory for a payload of pieces of `sizes` bytes; None to drop the payload."""
 
     def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
         """A payload has arrived. Nothing in the line refers to its memory any more."""
 
     def heard(self, peer: int, message: Message) -> None:
-        """A message has come, other than DATA. BYE comes behind all payloads."""
+        """A message has come, of a kind other than DATA. BYE comes after all payloads."""
 
     def lost(self, peer: int, what: str) -> None:
-        """Nothing more can be heard from the peer."""
+        """The connection to the peer broke. what: the error's text after "Rank 3"."""
 
 
 class PeerLine:
-    """All that this rank sends to one peer, and receives from it."""
+    """Sends all messages and payloads of this rank to one peer, and receives the peer's."""
 
     def __init__(self, ranks: Ranks, peer: int, ends: Ends) -> None:
         self._ranks = ranks
@@ -105,7 +105,7 @@ class PeerLine:
         self._arriving: queue.SimpleQueue[_Arriving | None] = queue.SimpleQueue()
         """The payloads in the order of their messages, then BYE; None: the peer is lost."""
         self._posting = threading.Lock()
-        """Held while the parts of one parcel are posted, so that no others come between."""
+        """Held while the transfers of one parcel are begun, so that no others come between."""
         bodies: dict[str, Callable[[], None]] = {
             "to": self._send_messages,
             "payloads to": self._send_payloads,
@@ -141,7 +141,7 @@ class PeerLine:
         self._end(self._post(Parcel(Message(MessageKind.BYE, []))))
 
     def _send_all(self, outbox: queue.SimpleQueue[Parcel | None], most: int) -> None:
-        """Send what comes, until None comes: at most so many parcels at a time."""
+        """Send parcels until None comes, at most `most` of them at a time."""
         begun: deque[_Sending] = deque()
         more = True
         while more or begun:
@@ -159,7 +159,6 @@ class PeerLine:
                 self._end(begun.popleft())
 
     def _post(self, parcel: Parcel) -> _Sending:
-        """Begin to send a parcel."""
         header, behind = pack(parcel.message)
         parts = [(_bytes(header), HEADER)]
         if behind is not None:
@@ -227,7 +226,6 @@ class PeerLine:
         return True
 
     def _begin(self, message: Message) -> _Arriving:
-        """Begin to receive a payload."""
         number, _, sizes = message.fields
         into = self._ends.room_for(self._peer, number, sizes)
         if into is None:
@@ -265,12 +263,12 @@ class PeerLine:
 
 
 def _bytes(buffer: bytearray) -> torch.Tensor:
-    """A tensor over the buffer's own memory."""
+    """Return a tensor over the buffer's own memory."""
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def _line(error: Exception) -> str:
-    """The error's class and the first sentence of its text, without gloo's place in its source."""
+    """Return the error's class and the first sentence of its text, without gloo's place in its source."""
     text = (str(error).splitlines() or [""])[0]
     text = re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0].rstrip(".")
     return f"{type(error).__name__}: {text}"

@@ -1,23 +1,25 @@
-"""Ranked step: what a training step does together with other ranks: shards, agreements, its end.
+"""Ranked step: what a training step does together with other ranks: gradient shards, agreements, the step's
+end.
 
-Two calls of a step are agreements: clip_grad_norm_ and step(). In each, first all ranks say that they have no
-more gradients to contribute, and what must be equal on all of them; then, when all sums are complete, each
-says the exact sum of squares of what it keeps. So all ranks have the same norm, the one of a single rank.
+Two calls of a step are agreements: clip_grad_norm_ and step(). Each has two barriers. At the first, every
+rank says that it has no more gradients to contribute, and tells the facts that must be equal on all ranks. At
+the second, when all sums are complete, every rank tells the exact sum of squares of the gradients that it
+keeps. So all ranks get the same norm, which is that of a single rank.
 
 [Note: clearing]
 Another rank may still ask for sums of gradients when this one clears them. So the pages forget their
 gradients when all ranks have called zero_grad(), and a rank's next gradient waits until then.
 
 [Note: after a failed step]
-A step may fail on all ranks alike, as with options that differ, and user code may go on: with the same call
-once more, further backwards, or zero_grad(). By then ranks have counted on it that no more gradients come.
-So the shards of all backwards before the call are completed first, as in a step that succeeds. Where
-that cannot be, because ranks are in different calls or steps, every later call raises the same error.
+A step may fail on all ranks alike, for instance because options differ, and user code may catch the error and
+continue with the same call, further backwards, or zero_grad(). By then owners count missing shards as absent.
+So the shards of all backwards before the call are added first, as in a step that succeeds. If that is
+impossible, because ranks are in different calls or steps, every later call raises the same error.
 
 [Note: dropped gradients]
 `p.grad = None` drops a parameter's gradient on all ranks, or on none: a rank's gradients may be in a sum
-already, from which nothing can be taken away. The ranks agree on it when the step ends, and forget the sum
-then. So a rank adds nothing to a parameter between its `p.grad = None` and that agreement.
+already, and nothing can be subtracted from a sum. The ranks agree on it when the step ends, and then forget
+the sum. So a rank adds nothing to a parameter between its `p.grad = None` and this agreement.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ _FACTOR = "factor of the gradients"
 _TIMES_CLEARED = "number of zero_grad calls"
 _TIMES_ZEROED = "number of zero_grad(set_to_none=False) calls"
 _EQUAL = (_OPTIONS, _MEMBERS, _FACTOR, _TIMES_CLEARED, _TIMES_ZEROED)
-"""Names of what is equal on all ranks when a step ends, as errors say them."""
+"""Names of the facts that must be equal on all ranks when a step ends, as errors say them."""
 _SAME_VALUES = "Make the same calls with the same values on all ranks."
 
 
 class RankedStep(SingleStep):
-    """Several ranks, as a training step sees them."""
+    """The work of a training step that involves other ranks, where there are several."""
 
     updates_elsewhere = True
 
@@ -75,8 +77,8 @@ class RankedStep(SingleStep):
         engine: PrefetchEngine,
         gradients: Gradients,
     ) -> None:
-        """shards: takes gradients to the ranks that keep their sums; None if every rank keeps all of
-        them. Then `whole` sums them up.
+        """shards: sends gradients to the owners of their sums; None at stages 0 and 1, where every rank keeps
+        all gradients. whole: sums these up at the end of a step; None at stages 2 and 3.
         """
         super().__init__(gradients)
         self.shards = shards
@@ -86,15 +88,17 @@ class RankedStep(SingleStep):
         self._cleared = [0] * share.ranks
         """Number of times that each rank has cleared its gradients."""
         self._forgotten = 0
-        """Number of times that all ranks have, and this rank's pages have forgotten them."""
+        """Number of times that all ranks have cleared theirs, and this rank's pages have forgotten them."""
         self._settled = False
         self._squares: dict[str, ExactSum] | None = None
-        """What `squares_of` knows; None after a gradient has come."""
+        """"unit index" of each parameter -> its sum of squares over all ranks, as of the last agreement in
+        `squares_of`; None after a new gradient.
+        """
         self._added: set[tuple[int, int]] = set()
         """Parameters, (unit, index), to which this rank has contributed since its last zero_grad()."""
         self._dropped: dict[tuple[int, int], bool] = {}
-        """Parameters, (unit, index), whose `p.grad` was set to None since the last agreement -> whether this
-        rank had contributed to them; see [Note: dropped gradients].
+        """(unit, index) of each parameter whose `p.grad` was set to None since the last agreement -> whether
+        this rank had contributed to it; see [Note: dropped gradients].
         """
         self._barrier = barrier
         self._service = service
@@ -113,7 +117,7 @@ class RankedStep(SingleStep):
         *,
         forgiving: bool = False,
     ) -> ExactSum:
-        """See SingleStep and [Note: after a failed step]."""
+        """Agree that all gradients are complete; see SingleStep.settle and [Note: after a failed step]."""
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
         if self.shards is not None:
             self.shards.pause(self._cleared[self._share.rank])
@@ -162,7 +166,11 @@ class RankedStep(SingleStep):
     def _agreed_drops(
         self, call: str, heard: Mapping[int, Sequence[tuple[int, int, bool]]]
     ) -> list[tuple[int, int]]:
-        """The parameters, (unit, index), whose gradients all ranks have dropped."""
+        """Return the (unit, index) of all parameters whose gradients all ranks dropped, and forget the drops.
+
+        heard: rank -> (unit, index, whether the rank had contributed). Raises RankDivergence if only some
+        ranks dropped a gradient.
+        """
         told = {rank: {(unit, index) for unit, index, _ in each} for rank, each in heard.items()}
         found = sorted({(unit, index) for each in heard.values() for unit, index, had in each if had})
         for place in found:
@@ -192,7 +200,7 @@ class RankedStep(SingleStep):
             self._barrier.end(error)
 
     def _contributed(self) -> dict[str, Any]:
-        """How many backwards this rank has ended, and shards offered to each rank."""
+        """Return facts for an agreement: how many backwards this rank ended, and shards for each rank."""
         shards, ranks = self.shards, range(self._share.ranks)
         if shards is None or self._outdated:
             # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
@@ -214,7 +222,7 @@ class RankedStep(SingleStep):
             self._gradients.drop(unit, parameter)
 
     def _complete_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
-        """Do what `_await_contributions` does. After an error, every later call raises it again."""
+        """Call `_await_contributions`. If it raises an error, every later agreement raises this error."""
         try:
             self._await_contributions(heard)
         except InfinityError as error:
@@ -222,7 +230,7 @@ class RankedStep(SingleStep):
             raise
 
     def _await_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
-        """Wait until all shards that ranks have made before the barrier are added."""
+        """Wait until this rank has added and sent all shards of backwards before the agreement."""
         if self.shards is None:
             return
         rank = self._share.rank
@@ -233,7 +241,7 @@ class RankedStep(SingleStep):
         self.shards.await_all()
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
-        """Do a part of the work, and wait until all ranks have. Returns the sum of squares."""
+        """Do `work`, wait for all ranks to do theirs, and return the sum of all squared gradients."""
         squares, failure = ExactSum(), None
         try:
             work()
@@ -252,9 +260,10 @@ class RankedStep(SingleStep):
         return total
 
     def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
-        """See SingleStep. The first call after a gradient has come is an agreement on the sums of all
-        parameters, so that it does not matter of which parameters a rank asks for them. Raises ConfigError
-        inside of a backward.
+        """Return the sum of squares of a parameter's gradient; see SingleStep.squares_of.
+
+        The first call after a new gradient is an agreement on the sums of all parameters, so ranks may ask
+        for different parameters. Raises ConfigError inside of a backward.
         """
         if torch._C._current_graph_task_id() != -1:
             raise ConfigError(
@@ -288,7 +297,7 @@ class RankedStep(SingleStep):
         )
 
     def clear(self) -> None:
-        """Forget the gradients of this rank; see [Note: clearing]."""
+        """Clear this rank's gradients; see [Note: clearing]."""
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()
@@ -308,7 +317,7 @@ class RankedStep(SingleStep):
         self._forget()
 
     def _forget(self) -> None:
-        """Forget the gradients as often as all ranks have cleared theirs."""
+        """Have the pages forget their gradients as often as all ranks have cleared theirs."""
         while self._forgotten < min(self._cleared):
             self._forgotten += 1
             self._gradients.clear()
@@ -361,7 +370,7 @@ class RankedStep(SingleStep):
 
     @property
     def _outdated(self) -> bool:
-        """Whether other ranks have yet to clear the gradients that this rank's pages have."""
+        """Whether the pages still have gradients that this rank has cleared, because other ranks have not."""
         return self._forgotten < self._cleared[self._share.rank]
 
     @property
@@ -373,8 +382,10 @@ class RankedStep(SingleStep):
         )
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """See SingleStep. Where every rank adds up its gradients by itself until the step ends, this is an
-        agreement until then: all ranks call it for the same parameter, or it raises RankDivergence.
+        """Return the sum of all ranks' gradients of a parameter; see SingleStep.gradient.
+
+        At stages 0 and 1 this is an agreement until the step ends: all ranks call it for the same parameter,
+        or it raises RankDivergence.
         """
         if unit not in self._pages:
             return None
@@ -477,7 +488,7 @@ class RankedStep(SingleStep):
 
 
 def _told_sum(found: ExactSum) -> list[str]:
-    """An exact sum as JSON can hold it."""
+    """Convert an exact sum to strings for JSON."""
     return [f"{found.units:x}", repr(found.nonfinite)]
 
 
@@ -486,7 +497,7 @@ def _heard_sum(told: Sequence[str]) -> ExactSum:
 
 
 def _members(groups: Sequence[Mapping[str, Any]]) -> str:
-    """A short text that is equal for equal parameters, by name, in each of the param groups."""
+    """Return a CRC of the names of the parameters in each param group, as text."""
     names = [
         [getattr(getattr(each, "_place", None), "name", "") for each in group["params"]] for group in groups
     ]

@@ -1,17 +1,14 @@
-"""Remote parts: asks other ranks for bytes of pages, and waits for them without the runtime's lock.
+"""Remote parts: fetches bytes of pages from other ranks, and waits for them without the runtime's lock.
 
-What ranks on other nodes own is asked of the rank of this node that keeps it (`NodeCache`).
-
-The link between nodes is the slowest one. Where the ranks of a node each asked the owners, the same bytes
-would cross it for every rank, and in forward and backward. Instead each rank of the node brings the
-parts of some owners (`Share.relay`), keeps them in RAM, and gives them to the others, and to itself.
+The link between nodes is the slowest one. If every rank asked the owners on other nodes itself, the same
+bytes would cross it once for each rank, in forward and in backward. Instead, each rank of a node fetches the
+parts of some of these owners (`Share.relay`), keeps them in RAM (`NodeCache`), and gives them to the others.
 
 [Note: a relay holds nobody up]
-A key names a step and an edit version, so that whatever is kept under it never changes. The first rank that
-asks has the bytes brought, for its own place in the program, and later ones find them there or on their way.
-If there is no room, the asking rank is sent to the owner itself. So a rank waits for an owner alone, as if
-there was no cache, and [Note: edits over ranks] in infinity/pages/edits.py holds: nobody waits
-for room that is taken by those who wait for him.
+A key names a step and an edit version, so the bytes kept under it never change. The first request for a key
+has them fetched, and later requests find them in RAM or on their way. If there is no room, the asking rank is
+sent to the owner itself. So a rank waits for owners alone, as if there were no cache, and [Note: edits over
+ranks] in infinity/pages/edits.py holds: no rank waits for room that is taken by ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -37,12 +34,12 @@ from infinity.tiers.link import Transfer
 
 
 class Wanted(NamedTuple):
-    """Bytes of a parameter page, at one moment of the training."""
+    """Names bytes of a parameter page as they are after a step and an edit."""
 
     step: int
-    """Number of the step after which they are wanted."""
+    """Number of the step after which the bytes are wanted."""
     loads: int
-    """Number of copies of runs that had been loaded by then."""
+    """Number of copies of runs loaded so far."""
     unit: int
     start: int
     """Bytes from the start of the page."""
@@ -52,44 +49,45 @@ class Wanted(NamedTuple):
 
 
 def asked(wanted: Wanted) -> tuple[int, ...]:
-    """The fields of the request for the bytes to the rank that owns them."""
+    """Return the fields of a request for the bytes to their owner."""
     return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """Bytes that are kept, or on their way."""
+    """Bytes that the cache keeps, or that are on their way to it."""
 
     memory: torch.Tensor
     here: bool = False
     waiting: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, number of its delivery) of those who get the bytes when these have come."""
+    """(rank, number of its delivery) of each request of another rank to answer when the bytes have come."""
     landings: list[tuple[Delivery, torch.Tensor]] = field(default_factory=list)
-    """(what this rank waits for, memory for a copy of the bytes) for when these have come."""
+    """(this rank's transfer, memory for a copy of the bytes) to end when the bytes have come."""
     sending: list[Dispatch] = field(default_factory=list)
 
     def idle(self) -> bool:
-        """Whether nobody uses the memory."""
+        """Whether the bytes are here and nobody uses their memory."""
         self.sending = [each for each in self.sending if not each.done()]
         return self.here and not self.sending
 
 
 class NodeCache:
-    """What this rank keeps for its node. Methods may be called by any thread, and never block."""
+    """Keeps parameters of other nodes in RAM for the ranks of this node.
+
+    Any thread may call its methods, which never block.
+    """
 
     def __init__(self, wire: Wire, room: Pool) -> None:
         """room: the pool for the bytes, in RAM. Nobody else leases from it."""
         self._wire = wire
         self._room = room
         self._entries: OrderedDict[Wanted, _Entry] = OrderedDict()
-        """By key, those used last at the end."""
+        """The entries, those used last at the end."""
         self._lock = threading.Lock()
         """Guards the attributes above, and all entries."""
 
     def fetch(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery | None:
-        """Begin to bring bytes to this rank: `into`, uint8 (wanted.nbytes,) in RAM. None: there is no room
-        for them.
-        """
+        """Begin to bring bytes into `into`, uint8 (wanted.nbytes,) in RAM. Returns None without room."""
         landing = Delivery(
             self._wire.failure_event,
             owner,
@@ -113,7 +111,7 @@ class NodeCache:
         return landing
 
     def requested(self, source: int, number: int, owner: int, *fields: int) -> None:
-        """Give bytes to another rank of this node. fields: those of `Wanted`."""
+        """Answer another rank of this node: with bytes of `owner`, or REDIRECT. fields: of `Wanted`."""
         wanted = Wanted(*fields)
         with self._lock:
             entry, new = self._entry(wanted)
@@ -140,7 +138,7 @@ class NodeCache:
         return entry, True
 
     def _make_room(self, nbytes: int) -> bool:
-        """Forget what was used longest ago until there is room. Returns whether there is."""
+        """Remove entries, those used longest ago first, until there is room. Returns whether there is."""
         if self._room.largest_free >= nbytes:
             return True
         for key in [*self._entries]:  # keys alone, for an entry's memory is free once nothing refers to it
@@ -179,21 +177,21 @@ class NodeCache:
 
 
 class RemoteParts(RemotePages):
-    """The parts of pages that several ranks hold."""
+    """Fetches the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
 
     def __init__(self, wire: Wire, share: Share, cache: NodeCache | None = None) -> None:
-        """share: this rank's. cache: keeps what ranks of other nodes own; None: each rank asks the owners."""
+        """cache: keeps parameters of other nodes; None: each rank asks the owners itself."""
         self.step = 0
         self._loads = 0
-        """Number of copies of runs that were loaded."""
+        """Number of copies of runs loaded so far."""
         self._unserved: dict[int, int] = {}
         """Unit -> bytes of this rank's part that other ranks have not fetched since the last step."""
         self._served: set[tuple[int, int, int]] = set()
-        """(rank, unit, first byte) of what other ranks have fetched since then, which may come again."""
+        """(rank, unit, first byte) of each range fetched since then; a second fetch does not count."""
         self._kept: dict[int, list[tuple[HomeRange, torch.Tensor]]] = {}
         """Unit -> (range of the page, copy of its bytes after the last step) of this rank's part."""
         self._sending: dict[int, list[Dispatch]] = {}
-        """Unit -> what is sent to other ranks straight from memory where user code may change the page."""
+        """Unit -> sends under way of bytes straight from the model's memory; user edits wait for them."""
         self._wire = wire
         self._share = share
         self.cache = cache
@@ -240,12 +238,12 @@ class RemoteParts(RemotePages):
                     each.wait()
 
     def sends(self, page: ParameterPage, dispatch: Dispatch) -> None:
-        """Note that bytes of a permanent page are sent straight from its home, for which `keep` waits."""
+        """Note a send of bytes straight from a permanent page's home; `keep` waits for it."""
         unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
         self._sending[page.index] = [*unfinished, dispatch]
 
     def kept(self, source: int, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
-        """The copy of bytes of this rank's part that was kept for other ranks; None if there is none.
+        """Return the copy of bytes of this rank's part that `keep` made for other ranks, or None.
 
         source: the rank that fetches these bytes now. start: bytes from the start of the page.
         """

@@ -1,4 +1,4 @@
-"""ServiceThread: the thread that acts on what other ranks say, while this rank's training thread computes.
+"""ServiceThread: the thread that acts on messages of other ranks while this rank's training thread computes.
 
 It takes the runtime's lock for moments, in turn with the training thread, and never waits for another rank.
 """
@@ -31,10 +31,9 @@ _MOST_AT_ONCE = 32
 
 
 class ServiceThread:
-    """Gives each message of other ranks to the component that it is for, until `stop`.
+    """Passes each message of other ranks to the component that handles it, until `stop`.
 
-    Before `attach`, while a runtime is made, it answers what ranks ask for in exchanges, one after the other,
-    and keeps all other messages.
+    Before `attach`, while a runtime is made, it answers only requests in exchanges, and keeps other messages.
     """
 
     def __init__(self, wire: Wire, lock: RuntimeLock, liveness: Liveness) -> None:
@@ -42,7 +41,7 @@ class ServiceThread:
         self._lock = lock
         self._liveness = liveness
         self._kept: list[tuple[int, Message]] = []
-        """(source, message) that nothing here can act on yet."""
+        """(source, message) of each message that cannot be handled yet."""
         self._parts: dict[int, tuple[str, Part]] = {}
         """Number of an exchange -> its label, and what gives this rank's part, while it goes on."""
         self._exchanges = self._given = 0
@@ -57,14 +56,14 @@ class ServiceThread:
         self._thread.start()
 
     def open_exchange(self, label: str, part: Part) -> int:
-        """Begin to answer what ranks ask for in the next exchange. Returns its number, equal on all ranks."""
+        """Begin to answer requests in the next exchange. Returns its number, equal on all ranks."""
         self._exchanges += 1
         self._parts[self._exchanges] = label, part
         self._look_again()
         return self._exchanges
 
     def close_exchange(self) -> None:
-        """All ranks have ended the exchange."""
+        """Forget this rank's exchange, which all ranks have ended."""
         self._parts.clear()
 
     def has_given(self) -> bool:
@@ -79,10 +78,11 @@ class ServiceThread:
         cache: NodeCache | None,
         drive: Callable[[int], None],
     ) -> None:
-        """Act on all messages from now on.
+        """Handle all kinds of messages from now on.
 
-        step: None for inference. cache: gives parameters of other nodes to the ranks of this one; None if
-        each rank asks for its own. drive: completes what the commit with this number lacks, under the lock.
+        step: None for inference. cache: gives parameters of other nodes to the ranks of this node; None if
+        each rank asks the owners itself. drive: completes the updates that a commit waits for, given the
+        commit's number; called under the lock.
         """
         self._service, self._step, self._cache, self._drive = service, step, cache, drive
         self._shards = None if step is None else step.shards
@@ -94,7 +94,7 @@ class ServiceThread:
         self._wire.inbox.put((-1, Message(MessageKind.REQUEST, [0, What.INITIAL, 0])))
 
     def stop(self) -> None:
-        """End the threads. Other ranks have heard that this one leaves, and ask for nothing more."""
+        """End this thread and the page service's. Other ranks ask for nothing more, as this one leaves."""
         self._stopping = True
         self._wire.inbox.put((-1, Message(MessageKind.BYE, [])))
         with self._lock.released():  # the threads may wait for it
@@ -127,7 +127,7 @@ class ServiceThread:
                 return
 
     def _act(self, waiting: list[tuple[int, Message]]) -> bool:
-        """Act on messages. Returns False if the last message of this runtime is among them."""
+        """Handle messages. Returns False if the last message of this runtime is among them."""
         others = []
         attached = self._attached
         for source, message in waiting:
@@ -164,7 +164,7 @@ class ServiceThread:
         return True
 
     def _give(self, source: int, message: Message) -> None:
-        """Give a rank what it asks for in an exchange, or keep the request until this rank begins it."""
+        """Answer a request in an exchange, or keep it until this rank begins the exchange."""
         delivery, _, exchange, *wanted = message.fields
         if exchange > self._exchanges:
             self._kept.append((source, message))

@@ -1,4 +1,4 @@
-"""Transfers: payloads under way between this rank and another one, and the waits for their ends."""
+"""Transfers: payloads under way between this rank and another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.errors import InfinityError, rank_failure
 
 
 class _Transfer:
-    """A payload under way. It satisfies the protocol of infinity/tiers/link.py."""
+    """A payload under way. Satisfies the protocol Transfer of infinity/tiers/link.py."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class _Transfer:
         told: Callable[[Any], None] | None = None,
     ) -> None:
         self._told = told
-        """Called with this object when it has ended; None: nobody is."""
+        """Called with this transfer when it has ended, unless None."""
         self.peer = peer
         self.number = number
         self.label = label
@@ -37,16 +37,16 @@ class _Transfer:
         self._failure: InfinityError | None = None
 
     def done(self) -> bool:
-        """Whether it has ended, successfully or with an error. Never blocks."""
+        """Whether the transfer or the whole run has ended, successfully or with an error. Never blocks."""
         return self._ended or self._failure_event.failure is not None
 
     def wait(self, timeout: float | None = None) -> object:
-        """Wait without the GIL until it has ended.
+        """Wait without the GIL until the transfer has ended.
 
         timeout: seconds; None: the failure event's time-out. Raises RankFailure if the peer died, left,
-        refused or does not come within the time, or the failure of the run; RankDivergence if the peer sent
-        or refused something because it does otherwise than this rank. After an error the memory may still be
-        written or read, until the wire's threads have ended.
+        refused or took too long; RankDivergence if the peer sent or refused something because its program
+        differs; or the failure of the run. After an error the wire's threads may use the memory until they
+        end.
         """
         if not self._failure_event.wait_for(lambda: self._ended, timeout):
             seconds = self._failure_event.timeout if timeout is None else timeout
@@ -61,11 +61,11 @@ class _Transfer:
 
     @property
     def timing(self) -> None:
-        """None: the wire tells the meter when a payload has crossed, whether or not this rank awaits it."""
+        """None, because the wire itself reports to the meter when a payload has crossed."""
         return None
 
     def end(self, failure: InfinityError | None = None) -> None:
-        """Called by the wire. The first end counts."""
+        """End the transfer, with an error or without. Called by the wire; later calls have no effect."""
         if not self._ended:
             self._failure = None if failure is None else failure.again()
             self._ended = True
@@ -75,17 +75,17 @@ class _Transfer:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended with an error, which `wait` raises."""
+        """Whether the transfer has ended with an error, which `wait` raises."""
         return self._failure is not None
 
     @property
     def failure(self) -> InfinityError | None:
-        """A copy of the error with which it has ended, or None."""
+        """A copy of the error with which the transfer has ended, or None."""
         return None if self._failure is None else self._failure.again()
 
 
 class Delivery(_Transfer):
-    """Bytes that are expected from a peer. `number` goes with the request, and comes back with the bytes."""
+    """Bytes that are expected from a peer. The request and the answer carry `number`."""
 
     _verb = "deliver"
 
@@ -102,7 +102,7 @@ class Delivery(_Transfer):
         instead: Callable[[Delivery], object] | None = None,
         awaiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """instead: called if the peer has no room to relay the bytes, to have them brought from their owner.
+        """instead: called if the peer has no room to relay the bytes, to fetch them from their owner.
         awaiting: makes the context of a wait, as `Wire.awaiting` does.
         """
         super().__init__(failure_event, peer, number, label, unit=unit, told=told)
@@ -123,6 +123,6 @@ class Delivery(_Transfer):
 
 
 class Dispatch(_Transfer):
-    """Bytes on their way to a peer. Once it is done they may change: the peer has them."""
+    """Bytes on their way to a peer. They must not change until it is done."""
 
     _verb = "take"

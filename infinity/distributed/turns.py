@@ -1,14 +1,13 @@
-"""Turns: the order in which shards to a gradient are added at its owner. Pure.
+"""Turns: the order in which shards of a gradient are added at its owner. Pure.
 
-A sum's bits depend on the order of its terms, so the order may not depend on which rank is quick. Micro-batch
-m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a part of a gradient), micro-
-batches come in order, and in each the ranks' first shards in the order of ranks. A rank that
-contributes to a key several times in one micro-batch, as shared parameters do, has its further shards
-added after the first ones of all ranks, by rank and in their sequence.
+A sum's bits depend on the order of its terms, so the order must not depend on which rank is quick.
+Micro-batch m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a piece of a
+gradient), micro-batches come in order, and in each the ranks' first shards in the order of ranks. If a rank
+makes several shards for a key in one micro-batch, as for shared parameters, its further shards are added
+after the first shards of all ranks, by rank and in their sequence.
 
-A shard that is not there either comes yet, or never, as with experts that were not taken. Which of
-both is known once its rank has said that it is done with the micro-batch, or earlier if the rank has said
-which shards its micro-batch will make.
+A shard that is not there yet may still come, or never, as for an expert that was not used. This is known once
+its rank has ended the micro-batch, or earlier if the rank has announced all shards of the micro-batch.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ Token = TypeVar("Token")
 
 @dataclass
 class _Line(Generic[Token]):
-    """What waits for its turn at one key."""
+    """The shards of one key that wait for their turn."""
 
     waiting: dict[tuple[int, int], deque[Token]] = field(default_factory=dict)
     """(micro-batch, rank) -> shards in their sequence; no empty ones."""
     micro_batch: int = 0
     rank: int = 0
-    """The rank whose first shard is next; the number of ranks: further shards are next."""
+    """The rank whose first shard is next; the number of ranks if further shards are next."""
     taking: int | None = None
-    """Micro-batch of the shard that is being taken, or None."""
+    """Micro-batch of the shard that is being added, or None."""
 
     def take(self, micro_batch: int, rank: int) -> Token:
         tokens = self.waiting[micro_batch, rank]
@@ -49,13 +48,11 @@ class _Line(Generic[Token]):
 class Turns(Generic[Key, Token]):
     """Gives the shards of each key in their order, one at a time.
 
-    Every event returns the (key, token) pairs to take next. The caller adds each, then calls `taken`.
+    Methods that note an event return the (key, token) pairs to add next. Call `taken` after adding each.
     """
 
     def __init__(self, ranks: int, whole_of: Callable[[Key], Hashable]) -> None:
-        """ranks: number of ranks. whole_of: function from a key to what `expects` names, of which the key is
-        a part.
-        """
+        """ranks: number of ranks. whole_of: function from a key to its parameter, as `expects` names it."""
         self._ranks = ranks
         self._whole_of = whole_of
         self._begin()
@@ -64,14 +61,14 @@ class Turns(Generic[Key, Token]):
         self._done = [0] * self._ranks
         self._lines: defaultdict[Key, _Line[Token]] = defaultdict(_Line)
         self._blocked: defaultdict[tuple[int, int], set[Key]] = defaultdict(set)
-        """(rank, micro-batch) -> keys that go on once the rank is done with it."""
+        """(rank, micro-batch) -> keys that wait until the rank has ended the micro-batch."""
         self._expected: dict[tuple[int, int], Container[Hashable]] = {}
-        """(rank, micro-batch) -> all that the rank contributes to, once each, if it has said so."""
+        """(rank, micro-batch) -> the parameters for which the rank makes shards, if it has announced them."""
         self._left: Counter[int] = Counter()
-        """Micro-batch -> shards not yet added; none at 0."""
+        """Micro-batch -> number of shards not yet added; no zeros."""
 
     def offered(self, key: Key, micro_batch: int, rank: int, token: Token) -> list[tuple[Key, Token]]:
-        """A shard is there. Those of one key, micro-batch and rank come in their sequence.
+        """Note that a shard is there. Shards of one key, micro-batch and rank are noted in their sequence.
 
         micro_batch: counted by the rank itself, from 0 since `clear`.
         """
@@ -82,14 +79,14 @@ class Turns(Generic[Key, Token]):
         return self._advance([key])
 
     def expects(self, rank: int, micro_batch: int, wholes: Container[Hashable]) -> list[tuple[Key, Token]]:
-        """A rank will contribute to these in a micro-batch, once to each key, and to nothing else."""
+        """Note that in a micro-batch a rank makes one shard a key for the parameters `wholes`, no others."""
         self._expected[rank, micro_batch] = wholes
         return self._advance(self._blocked.pop((rank, micro_batch), ()))
 
     def done(self, rank: int, micro_batches: int) -> list[tuple[Key, Token]]:
-        """A rank has finished so many backwards since `clear`: what it has not offered for them is absent.
+        """Note that a rank has ended so many backwards since `clear`, so that no more shards of them come.
 
-        micro_batches: ALL if the rank contributes no more until `go_on`.
+        micro_batches: ALL if the rank makes no more shards until `go_on`.
         """
         self._done[rank] = max(self._done[rank], micro_batches)
         keys: list[Key] = []
@@ -99,11 +96,11 @@ class Turns(Generic[Key, Token]):
         return self._advance(keys)
 
     def go_on(self, micro_batches: int) -> None:
-        """All ranks have finished so many backwards, no matter what `done` said, and may contribute again."""
+        """Set how many backwards all ranks have ended, whatever `done` noted: new shards may come again."""
         self._done = [micro_batches] * self._ranks
 
     def taken(self, key: Key) -> list[tuple[Key, Token]]:
-        """The shard that was given for `key` has been added."""
+        """Note that the shard that was given for `key` has been added."""
         line = self._lines[key]
         assert line.taking is not None, "nothing of this key is being taken"
         self._left[line.taking] -= 1
@@ -113,11 +110,11 @@ class Turns(Generic[Key, Token]):
         return self._advance([key])
 
     def drained(self, micro_batches: int) -> bool:
-        """Whether all ranks have finished so many backwards, and all that they contributed has been added."""
+        """Whether all ranks have ended `micro_batches` backwards, and all their shards are added."""
         return min(self._done) >= micro_batches and all(each >= micro_batches for each in self._left)
 
     def complete(self, key: Key, micro_batches: int) -> bool:
-        """Whether all ranks have finished so many backwards, and what they contributed to `key` is added."""
+        """Whether all ranks have ended `micro_batches` backwards, and all their shards to `key` are added."""
         if min(self._done) < micro_batches:
             return False
         line = self._lines.get(key)
@@ -144,9 +141,9 @@ class Turns(Generic[Key, Token]):
         return found
 
     def _next(self, key: Key, line: _Line[Token]) -> tuple[int, int] | None:
-        """Move a key's cursor on to the next shard, its (micro-batch, rank).
+        """Move a key's cursor to its next shard, and return the shard's (micro-batch, rank).
 
-        None: there is none, one is being taken, or the key is blocked now.
+        Returns None if there is no shard, one is being added, or the key must wait for a rank.
         """
         while line.waiting and line.taking is None:
             now = line.micro_batch
@@ -173,12 +170,12 @@ class Turns(Generic[Key, Token]):
         return None
 
     def _may_come(self, key: Key, rank: int, micro_batch: int) -> bool:
-        """Whether a rank's first shard to a key, which has not come, may come yet."""
+        """Whether a rank's first shard for a key, which is not there, may still come."""
         if self._done[rank] > micro_batch:
             return False
         expected = self._expected.get((rank, micro_batch))
         return expected is None or self._whole_of(key) in expected
 
     def _may_come_again(self, rank: int, micro_batch: int) -> bool:
-        """Whether a rank may contribute to a key further times in a micro-batch."""
+        """Whether a rank may make further shards for a key in a micro-batch."""
         return self._done[rank] <= micro_batch and (rank, micro_batch) not in self._expected

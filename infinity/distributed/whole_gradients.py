@@ -1,8 +1,8 @@
-"""Whole gradients: the sums over ranks where every rank keeps gradients of all parameters (stages 0 and 1).
+"""Whole gradients: sums of gradients where every rank keeps gradients of all parameters (stages 0 and 1).
 
-Backwards add up on each rank by itself. When a step is to end, each rank sums up, over the ranks in their
-order, the pieces that it owns, which it pulls from the other ranks. The sum takes the place of its own
-gradient. At stage 0, all ranks then pull the sums of the others.
+Each rank adds up the gradients of its own backwards. At the end of a step, it pulls the other ranks'
+gradients of the pieces that it owns, and adds them in the order of the ranks. The sum replaces its own
+gradient. At stage 0, each rank then pulls the sums of all other pieces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WholeGradients:
             )
 
     def sum_up(self, contents: Mapping[int, list[set[int]]]) -> None:
-        """Sum up the pieces that this rank owns, unless that has been done in this step.
+        """Sum up the pieces that this rank owns, unless they are summed up already in this step.
 
         contents: rank -> for each unit, the parameters that have a gradient there. Raises the errors of
         transfers between ranks, and StorageError.
@@ -58,7 +58,7 @@ class WholeGradients:
                     self._replace(page, chunk_index, piece, total)
 
     def share_sums(self) -> None:
-        """Take over the sums of the pieces that other ranks own. All ranks have called `sum_up`."""
+        """Replace this rank's gradients of others' pieces by their sums. All ranks have called `sum_up`."""
         for page in self._gradients.pages.values():
             for parameter in sorted(page.content):
                 for chunk_index, piece in page.layout.pieces(parameter):
@@ -69,9 +69,9 @@ class WholeGradients:
                         self._replace(page, chunk_index, piece, found)
 
     def sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
-        """Return the sum of all ranks' gradients of a piece, as far as they have come; None if there is none.
+        """Return the sum of all ranks' gradients of a piece so far, (piece.count,); None if no rank has one.
 
-        Before the step ends, the ranks are asked for their gradients; afterwards the owner has the sum.
+        Before the step ends, the gradients are pulled from all ranks; afterwards, the sum from its owner.
         """
         owner = self._share.owner(chunk_index)
         return self._sum(page, chunk_index, piece, [owner] if self.summed else range(self._share.ranks))
@@ -111,7 +111,7 @@ class WholeGradients:
 
 
 def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
-    """For each unit, the indices of parameters that `bits_of` was given, from its text."""
+    """Decode a text of `bits_of`: for each unit, the indices of the chosen parameters."""
     number, found = int(text, 16), []
     for page in pages.values():
         count = len(page.layout.parameters)
@@ -121,9 +121,7 @@ def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
 
 
 def bits_of(pages: Mapping[int, GradientPage], chosen: Callable[[GradientPage], set[int]]) -> str:
-    """The parameters whose indices `chosen` returns, as a hexadecimal number: a bit for each parameter of
-    each unit.
-    """
+    """Encode the parameters whose indices `chosen` returns as a hexadecimal number: one bit a parameter."""
     number = start = 0
     for page in pages.values():
         number |= sum(1 << (start + index) for index in chosen(page))

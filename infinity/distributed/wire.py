@@ -1,7 +1,7 @@
-"""Wire: messages between this rank and each other one, and payloads that arrive in memory named beforehand.
+"""Wire: sends and receives messages of all ranks, and payloads, which arrive in memory named beforehand.
 
-A line to each peer (infinity/distributed/peer_line.py) sends and receives them. The wire keeps which payloads
-are expected, and counts what has crossed.
+A line to each peer (infinity/distributed/peer_line.py) transfers them. The wire knows which payloads are
+expected, and counts bytes and messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Inbox = queue.SimpleQueue[tuple[int, Message]]
 
 @dataclass
 class Traffic:
-    """What has crossed the wire so far: payloads in bytes by their label, and messages with their headers."""
+    """Counters of a wire: bytes of payloads by label, and numbers of messages."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received_from: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Traffic:
 
 
 class Wire:
-    """All that this rank says to other ranks, and hears from them. Methods may be called by any thread."""
+    """Sends messages and payloads to other ranks, and receives theirs. Any thread may call its methods."""
 
     def __init__(
         self,
@@ -59,9 +59,8 @@ class Wire:
         meter: Meter | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """failure_event: notified whenever something has come; its failure ends all waits. meter: is told
-        what crosses. released: makes the context in which this rank waits for others, such as
-        `RuntimeLock.released`.
+        """failure_event: notified of each arrival; its failure ends all waits. meter: counts the bytes.
+        released: makes the context in which this rank waits for others, such as `RuntimeLock.released`.
         """
         self.failure_event = FailureEvent() if failure_event is None else failure_event
         self.meter = Meter() if meter is None else meter
@@ -81,7 +80,7 @@ class Wire:
         """Peers that have said LEAVING."""
         self._expected: dict[tuple[int, int], Delivery] = {}
         self._ended: dict[int, InfinityError] = {}
-        """Peer that will send nothing more -> error of what is expected from it."""
+        """Peer that will send nothing more -> the error of deliveries from it."""
         self._traffic = Traffic()
         self._closed = False
         self._numbers = itertools.count(1)
@@ -95,7 +94,7 @@ class Wire:
         return self._ranks.peers
 
     def left(self, peer: int) -> InfinityError | None:
-        """The error for what is expected from a peer that has left or is lost; None while it is there."""
+        """The error of deliveries from a peer that has left or is lost; None while it is there."""
         return self._ended.get(peer)
 
     @property
@@ -110,8 +109,9 @@ class Wire:
             yield
 
     def wait(self, come: Callable[[], bool], what: str) -> bool:
-        """Do what `FailureEvent.wait_for` does, in the context that `awaiting` makes if nothing has come
-        yet. Once more if `come()` does not hold any more under the runtime's lock.
+        """Wait until `come()` holds, without the runtime's lock; return False if the time-out passes first.
+
+        Repeated if `come()` no longer holds when the lock is taken again. what: as for `awaiting`.
         """
         while not come():
             with self.awaiting(what):
@@ -120,10 +120,9 @@ class Wire:
         return True
 
     def wait_for_step(self, come: Callable[[], bool], what: str) -> bool:
-        """Do what `wait` does, for what belongs to a step that all ranks have still to take.
+        """Wait as `wait` does, for an event of a step that all ranks have yet to take.
 
-        Called by the thread that trains. Raises RankFailure if a peer closes its runtime, for then the step
-        never comes.
+        Called by the training thread. Raises RankFailure if a peer closes its runtime, so that no step comes.
         """
         while not come():
             if self.leaving:
@@ -145,7 +144,7 @@ class Wire:
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
     def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
-        """Queue a message. Never blocks. What is posted to a peer that has left is dropped."""
+        """Queue a message. Never blocks. A message to a peer that has left is dropped."""
         self._queue(peer, Parcel(Message(kind, list(fields))))
 
     def expect(
@@ -159,12 +158,12 @@ class Wire:
         told: Callable[[Delivery], None] | None = None,
         instead: Callable[[Delivery], object] | None = None,
     ) -> Delivery:
-        """Name the memory for bytes that the peer will be asked for; ask it with the delivery's number.
+        """Name the memory for bytes that the caller then requests from a peer with this delivery's number.
 
-        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. unit: the
-        one to which they belong, for timelines. tell: whether a message ARRIVED comes into the inbox when the
+        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. unit:
+        index of the unit, for timelines. tell: whether a message ARRIVED comes into the inbox when the
         delivery has ended. told: called with the delivery then, by the thread that receives from the peer, or
-        by this one if the peer has left. instead: as of Delivery.
+        by this one if the peer has left. instead: see Delivery.
         """
         if tell:
             told = functools.partial(self._tell, MessageKind.ARRIVED)
@@ -200,8 +199,8 @@ class Wire:
     ) -> Dispatch:
         """Send the bytes that the peer expects under `number`.
 
-        pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the
-        dispatch is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
+        pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the dispatch
+        is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
         """
         told = functools.partial(self._tell, MessageKind.SENT) if tell else None
         dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit, told=told)
@@ -214,7 +213,7 @@ class Wire:
         self.post(peer, MessageKind.REFUSAL, number, type(error).__name__, error.cause, error.cure)
 
     def declare(self, what: str) -> None:
-        """Tell all peers that this rank cannot go on. what: goes on after "Rank 3"."""
+        """Tell all peers that this rank cannot go on. what: the error's text after "Rank 3"."""
         for peer in self.peers:
             self.post(peer, MessageKind.FAILED, what)
 
@@ -222,10 +221,10 @@ class Wire:
         self.inbox.put((transfer.peer, Message(kind, [transfer])))
 
     def close(self, patience: float = 10.0) -> bool:
-        """Send BYE to all peers behind all that is queued, and wait until theirs have come.
+        """Send BYE to all peers after all queued messages, and wait until theirs have come.
 
-        patience: seconds. Peers that take longer are left to threads that end by themselves later; after a
-        failure nothing is waited for longer than a second. Returns whether all threads have ended.
+        patience: seconds, after a failure at most 1. Threads of slower peers end by themselves later. Returns
+        whether all threads have ended.
         """
         with self._lock:
             first, self._closed = not self._closed, True
@@ -304,7 +303,7 @@ class Wire:
             self.inbox.put((peer, message))
 
     def lost(self, peer: int, what: str) -> None:
-        """End all that waits, because a peer is gone. what: goes on after "Rank 3"."""
+        """End all waits, because a peer is gone. what: the error's text after "Rank 3"."""
         error = rank_failure(peer, what)
         self.failure_event.fail(
             error
@@ -327,7 +326,7 @@ class Wire:
             return self._expected.pop((peer, number), None)
 
     def _end_of(self, peer: int, error: InfinityError) -> None:
-        """Nothing more comes from a peer."""
+        """Fail all deliveries from a peer, now and later, because it sends nothing more."""
         with self._lock:
             self._ended.setdefault(peer, error.again())
             keys = [key for key in self._expected if key[0] == peer]
