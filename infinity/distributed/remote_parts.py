@@ -7,8 +7,9 @@ parts of some of these owners (`Share.relay`), keeps them in RAM (`NodeCache`), 
 [Note: a relay holds nobody up]
 A key names a step and an edit version, so the bytes kept under it never change. The first request for a key
 has them fetched, and later requests find them in RAM or on their way. If there is no room, the asking rank is
-sent to the owner itself. So a rank waits for owners alone, as if there were no cache, and [Note: edits over
-ranks] in infinity/pages/edits.py holds: no rank waits for room that is taken by ranks that wait for it.
+sent to the owner itself. So a rank waits for owners alone, as if there were no cache, and
+[Note: edits over ranks] in infinity/pages/edits.py holds: no rank waits for room that is taken by ranks that
+wait for it.
 """
 
 from __future__ import annotations
