@@ -1,6 +1,4 @@
-"""Tiers: the places where pages live (device memory, host RAM, slab files on NVMe). Each tier lends its bytes
-in leases.
-"""
+"""Tiers: device memory, host RAM, and slab files on NVMe. Each tier lends its bytes in leases."""
 
 from infinity.tiers.arena import HostArena
 from infinity.tiers.device import CpuDeviceTier, CudaTier, DeviceTier, UnifiedTier, open_device

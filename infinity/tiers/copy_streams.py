@@ -91,7 +91,7 @@ whole page of 1 GiB. A piece takes 1.3 ms at 50 GB/s, and launching the next pie
 
 
 class Order(enum.Enum):
-    """Every order between streams (or a stream and the host) that other code relies on.
+    """Every order between streams, or between a stream and the host, that other code relies on.
 
     A test leaves out each order in turn, and checks that the missing order is noticed.
     """
@@ -128,7 +128,7 @@ class Order(enum.Enum):
 
 
 class EventTransfer:
-    """A copy on a CUDA stream. It is done when an event that was recorded behind it has happened.
+    """A copy on a CUDA stream. It is done when the event that was recorded after it has happened.
 
     This object keeps the source and the target of the copy alive until `done` or `wait` has found it done.
     """
@@ -164,8 +164,7 @@ class CopyStreams:
     def __init__(self, driver: Driver, compute: Callable[[], Stream]) -> None:
         """Make the streams for copies, and let their first copies wait for work already queued on compute.
 
-        driver: the device's driver. compute: returns the stream on which the calling thread's kernels are
-        queued.
+        driver: the device's driver. compute: returns the stream for the calling thread's kernels.
         """
         self._driver = driver
         self.checked = driver.checked
@@ -272,10 +271,9 @@ class CopyStreams:
         self._marks.clear()
 
     def _wait(self, order: Order, event: Event, waiter: Stream | None) -> None:
-        """Make `waiter` wait for an event.
+        """Make `waiter`, a stream, or None for the host, wait for an event.
 
-        order: the reason for the wait; tests leave out all waits with one reason. waiter: a stream, or None
-        for the host.
+        order: the reason for the wait; tests leave out all waits with one reason.
         """
         if waiter is None:
             event.synchronize()
@@ -300,8 +298,8 @@ class CopyStreams:
             self._wait(order, stream.record(), None)
 
     def _last_use(self, last_return: int) -> Event:
-        """The event after which no kernel uses the bytes of any of the first `last_return` leases that were
-        returned to the pool.
+        """Return an event after which no kernel uses the bytes of the first `last_return` leases that came
+        back.
 
         This is the event of the first mark whose number is at least `last_return`. If there is no such mark,
         an event is recorded on the compute stream now.
@@ -321,11 +319,9 @@ class CopyStreams:
         return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
-        """Return an `Anchor` that is at most ten seconds old, and record one if there is none. An anchor is
-        an event whose time by the host's clock is known, so that the times of other events can be computed.
+        """Return an `Anchor` that is at most ten seconds old, made now if needed. None outside of `timed`.
 
-        Returns None outside of the context `timed`. The context may end meanwhile in another thread, so
-        `_idle` and `_anchor` are read only once.
+        Reads `_idle` and `_anchor` only once, because another thread may end the context `timed` meanwhile.
         """
         idle, anchor = self._idle, self._anchor
         if idle is None:
@@ -352,12 +348,9 @@ class _Current:
 
 
 def open_link(device: torch.device) -> DeviceLink:
-    """Open the link to `device`, and return it.
+    """Open the link to `device`: CpuLink for the CPU, CopyStreams for CUDA and inside `driver.emulated`.
 
-    It is a `CopyStreams` for a CUDA device, and for the CPU inside `infinity.tiers.driver.emulated`. It is a
-    `CpuLink` for the CPU otherwise.
-
-    Raises DeviceError where a call of the device's driver fails.
+    Raises DeviceError if a call of the device's driver fails, and the errors of `cuda_driver`.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -154,9 +154,7 @@ class MemoryShare:
     budget: int
     """Bytes that the pages, and everything else that torch allocates, may take together."""
     pages: int
-    """Bytes of the budget that are allocated when the runtime opens, for pages and for the buffers through
-    which pages move.
-    """
+    """Bytes of the budget that are allocated at once, for pages and the buffers through which they move."""
 
 
 def fraction_of(total: int, others: int, budgets: int) -> float:
@@ -185,10 +183,9 @@ def advice(asked: int, share: MemoryShare) -> str:
 
 
 class _Device:
-    """The shares of all runtimes on one device, from which `set` sets the limit of torch's allocator.
+    """The shares of all runtimes on one CUDA device, from which follows the limit of torch's allocator.
 
-    The attribute `others` is the number of bytes that this process had on the device before the first of
-    these runtimes opened.
+    others: bytes that this process had on the device before the first of these runtimes opened.
     """
 
     def __init__(self, device: torch.device) -> None:

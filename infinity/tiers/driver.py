@@ -43,8 +43,7 @@ __all__ = [
 def cuda_driver(device: int) -> Driver:
     """The CUDA driver for the device with number `device`. The same number gives the same object.
 
-    Raises ConfigError where the CUDA driver's library cannot be used, DeviceError where there is no such
-    device.
+    Raises ConfigError if the CUDA driver's library cannot be used, DeviceError without such a device.
     """
     return Driver.load("libcuda.so.1", device)
 

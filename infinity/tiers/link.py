@@ -1,6 +1,4 @@
-"""The link between host RAM and a device: interfaces for copies in both directions and for transfers under
-way.
-"""
+"""Link: the protocols of copies between host RAM and a device, and of transfers under way."""
 
 from __future__ import annotations
 
@@ -69,9 +67,9 @@ class Transfer(Protocol):
 
 
 class Arrived:
-    """A transfer that had already ended when the call that started it returned.
+    """A transfer that had ended before the call that started it returned; also its own `timing`.
 
-    `timing` is the object itself. began, ended: nanoseconds of time.perf_counter_ns().
+    began, ended: nanoseconds of time.perf_counter_ns().
     """
 
     def __init__(self, began: int = 0, ended: int = 0) -> None:
@@ -95,10 +93,12 @@ ARRIVED = Arrived()
 
 
 class Joined:
-    """Several transfers that are used as one. `then` is called once, by the first `wait` after all ended."""
+    """Several transfers that are used as one."""
 
     def __init__(self, transfers: Sequence[Transfer], then: Callable[[], None] | None = None) -> None:
-        """then: function that may raise an InfinityError; each later `wait` calls it again then."""
+        """then: called by the first `wait` after all ended; after an InfinityError of it, by the next
+        `wait`.
+        """
         self._transfers = transfers
         self._then = then
 
@@ -131,7 +131,7 @@ class Joined:
 
 
 def watcher_of(transfer: Transfer) -> Transfer:
-    """A transfer that ends with `transfer`, and with its error, but does not keep its memory alive.
+    """Return a transfer that ends with `transfer` and its error, but does not keep its memory alive.
 
     transfer: an I/O request, or several of them.
     """
@@ -180,7 +180,7 @@ class DeviceLink(Protocol):
         """
 
     def mark(self, returns: int) -> None:
-        """Record an event on the compute stream, behind all kernels that use bytes whose leases have been
+        """Record an event on the compute stream, after all kernels that use bytes whose leases have been
         returned. A later `to_device` into such bytes waits for the event.
 
         returns: how many leases have been returned to the pool so far (`Pool.returns`). Every kernel that

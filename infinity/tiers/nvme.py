@@ -89,29 +89,28 @@ class NvmeTier(Closing):
     number of this process in the job, which is part of the files' names.
 
     speeds: bytes per second of each directory, in the order of `budgets`. The tier's bytes are striped over
-    the directories in proportion to the speeds, as far as the budgets allow. A directory whose share is
-    zero gets no file. By default the shares that `infinity tune` found are used. Without such shares the
-    speeds are measured now, which takes about two seconds per directory. stripe_bytes: bytes of a stripe, a
-    multiple of 4096.
+    the directories in proportion to the speeds, as far as the budgets allow. A directory whose share is zero
+    gets no file. By default the shares that `infinity tune` found are used. Without such shares the speeds
+    are measured now, which takes about two seconds per directory. stripe_bytes: bytes of a stripe, a multiple
+    of 4096.
 
-    backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are
-    the settings that `infinity tune` found for each directory.
+    backend, depth, block_bytes, faults: arguments of infinity.aio.Engine. By default, the first three are the
+    settings that `infinity tune` found for each directory.
 
-    adopt: the record of a tier that was committed. Its slabs are looked for in the directories of
-    `budgets`, wherever each lies, and used as they are: no page is read or moved. `speeds` and
-    `stripe_bytes` have no effect. The slabs grow if `nbytes` is more than they hold. All directories are
-    locked.
+    adopt: the record of a tier that was committed. Its slabs, in whichever directories of `budgets` they lie,
+    are used as they are: no page is read or moved. `speeds` and `stripe_bytes` have no effect. The slabs grow
+    if `nbytes` is more than they hold. All directories are locked.
 
-    files: reaches the disk for names and locks. shared: locks of directories that the caller holds, by the
-    directory without symbolic links, which this tier uses. verify: whether reads are compared with what was
+    files: makes the changes of names and takes the locks on disk. shared: directory without symbolic links ->
+    lock of it that the caller holds, for this tier to use. verify: whether reads are compared with what was
     written, as `Engine.open` says.
 
-    A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes
-    the files, unless `keep` says that they stay.
+    A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes the
+    files, unless `keep` says that they stay.
 
-    Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does.
-    No file is left behind after an error. Adoption raises IncompatibleCheckpoint for a slab that is missing
-    or found twice, and otherwise as `Slab.adopt` does; the slabs are then as before.
+    Raises BudgetError where the budgets cannot hold `nbytes`, StorageFull and StorageError as `Slab` does. No
+    file is left behind after an error. Adoption raises IncompatibleCheckpoint for a slab that is missing or
+    found twice, and otherwise as `Slab.adopt` does; the slabs are then as before.
     """
 
     tier = Tier.NVME
@@ -145,7 +144,7 @@ class NvmeTier(Closing):
         self._sync_failure: StorageError | None = None
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         self.locks: dict[Path, PathLock] = {}
-        """Locks of the directories that the tier uses, by the directory without symbolic links."""
+        """Directory that the tier uses, without symbolic links -> its lock."""
         with ExitStack() as cleanup, ExitStack() as undo:
             if adopt is None:
                 self.striping = _choose(paths, limits, wanted, speeds, stripe_bytes)
@@ -204,11 +203,11 @@ class NvmeTier(Closing):
 
     @property
     def sync_failed(self) -> bool:
-        """Whether names of slabs could not be synced, so that nobody knows what the disk holds."""
+        """Whether a sync of the slabs' names has failed, so that it is unknown which names are on disk."""
         return self._sync_failure is not None
 
     def commit(self) -> None:
-        """Give the slabs durably the names of committed ones, and keep the files from now on.
+        """Give the slabs the names of committed ones, durably, and keep the files from now on.
 
         Does nothing once this succeeded. Raises StorageError if this fails. A later call then tries again, or
         raises the same error if `sync_failed`.
@@ -220,8 +219,8 @@ class NvmeTier(Closing):
             slab.keep = True
 
     def uncommit(self) -> None:
-        """Undo `commit`, because no commit needs the slabs. Raises StorageError; files are then still removed
-        on close.
+        """Undo `commit`, because no commit needs the slabs. The files are removed on close even if this
+        raises StorageError.
         """
         self.forget()
         self._rename(committed=False)
@@ -244,7 +243,7 @@ class NvmeTier(Closing):
             slab.check_name()
 
     def forget(self) -> None:
-        """Have the files removed on close although they were committed: no commit needs them."""
+        """Remove the files on close although they were committed, because no commit needs them."""
         for slab in self.slabs:
             slab.keep = False
 
@@ -353,7 +352,7 @@ class NvmeTier(Closing):
     def _lock(
         self, directories: Iterable[Path], rank: int, shared: Mapping[Path, PathLock], cleanup: ExitStack
     ) -> None:
-        """Fill `locks`: with those of `shared`, and with new ones, which `cleanup` closes."""
+        """Fill `locks` for these directories, from `shared` or with new locks, which `cleanup` closes."""
         for path in directories:
             if path in shared and path not in self.locks:
                 self.locks[path] = shared[path]
@@ -383,9 +382,9 @@ def _choose(
     speeds: Sequence[float] | None,
     stripe_bytes: int,
 ) -> Striping:
-    """The striping of `wanted` bytes over the directories. Arguments: as for `choose_striping`.
+    """Choose the striping of `wanted` bytes over the directories. Arguments: as for `choose_striping`.
 
-    speeds: None for those of `_speeds_of`.
+    speeds: None for the result of `_speeds_of`.
     """
     if speeds is None:
         speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
@@ -393,7 +392,7 @@ def _choose(
 
 
 def _grown(record: VolumeRecord, paths: list[Path], limits: Mapping[Path, int], wanted: int) -> list[int]:
-    """The bytes of each slab of a committed volume that is to hold `wanted` bytes, at least as now.
+    """Return the bytes that each slab of a committed volume needs to hold `wanted` bytes, at least its own.
 
     paths: of the slabs. limits: the budget of each directory in bytes. Raises BudgetError where the slabs in
     a directory are larger than its budget, and ConfigError where `wanted` is not positive.

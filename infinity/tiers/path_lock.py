@@ -5,12 +5,12 @@ The lock is a POSIX record lock on the file infinity-rank<rank>.lock. It ends wi
 lock of flock() would not: a worker that was forked (by a DataLoader) inherits the descriptor, and would keep
 the lock after its parent was killed. Three things follow from this choice:
 
-- POSIX locks do not exclude within one process. A table of the inodes that this process has locked does, and
-  says so before the file is opened.
+- POSIX locks do not exclude other locks of the same process. So a table of the inodes that this process has
+  locked is looked at first, before the file is opened.
 - A lock ends as soon as the process closes any descriptor of the file. So this module never opens a file that
   is in the table, and other code must not open lock files at all.
-- A forked child has its parent's objects, but not its parent's locks. Every entry of the table, and every
-  object, names the process that it is true for. In the child, closing an object closes descriptors only.
+- A forked child has its parent's objects, but not its parent's locks. So table entries and lock objects store
+  the process that they belong to. In the child, closing an object closes descriptors only.
 
 The owner removes the file while it still holds the lock. A process that opened the file before that locks an
 inode without a name, sees that the path does not name the inode, and begins again. A lock file that nobody
@@ -51,10 +51,12 @@ class _Table:
         # Reentrant, because the garbage collector can end a lock at any point of the code that takes another.
         self.mutex = threading.RLock()
         self.held: set[tuple[int, int, int]] = set()
-        """The process that took the lock, and the device and inode of the file."""
+        """(process that took the lock, device and inode of the file)."""
 
     def begin_anew(self) -> None:
-        """Forget everything in a forked child, where another thread of the parent may have had the mutex."""
+        """Empty the table in a forked child. A thread of the parent may have held the mutex, so make a new
+        one.
+        """
         self.mutex = threading.RLock()
         self.held.clear()
 

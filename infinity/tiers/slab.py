@@ -1,15 +1,15 @@
-"""Slabs: preallocated files, one per directory and rank, in which NVMe pages live. This module makes, names,
+"""Slabs: preallocated files, one per directory and rank, in which NVMe pages lie. This module makes, names,
 finds and removes the files, but does no I/O on pages.
 
 [Note: the name of a slab says whose it is]
-A new slab is `infinity-rank<rank>.slab`. No commit has pages in it, so a file of this name goes with its run,
-and if its process was killed, the next one that locks the directory for the rank removes it. The first commit
-renames the slab to `infinity-rank<rank>-<uuid>.slab`, and the manifest names the uuid. A slab of this name is
-only removed by a run that has read the commits it belongs to.
+A new slab is `infinity-rank<rank>.slab`. No commit needs it, so it is removed when its run ends, or, if its
+process was killed, by the next process that locks the directory for the rank. The first commit renames the
+slab to `infinity-rank<rank>-<uuid>.slab`, and the manifest names the uuid. A slab of this name is only
+removed by a run that has read the commits it belongs to.
 
-A crash between this rename and that of the manifest leaves a slab of no commit. The temporary manifest is
-there then, and names it: see `commit_files.unfinished_slabs`. So that manifest is written before slabs are
-renamed, and goes after they have their old names back.
+A crash between this rename and that of the manifest leaves a slab that no commit has. The temporary manifest
+then exists, and names the slab: see `commit_files.unfinished_slabs`. So the temporary manifest is written
+before slabs are renamed, and is removed only after they have their old names back.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def slab_name(rank: int, uuid: str | None = None) -> str:
 
 @dataclass
 class _Open:
-    """What the end of a slab needs to know, apart from the slab, which may be garbage by then."""
+    """All that is needed to close a slab, kept outside of the Slab object, which may be gone by then."""
 
     descriptor: int
     path: Path
     files: DiskFiles
     lock: PathLock
-    """Is held as long as this object lives, because a lock ends when nobody refers to it."""
+    """Kept alive by this reference, because a lock ends when nothing refers to it."""
     keep: bool
     process: int
 
@@ -57,15 +57,15 @@ class Slab(Closing):
     """A file of `nbytes` bytes for pages on disk, which is preallocated, and removed on close unless it was
     committed. A context manager.
 
-    Its room on the file system is taken at once, so that a full disk shows before training and not hours into
-    it. The file has mode 0600.
+    Its room on the file system is taken at once, so that a full disk is noticed before training. The file has
+    mode 0600.
 
     lock: of the directory and rank, after `lock_directory`; the slab does not close it. nbytes: bytes of
     pages, rounded up to whole 4 KiB blocks. files: makes, renames and removes the file.
 
-    Raises StorageFull where the file system does not have that much room; no file is left behind then.
-    Raises StorageError (EEXIST) for what has the slab's name and is no regular file, and ConfigError where
-    `nbytes` is not positive.
+    Raises StorageFull where the file system does not have that much room; no file is left behind then. Raises
+    StorageError (EEXIST) if a file of another type has the slab's name, and ConfigError where `nbytes` is not
+    positive.
     """
 
     def __init__(self, lock: PathLock, nbytes: int, *, files: DiskFiles | None = None) -> None:
@@ -87,11 +87,10 @@ class Slab(Closing):
     def adopt(cls, lock: PathLock, uuid: str, nbytes: int, *, files: DiskFiles | None = None) -> Self:
         """Open a committed slab, which stays on close. No byte of its pages is read or changed.
 
-        lock: of the slab's directory and rank. nbytes: bytes of pages that the commit recorded. Room that the
-        file lacks, as a copy with holes does, is taken.
+        lock: of the slab's directory and rank. nbytes: bytes of pages that the commit recorded. If the file
+        has holes, as a copy may have, room for them is taken.
 
-        Raises CorruptState for a file that is too short, StorageError for what cannot be opened or is no
-        regular file.
+        Raises CorruptState for a file that is too short, StorageError for one that cannot be opened.
         """
         files = files or DiskFiles()
         path = lock.directory / slab_name(lock.rank, uuid)
@@ -129,8 +128,8 @@ class Slab(Closing):
         self._open.keep = stays
 
     def rename(self, *, committed: bool) -> None:
-        """Give the file the name of a slab that was committed, or that of a new one. Does nothing if it has
-        it. The caller syncs the directory. Raises StorageError.
+        """Give the file the name of a committed slab, or of a new one, unless it has that name already. The
+        caller syncs the directory. Raises StorageError.
         """
         opened = self._open
         target = opened.path.with_name(slab_name(opened.lock.rank, self.uuid if committed else None))
@@ -151,7 +150,7 @@ class Slab(Closing):
     def grow(self, nbytes: int) -> None:
         """Take room for `nbytes` bytes of pages in all, a multiple of 4096.
 
-        Raises StorageFull or StorageError if this fails; the slab then has the size of before.
+        Raises StorageFull or StorageError if this fails; the slab then keeps its size.
         """
         if nbytes <= self.nbytes:
             return
@@ -163,7 +162,7 @@ class Slab(Closing):
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Give back the room behind the first `nbytes` bytes of pages; undoes `grow`. Raises no error."""
+        """Give back the room after the first `nbytes` bytes of pages; undoes `grow`. Raises no error."""
         self.nbytes = nbytes
         with contextlib.suppress(OSError):
             os.ftruncate(self._open.descriptor, nbytes)
@@ -192,7 +191,7 @@ def _end(slab: _Open) -> None:
 
 
 def lock_directory(directory: str | os.PathLike[str], rank: int, files: DiskFiles) -> PathLock:
-    """Lock a directory for a rank, and remove the slab that a dead process left there uncommitted.
+    """Lock a directory for a rank, and remove the uncommitted slab that a dead process left there.
 
     Raises as PathLock does.
     """
@@ -240,8 +239,8 @@ def find_slab(directories: Sequence[Path], rank: int, uuid: str) -> Path:
 
 
 def remove_slab(lock: PathLock, uuid: str, files: DiskFiles) -> None:
-    """Remove a committed slab of which no commit needs anything any more, if it lies in the lock's directory
-    and is a regular file. The directory is synced. Raises StorageError.
+    """Remove a committed slab that no commit needs any more, if it is a regular file in the lock's directory,
+    and sync the directory. Raises StorageError.
     """
     path = lock.directory / slab_name(lock.rank, uuid)
     if _is_regular(path):

@@ -1,6 +1,4 @@
-"""Striping: the share of the NVMe tier's bytes that lies on each path, and the
-record of its slabs in the manifest of a commit. Pure arithmetic.
-"""
+"""Striping: the share of the NVMe tier's bytes on each path, and the slabs' record in a manifest. Pure."""
 
 from __future__ import annotations
 
@@ -178,7 +176,7 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True)
 class SlabRecord:
-    """A slab of a volume."""
+    """One slab of a volume, as a manifest stores it."""
 
     uuid: str
     """32 hexadecimal digits, which are part of the file's name, so no directory is stored."""
@@ -198,7 +196,7 @@ class SlabRecord:
 
 @dataclass(frozen=True)
 class VolumeRecord:
-    """A volume over slabs: all that says where each byte lies."""
+    """The slabs of a volume and their striping, which say where each byte lies."""
 
     stripe_bytes: int
     slabs: tuple[SlabRecord, ...]

@@ -1,6 +1,4 @@
-"""Trial file: a temporary file on which I/O is timed, and functions that measure the rate of I/O with given
-settings.
-"""
+"""Trial file: a temporary file on which the rate of I/O with given settings is measured."""
 
 from __future__ import annotations
 
@@ -85,13 +83,12 @@ class Memory:
 class TestFile(Closing):
     """A file without a name in `directory`, filled with bytes, which vanishes when it is closed.
 
-    The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated
-    so that a full disk shows at once. memory: the RAM that all requests use; the file is filled with its
-    bytes. settings: the I/O settings for filling the file. seconds: the time limit for filling it. If a
-    slow disk needs longer, the file stays shorter, but it gets at least `SMALLEST` bytes.
+    The file vanishes also when the process ends. A context manager. nbytes: size of the file, preallocated so
+    that a full disk shows at once. memory: the RAM that all requests use; the file is filled with its bytes.
+    settings: the I/O settings for filling the file. seconds: the time limit for filling it. If a slow disk
+    needs longer, the file stays shorter, but it gets at least `SMALLEST` bytes.
 
-    Raises StorageError for a directory that cannot be written, StorageFull where the directory does not
-    have that much room.
+    Raises StorageError for a directory that cannot be written, StorageFull for one without room.
     """
 
     __test__ = False  # pytest collects classes by this name otherwise
@@ -127,8 +124,7 @@ class TestFile(Closing):
     def rate(self, settings: IoSettings, mode: str, seconds: float) -> Rate:
         """Measure the rate of requests of kind `mode` (one of MODES) for about `seconds` seconds.
 
-        settings: the I/O settings to measure. Raises StorageError and StorageFull, which name the
-        directory.
+        settings: the I/O settings to measure. Raises StorageError and StorageFull with the directory's name.
         """
         request = min(max(settings.block_bytes, REQUEST_BYTES), self.nbytes, self._memory.nbytes)
         blocks = -(-request // settings.block_bytes)
