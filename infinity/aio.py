@@ -76,9 +76,9 @@ class DirectoryReport:
     direct: bool
     """Whether the file system says that it supports O_DIRECT."""
     memory_alignment: int
-    """Memory addresses must be multiples of this many bytes for O_DIRECT."""
+    """For O_DIRECT, memory addresses must be multiples of this many bytes."""
     offset_alignment: int
-    """Offsets and lengths must be multiples of this many bytes, at least a page, for O_DIRECT. See the note
+    """For O_DIRECT, offsets and lengths must be multiples of this many bytes, at least a page; see the note
     "unaligned parts" in csrc/aio/file.hpp.
     """
     backends: tuple[BackendReport, ...]
@@ -108,8 +108,8 @@ class EngineStats:
     """Counts since the engine was made, for reads, writes and syncs.
 
     A request is one call of `read`, `write` or `sync`, and is cut into blocks. A transfer is one submission
-    of a block to the kernel, so a block that is submitted again counts again. Bytes are those that the kernel
-    has moved.
+    of a block to the kernel, so a block that is submitted again counts again. Bytes count once the kernel has
+    moved them.
     """
 
     read_requests: int
@@ -198,13 +198,13 @@ class Engine(_aio.Engine):
         """Open an existing regular file or block device.
 
         write: False opens the file for reading only. verify: whether reads are compared with what was written
-        through this File. The engine then keeps a CRC-32C of each 4096 bytes that are written or read, up to
-        the present size of the file: 4 bytes of RAM each. Nobody else may write to the file, and 4096 bytes
-        that were not written yet must not change after their first read. Not compared are 4096 bytes of which
-        a read covers a part, or of which only a part was written last.
+        through this File. The engine then keeps a CRC-32C of each block of 4096 bytes that is written or
+        read, up to the present size of the file: 4 bytes of RAM each. Nobody else may write to the file, and
+        blocks that were not written yet must not change after their first read. A block is not compared if
+        the read covers only a part of it, or if the last write did.
 
-        Raises StorageError (with errno) if the system refuses, ConfigError for pipes and other types of
-        files.
+        Raises StorageError (with errno) if the system refuses, ConfigError for other types of files, such as
+        pipes.
         """
         return super().open(os.fspath(path), write, verify)
 
@@ -233,24 +233,19 @@ class Volume(_aio.Volume):
 
     parts: pairs of (file, weight), where weight is an int from 1 to 65536. The range is cut into stripes of
     `stripe_bytes` bytes. A pattern of as many stripes as the sum of the weights repeats over the range, and
-    `weight` stripes of each repetition lie in the pair's file. base: offset in every file, in bytes, at which
-    its stripes begin. The attribute `map`, a StripeMap, says where each byte lies, and follows from the
-    weights, `stripe_bytes` and `base` alone.
+    `weight` stripes of each repetition lie in the pair's file. The attribute `map`, a StripeMap, says where
+    each byte lies, and follows from the weights and `stripe_bytes` alone.
 
     `read`, `write` and `sync` work like the methods of a File, with one future for all files.
     """
 
-    def __init__(
-        self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20, *, base: int = 0
-    ) -> None:
+    def __init__(self, parts: Iterable[tuple[File, int]], stripe_bytes: int = 4 << 20) -> None:
         pairs = list(parts)
         if not pairs:
             raise ConfigError("A volume needs at least one file.", "Give (file, weight) pairs.")
         if not 0 < stripe_bytes <= 1 << 40:
             raise ConfigError(f"A stripe of {stripe_bytes} bytes cannot be used.", "Give 1 byte to 1 TiB.")
-        if not 0 <= base <= 1 << 40:
-            raise ConfigError(f"A base of {base} bytes cannot be used.", "Give 0 bytes to 1 TiB.")
         weights = [weight for _, weight in pairs]
         if not all(isinstance(weight, int) and 0 < weight <= _MOST_STRIPES for weight in weights):
             raise ConfigError(f"The weights are {weights}.", f"Give ints from 1 to {_MOST_STRIPES}.")
-        super().__init__([file for file, _ in pairs], StripeMap(weights, stripe_bytes, base))
+        super().__init__([file for file, _ in pairs], StripeMap(weights, stripe_bytes))

@@ -124,30 +124,10 @@ def test_volume_round_trip(backend: str, tmp_path: Path) -> None:
             volume.read(back, 0)
 
 
-@each_backend
-def test_a_volume_leaves_the_headers_of_its_files_alone(backend: str, tmp_path: Path) -> None:
-    header = bytes(range(256)) * (PAGE // 256)
-    for name in "ab":
-        (tmp_path / name).write_bytes(header + bytes(8 * PAGE))
-    with engine(tmp_path, backend) as e:
-        volume = aio.Volume([(e.open(str(tmp_path / name)), 1) for name in "ab"], PAGE, base=PAGE)
-        content = os.urandom(16 * PAGE)
-        volume.write(content, 0).result()
-        back = memory(16 * PAGE)
-        volume.read(back, 0).result()
-        assert back == content
-    for first, name in enumerate("ab"):
-        stripes = [content[at : at + PAGE] for at in range(first * PAGE, len(content), 2 * PAGE)]
-        assert (tmp_path / name).read_bytes() == header + b"".join(stripes)
-
-
 def test_bad_volumes(tmp_path: Path) -> None:
     with engine(tmp_path, "threads") as e:
         file = e.open(str(make_file(tmp_path / "file", PAGE)))
         for parts, stripe in (([], PAGE), ([(file, 0)], PAGE), ([(file, 1.5)], PAGE), ([(file, 1)], 0)):
             with pytest.raises(ConfigError):
                 aio.Volume(parts, stripe)
-        for base in (-1, (1 << 40) + 1):
-            with pytest.raises(ConfigError, match="base"):
-                aio.Volume([(file, 1)], PAGE, base=base)
         assert aio.Volume([(file, 7)], PAGE).map.weights == (7,)
