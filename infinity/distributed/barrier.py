@@ -199,7 +199,8 @@ def told(failure: BaseException, again: str = "") -> dict[str, Any]:
 
 
 def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
-    """Make an error of this rank from another rank's, of the same class if `said` has all that it needs.
+    """Make an error from another rank's error: of its class, or a ConfigError if `said` has too little for
+    that.
 
     what: the start of its text. said: what `told` returned on the other rank.
     """

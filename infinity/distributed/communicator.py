@@ -265,8 +265,8 @@ class Communicator(SingleRank):
 
 
 def _on_each(nodes: Sequence[object]) -> int:
-    """Return the number of ranks on each node for `Share.on_node`: if there are several nodes, with equally
-    many ranks each, which follow each other; otherwise 0. nodes: the name of each rank's node.
+    """Return the number of ranks on each node, if each of several nodes has equally many, consecutive ranks;
+    otherwise 0. nodes: the name of each rank's node.
     """
     count = nodes.count(nodes[0])
     several = len(nodes) > count and len(nodes) % count == 0
