@@ -29,7 +29,7 @@ from small_runtime import (
 from torch import Tensor, nn
 from zoo import entry
 
-from infinity.tiers.link import CpuLink
+from infinity.tiers.link import DeviceLink
 
 PATIENCE = 20
 """Seconds after which a thread counts as stuck. Its work takes milliseconds."""
@@ -129,7 +129,7 @@ def test_gradients_that_have_to_be_copied_down_first(
 ) -> None:
     found = []
     for direct in (True, False):  # as on the CPU, and as on a device whose memory the CPU cannot read
-        monkeypatch.setattr(CpuLink, "direct", direct)
+        monkeypatch.setattr(DeviceLink, "direct", direct)
         model = TIED.make()
         with opened(model, tmp_path, home=home) as runtime:
             for step in range(2):

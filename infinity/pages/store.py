@@ -36,7 +36,7 @@ from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open
 from infinity.tiers.copy_streams import open_link
 from infinity.tiers.device import MemoryShare, capped
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, CpuLink, DeviceLink, Joined, Lane, Transfer, User, watcher_of
+from infinity.tiers.link import ARRIVED, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.striping import VolumeRecord
 
@@ -74,7 +74,7 @@ class Store:
             if plan.device.type == "cuda":
                 share = MemoryShare(plan.budgets[Tier.DEVICE], plan.device_bytes)
                 cleanup.enter_context(capped(plan.device, share, others=others))
-            self.link: DeviceLink = CpuLink() if self.device.shares_host else open_link(plan.device)
+            self.link = DeviceLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes

@@ -22,6 +22,7 @@ number is at least `last_return`.
 from __future__ import annotations
 
 import enum
+import functools
 import threading
 import time
 from collections import deque
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
-from infinity.tiers.link import After, CpuLink, DeviceLink, Lane, Transfer, User
+from infinity.tiers.link import After, DeviceLink, Lane, Transfer, User
 
 _ANCHORED_NS = 10_000_000_000
 """Nanoseconds after which an anchor is replaced by a new anchor. CUDA gives the time between two events in
@@ -153,7 +154,7 @@ class EventTransfer:
         return None
 
 
-class CopyStreams:
+class CopyStreams(DeviceLink):
     """The link to a device over PCIe or NVLink.
 
     Copies run on streams of their own, concurrently with the compute stream of the trainer.
@@ -331,30 +332,15 @@ class CopyStreams:
         return anchor
 
 
-class _Current:
-    """A callable that returns the CUDA stream on which torch queues kernels of the calling thread."""
-
-    def __init__(self, driver: Driver, device: torch.device) -> None:
-        self._driver = driver
-        self._device = device
-        self._known: dict[int, Stream] = {}
-
-    def __call__(self) -> Stream:
-        handle = torch.cuda.current_stream(self._device).cuda_stream
-        found = self._known.get(handle)
-        if found is None:
-            found = self._known[handle] = self._driver.foreign(handle)
-        return found
-
-
 def open_link(device: torch.device) -> DeviceLink:
-    """Open the link to `device`: CpuLink for the CPU, CopyStreams for CUDA and inside `driver.emulated`.
+    """Open the link to `device`: CopyStreams for CUDA and inside `driver.emulated`, else DeviceLink.
 
     Raises DeviceError if a call of the device's driver fails, and the errors of `cuda_driver`.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         driver = cuda_driver(index)
-        return CopyStreams(driver, _Current(driver, torch.device("cuda", index)))
+        stream = functools.cache(driver.foreign)
+        return CopyStreams(driver, lambda: stream(torch.cuda.current_stream(index).cuda_stream))
     found = emulation()
-    return CpuLink() if found is None else CopyStreams(found.driver, lambda: found.compute)
+    return DeviceLink() if found is None else CopyStreams(found.driver, lambda: found.compute)

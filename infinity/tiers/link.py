@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -138,15 +138,16 @@ def watcher_of(transfer: Transfer) -> Transfer:
     return transfer.watcher() if isinstance(transfer, (Joined, Future)) else transfer
 
 
-class DeviceLink(Protocol):
-    """Copies between host RAM and a device.
+class DeviceLink:
+    """Copies between host RAM and a device. In this class both are RAM, and a copy ends with its call.
 
-    All methods except `to_host` are called under the runtime's lock.
+    `CopyStreams` extends this class for devices with memory of their own. All methods except `to_host` are
+    called under the runtime's lock.
     """
 
-    direct: bool
+    direct = True
     """Whether code on the CPU can access the device's memory."""
-    checked: bool
+    checked = False
     """Whether the driver checks the order of memory accesses, as the driver of the tests does.
 
     `uses` reports accesses to this checker.
@@ -163,6 +164,7 @@ class DeviceLink(Protocol):
         that were never leased, and for bytes whose last use was queued before the latest `follow_compute`.
         lane: the stream on which the copy runs.
         """
+        return _copied(into, source)
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
         """Begin to copy device bytes to the host, and return the copy, which may still be under way.
@@ -172,12 +174,14 @@ class DeviceLink(Protocol):
         None means after all work that the compute stream has queued. With events, any thread may call this
         method and wait for the copy.
         """
+        return _copied(into, source)
 
     def record(self) -> Event | None:
         """Record an event that happens when the compute stream has done all work queued so far.
 
         Returns None on a link where this work is always done already.
         """
+        return None
 
     def mark(self, returns: int) -> None:
         """Record an event on the compute stream, after all kernels that use bytes whose leases have been
@@ -206,50 +210,10 @@ class DeviceLink(Protocol):
 
     def timed(self) -> AbstractContextManager[None]:
         """A context in which copies record their times, so that `Transfer.timing` is not None."""
+        return nullcontext()
 
     def close(self) -> None:
         """Wait until no copy is under way. The memory may be freed afterwards."""
-
-
-class CpuLink:
-    """The link where device and host are both RAM. A copy is done when the call that starts it returns."""
-
-    direct = True
-    checked = False
-
-    def to_device(
-        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
-    ) -> Transfer:
-        return _copied(into, source)
-
-    def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
-        return _copied(into, source)
-
-    def record(self) -> Event | None:
-        return None
-
-    def mark(self, returns: int) -> None:
-        return None
-
-    def fence(self, transfer: Transfer) -> None:
-        return None
-
-    def follow_compute(self) -> None:
-        return None
-
-    def drain(self) -> None:
-        return None
-
-    def uses(self, user: User, *memory: torch.Tensor, writes: bool, label: str = "") -> None:
-        return None
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """A context without effect, because every copy on this link has a timing."""
-        yield
-
-    def close(self) -> None:
-        return None
 
 
 def _copied(into: torch.Tensor, source: torch.Tensor) -> Arrived:

@@ -225,7 +225,7 @@ def test_gradients_come_from_a_device_where_one_update_can_be_staged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, model = two_layers(), two_layers()
-    monkeypatch.setattr("infinity.tiers.link.CpuLink.direct", False)
+    monkeypatch.setattr("infinity.tiers.link.DeviceLink.direct", False)
     with opened(model, tmp_path) as runtime:
         assert runtime.plan.staging_bytes == runtime.plan.chunk_update_bytes
         for factor in (1.0, 2.0):

@@ -28,7 +28,7 @@ from infinity.prefetch.trace import AccessKind
 from infinity.system.disk_files import injected
 from infinity.telemetry.stats import Edge
 from infinity.tiers import NvmeTier, nvme
-from infinity.tiers.link import CpuLink
+from infinity.tiers.link import DeviceLink
 
 WIDTH = 64
 UNITS = 6
@@ -332,7 +332,7 @@ def test_fp16_has_the_same_bits_at_every_home_and_losses_near_fp32s(tmp_path: Pa
         assert half == pytest.approx(full, rel=1e-2)
 
 
-def with_link(link: CpuLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+def with_link(link: DeviceLink, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """Train six steps, with all pages on disk, and return [(loss, `Stats.misses`) of each step].
 
     link: what copies between RAM and the device. directory: a new directory for the pages. options: those of
@@ -362,7 +362,7 @@ def test_copies_under_way_keep_no_page_from_its_room(
     held = HeldLink()
     found, expected = (
         with_link(link, tmp_path / type(link).__name__, monkeypatch, update=update, units=units)
-        for link in (held, CpuLink())
+        for link in (held, DeviceLink())
     )
     assert held.asked
     assert [loss for loss, _ in found] == [loss for loss, _ in expected]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from infinity.tiers.link import CpuLink, Timing, Transfer
+from infinity.tiers.link import DeviceLink, Timing, Transfer
 
 
 class HeldCopy:
@@ -36,7 +36,7 @@ class HeldCopy:
         return None
 
 
-class HeldLink(CpuLink):
+class HeldLink(DeviceLink):
     """A link whose copies to the device are HeldCopy objects.
 
     The bytes of a copy move when the link is next asked for a copy, a fence or `drain`, or in the copy's
