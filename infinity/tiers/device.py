@@ -124,9 +124,9 @@ class UnifiedTier(MemoryTier):
         """Bytes of the host arena that no pool has taken yet."""
         return self._host.free_bytes
 
-    def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
+    def pool(self, name: str, nbytes: int) -> Pool:
         """Carve a pool out of the host arena. Parameters and errors are those of `MemoryTier.pool`."""
-        pool = self._host.pool(name, nbytes, granule=granule)
+        pool = self._host.pool(name, nbytes)
         self.pools[name] = pool
         return pool
 

@@ -147,7 +147,9 @@ class NvmeTier(Closing):
         """Directory that the tier uses, without symbolic links -> its lock."""
         with ExitStack() as cleanup, ExitStack() as undo:
             if adopt is None:
-                self.striping = _choose(paths, limits, wanted, speeds, stripe_bytes)
+                if speeds is None:
+                    speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
+                self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
                 self._lock([path for path, _ in used], rank, shared or {}, cleanup)
@@ -373,22 +375,6 @@ class NvmeTier(Closing):
                 "Ask for a lease that holds the page.",
             )
         return lease.offset + offset
-
-
-def _choose(
-    paths: Sequence[Path],
-    limits: Sequence[int],
-    wanted: int,
-    speeds: Sequence[float] | None,
-    stripe_bytes: int,
-) -> Striping:
-    """Choose the striping of `wanted` bytes over the directories. Arguments: as for `choose_striping`.
-
-    speeds: None for the result of `_speeds_of`.
-    """
-    if speeds is None:
-        speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
-    return choose_striping(wanted, limits, speeds, stripe_bytes)
 
 
 def _grown(record: VolumeRecord, paths: list[Path], limits: Mapping[Path, int], wanted: int) -> list[int]:

@@ -115,8 +115,7 @@ class MemoryTier(Closing):
         self.tier = tier
         self.budget = budget
         self.granule = granule
-        """The default granule of the tier's pools: each lease starts at a multiple of this number of bytes.
-        """
+        """Each lease starts at a multiple of this number of bytes: a power of two up to 2 MiB."""
         self.pools: dict[str, Pool] = {}
         self._region: _tiers.Region | None = region
         self._carved = 0
@@ -138,29 +137,23 @@ class MemoryTier(Closing):
         """Bytes of the budget that belong to no pool yet."""
         return self.budget - self._carved
 
-    def pool(self, name: str, nbytes: int, *, granule: int | None = None) -> Pool:
+    def pool(self, name: str, nbytes: int) -> Pool:
         """Carve a pool of `nbytes` bytes out of the budget, rounded up to whole granules.
 
-        The tier never gets the pool's bytes back. name: the pool's name, unique in the tier. granule: bytes
-        that leases are aligned to, a power of two up to 2 MiB; by default the tier's `granule`. Raises
-        BudgetError where the budget does not have that many bytes left. Raises ConfigError for a name in
-        use, a negative size, or a granule that cannot be used.
+        The tier never gets the pool's bytes back. name: the pool's name, unique in the tier. Raises
+        BudgetError where the budget does not have that many bytes left, and ConfigError for a name in use or
+        a negative size.
         """
         region = self.region
-        granule = self.granule if granule is None else granule
         if nbytes < 0:
             raise ConfigError(f"The pool {name!r} was given {nbytes} bytes.", "Give zero bytes or more.")
         if name in self.pools:
             raise ConfigError(
                 f"The {self.tier.value} tier already has a pool {name!r}.", "Give each pool its own name."
             )
-        if granule <= 0 or granule & (granule - 1) or granule > 2 << 20:
-            raise ConfigError(
-                f"A granule of {granule} bytes cannot be used.", "Give a power of two up to 2097152."
-            )
         # A pool's address is a multiple of the granule. A device's region may start at any address.
-        start = round_up(region.address + self._carved, granule) - region.address
-        size = round_up(nbytes, granule)
+        start = round_up(region.address + self._carved, self.granule) - region.address
+        size = round_up(nbytes, self.granule)
         if start + size > self.budget:
             needed = start + size
             raise BudgetError(
@@ -169,7 +162,7 @@ class MemoryTier(Closing):
                 f"Give the {self.tier.value} tier {format_size(needed)} ({needed} bytes).",
                 needed=needed,
             )
-        pool = Pool(name, _tiers.Pool(region, start, size, granule))
+        pool = Pool(name, _tiers.Pool(region, start, size, self.granule))
         self.pools[name] = pool
         self._carved = start + size
         return pool

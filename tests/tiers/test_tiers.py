@@ -99,16 +99,10 @@ def test_pools_are_carved_from_the_budget_and_no_further() -> None:
 
 def test_pools_of_one_arena_do_not_overlap() -> None:
     with HostArena(8 * PAGE) as arena:
-        small = arena.pool("small", 3 * 256, granule=256).lease(3 * 256)
-        large = arena.pool("large", 4 * PAGE, granule=2 * PAGE).lease(4 * PAGE)
+        small = arena.pool("small", 3 * 256).lease(3 * 256)
+        large = arena.pool("large", 4 * PAGE).lease(4 * PAGE)
         assert small.offset + small.nbytes <= large.offset
-        assert large.address % (2 * PAGE) == 0
-
-
-@pytest.mark.parametrize("granule", [0, -4096, 3000, 4 << 20])
-def test_granules_that_are_none(granule: int) -> None:
-    with HostArena(8 * PAGE) as arena, pytest.raises(ConfigError, match="granule"):
-        arena.pool("pages", PAGE, granule=granule)
+        assert large.address % PAGE == 0
 
 
 def test_a_pool_of_negative_size() -> None:
@@ -118,7 +112,7 @@ def test_a_pool_of_negative_size() -> None:
 
 @pytest.mark.parametrize("misalignment", [0, 512, 1536])
 def test_pools_align_in_the_address_space_wherever_the_region_starts(misalignment: int) -> None:
-    """A lease's address is a multiple of its pool's granule, also in a region that is aligned to 512 bytes.
+    """A lease's address is a multiple of its tier's granule, also in a region that is aligned to 512 bytes.
 
     torch's CUDA allocator promises no stricter alignment of the region than this.
     """
@@ -127,7 +121,7 @@ def test_pools_align_in_the_address_space_wherever_the_region_starts(misalignmen
     region = _tiers.adopt(start, 8 * PAGE, device_kind=1, device_index=0, owner=block)
     with MemoryTier(Tier.DEVICE, region, 8 * PAGE, granule=512) as tier:
         assert tier.pool("small", 1000).lease(1).address % 512 == 0
-        assert tier.pool("large", 2 * PAGE, granule=PAGE).lease(1).address % PAGE == 0
+        assert tier.pool("large", 2 * PAGE).lease(1).address % 512 == 0
         tier.pool("rest", tier.free_bytes)
         assert tier.free_bytes == 0
 
