@@ -38,7 +38,7 @@ from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
 from infinity.distributed.remote_parts import RemoteParts
-from infinity.distributed.whole_gradients import WholeGradients, bits_of, contents_of
+from infinity.distributed.whole_gradients import WholeGradients
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
 from infinity.gradients.exact_sum import ExactSum
@@ -127,8 +127,8 @@ class RankedStep(SingleStep):
             _FACTOR: repr(self._gradients.unscale),
             _TIMES_CLEARED: self._cleared[self._share.rank],
             _TIMES_ZEROED: self.times_zeroed,
-            "content": bits_of(self._pages, lambda page: page.content),
-            "zeros": bits_of(self._pages, lambda page: page.zeros),
+            "content": [sorted(page.content) for page in self._pages.values()],
+            "zeros": [sorted(page.zeros) for page in self._pages.values()],
             **self._contributed(),
             "dropped": [[*place, had] for place, had in sorted(self._dropped.items())],
             "failure": None if failure is None else str(failure),
@@ -143,15 +143,13 @@ class RankedStep(SingleStep):
             self._end_failed(call, heard, error)
             raise
         self._await_forgotten()  # a barrier may overtake the message that a rank has called zero_grad()
-        contents = {rank: contents_of(self._pages, said["content"]) for rank, said in heard.items()}
-        for content in contents.values():
-            for page, having in zip(self._pages.values(), content, strict=True):
-                page.content |= having
+        contents = {rank: list(map(set, said["content"])) for rank, said in heard.items()}
         for said in heard.values():
-            for page, having in zip(
-                self._pages.values(), contents_of(self._pages, said["zeros"]), strict=True
+            for page, content, zeros in zip(
+                self._pages.values(), said["content"], said["zeros"], strict=True
             ):
-                page.zeros |= having
+                page.content.update(content)
+                page.zeros.update(zeros)
         self._settled = True
         if forgiving and any(said["lost"] for said in heard.values()):
             self._complete_contributions(heard)

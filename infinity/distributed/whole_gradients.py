@@ -7,7 +7,7 @@ gradient. At stage 0, each rank then pulls the sums of all other pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -108,22 +108,3 @@ class WholeGradients:
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
         page.forget_piece(chunk_index, piece)
         self._scheduler.accumulate_piece(page.index, chunk_index, piece, total, last=True)
-
-
-def contents_of(pages: Mapping[int, GradientPage], text: str) -> list[set[int]]:
-    """Decode a text of `bits_of`: for each unit, the indices of the chosen parameters."""
-    number, found = int(text, 16), []
-    for page in pages.values():
-        count = len(page.layout.parameters)
-        found.append({index for index in range(count) if number >> index & 1})
-        number >>= count
-    return found
-
-
-def bits_of(pages: Mapping[int, GradientPage], chosen: Callable[[GradientPage], set[int]]) -> str:
-    """Encode the parameters whose indices `chosen` returns as a hexadecimal number: one bit a parameter."""
-    number = start = 0
-    for page in pages.values():
-        number |= sum(1 << (start + index) for index in chosen(page))
-        start += len(page.layout.parameters)
-    return f"{number:x}"
