@@ -159,10 +159,10 @@ class Engine(_aio.Engine):
     names, or else the first backend that works. block_bytes: requests are cut into blocks of this many bytes.
     depth: the most blocks in flight.
 
-    write_slack: seconds that are added to the deadlines of writes. Blocks go out in the order of their
-    deadlines. Unless the call names a deadline, it is the moment of the request for a read, and `write_slack`
-    seconds later for a write. So reads go ahead of writes, and writes never starve. faults: faults to inject
-    between the engine and its backend, for tests.
+    write_slack: seconds. Blocks go out in the order of their deadlines. By default the deadline of a read is
+    the moment of its request, and the deadline of a write is `write_slack` seconds after its request. So
+    reads go ahead of writes, and writes never starve. faults: faults to inject between the engine and its
+    backend, for tests.
 
     Raises ConfigError (with the reason) for an unknown or unavailable backend, StorageError for a directory
     that cannot be written, StorageFull for a directory without room.

@@ -68,8 +68,8 @@ def offload(
 
     update: the time when parameters are updated. A unit is a group of parameters that move together. "sync":
     all units before `step` returns. "lazy": each unit before its next use, while earlier units compute.
-    "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py
-    says what this needs. "auto": chosen by infinity, at present "lazy".
+    "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py says
+    what this needs. "auto": chosen by infinity, at present "lazy".
 
     accumulation: the number of backwards in a step; None: unknown. Eager updates need this number. Lazy
     updates use it to read their first states during the last backward. With accumulation=1 gradients move
@@ -81,29 +81,31 @@ def offload(
     averages. The averages take 4 bytes a parameter, in pages beside the optimizer's states. They have the
     bits of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(average) over fp32 parameters on the
     CPU, whose update_parameters is called after each step: the first step sets them to the masters. A step
-    that fp16 skips leaves them. They are part of commits and copies. `Runtime.average`, `Runtime.averaged`
-    and `Runtime.export` have them. They exclude updates on the device; with update="eager" and with several
-    ranks ConfigError is raised.
+    that fp16 skips leaves them unchanged. Commits and copies contain them. `Runtime.average` returns them,
+    `Runtime.averaged` puts them into the model, and `Runtime.export` can write them. With averages no
+    parameter is updated on the device. ConfigError is raised for averages with update="eager" or with several
+    ranks.
 
-    checkpoint: a directory for commits, which turns `Runtime.save` on. Parameters and states then take their
-    room on disk twice, in the directories of the budget's nvme, or in this one if the budget has none. It is
-    made if it does not exist, and refused if it has the commits of another run. resume: a directory whose
-    newest commit the run continues, bit by bit, with the same model, optimizer and precision; budgets, tiers,
-    chunks and the partition may differ. Later commits go there too, unless `checkpoint` names another
-    directory. Call `Runtime.load` for the state that was saved with the commit.
+    checkpoint: a directory for commits, which turns `Runtime.save` on. Parameters and states then take twice
+    their bytes on disk, in the directories of the budget's nvme, or in this directory if the budget has none.
+    The directory is made if it does not exist, and refused if it has the commits of another run. resume: a
+    directory whose newest commit the run continues, bit by bit, with the same model, optimizer and precision;
+    budgets, tiers, chunks and the partition may differ. Later commits go there too, unless `checkpoint` names
+    another directory. Call `Runtime.load` for the state that was saved with the commit.
 
-    mesh, partition: with several ranks, which are processes that train the model together, each with micro-
-    batches of its own (torchrun starts them): a 1-D mesh of these ranks, by default all of them, and what
-    they divide among them. "parameters": everything, which is ZeRO's stage 3. "gradients": gradients and
-    optimizer states (stage 2). "optimizer": optimizer states (stage 1). None: nothing. Gradients are averaged
-    over ranks. Every rank calls this function with an equal model and optimizer; parameters, buffers and
-    optimizer states get rank 0's values. budget is then that of one rank.
+    mesh, partition: for several ranks, which are processes that train the model together, each with
+    micro-batches of its own (torchrun starts them). mesh: a 1-D mesh of these ranks; by default all ranks.
+    partition: the pages that the ranks divide among them. "parameters": all pages, which is ZeRO's stage 3.
+    "gradients": gradients and optimizer states (stage 2). "optimizer": optimizer states (stage 1). None: no
+    pages. Gradients are averaged over ranks. Every rank calls this function with an equal model and
+    optimizer; parameters, buffers and optimizer states get rank 0's values. `budget` is then the budget of
+    each rank.
 
     Raises BudgetError before anything is moved if a budget is too small; its `needed` is a budget in bytes
     that is enough. Raises UnsupportedOptimizer, ConfigError for a model that cannot be paged, and the errors
     of the tiers (StorageError, StorageFull, DeviceError). A commit that cannot be loaded raises CorruptState
-    or IncompatibleCheckpoint. Model and optimizer are then as they were. On several ranks, RankDivergence and
-    RankFailure are raised, too.
+    or IncompatibleCheckpoint. With several ranks, RankDivergence and RankFailure are raised, too. After an
+    error the model and the optimizer are as they were.
     """
     launcher.record_at_exit()
     budget, precision = check_kinds(budget, precision)
@@ -141,10 +143,10 @@ def offload(
 
 
 def meet(mesh: DeviceMesh | None, stage: int, device: torch.device | str | None) -> SingleRank:
-    """Connect this process with the other ranks of its run, if there are any. They all call this.
+    """Connect this process with the other ranks of its run, if there are any. All ranks call this.
 
-    mesh, device: as in `offload`; "cuda" is a GPU of its own for each rank of a node. stage: of ZeRO. Raises
-    ConfigError, RankDivergence and RankFailure.
+    mesh, device: as in `offload`; "cuda" gives each rank of a node a GPU of its own. stage: ZeRO's stage, 0
+    to 3. Raises ConfigError, RankDivergence and RankFailure.
     """
     if not several_ranks(mesh):
         return SingleRank(device)
@@ -169,10 +171,10 @@ def checkpoint_of(
     checkpoint: str | os.PathLike[str] | None,
     resume: str | os.PathLike[str] | None,
 ) -> Checkpoint:
-    """Open the directory of a rank's commits, with the commit that all ranks continue, if they do.
+    """Open the directory for this rank's commits, and read the commit to continue if `resume` is given.
 
-    All ranks call this. Raises the errors of `Checkpoint`, and RankDivergence if ranks differ in what they
-    give.
+    checkpoint, resume: as in `offload`. All ranks call this. Raises the errors of `Checkpoint`, and
+    RankDivergence if only some ranks give `checkpoint`, or only some give `resume`.
     """
     ranks.same("offload()", checkpoint=checkpoint is not None, resume=resume is not None)
     return Checkpoint(checkpoint, resume, injected_files(), ranks)
@@ -196,17 +198,17 @@ def plan(
 
     model_or_config: a module on any device, including meta, or a transformers configuration. optimizer: None
     for inference only. example_inputs: positional or keyword arguments of one forward. With them the plan
-    knows the memory of activations and predicts the seconds of a step. For the prediction the rates of this
-    machine are probed in about 2 s, and kept in the user's cache directory, those of disks for five minutes.
-    For all this a copy of the model runs a step without data; the model and the inputs do not change. If it
-    cannot be run, `Plan.activations_unknown` says why. machine: the machine file of another machine, or the
-    name of one that comes with the package, to plan for that machine: nothing is then measured here, and
-    budgets that are not given are those of the file (docs/planning.md). All other arguments: as in `offload`.
+    knows the memory of activations and predicts the seconds of a step. For this a copy of the model runs a
+    step without data; the model and the inputs do not change. If the copy cannot run,
+    `Plan.activations_unknown` says why. For the prediction the rates of this machine are probed in about 2 s,
+    and kept in the user's cache directory; the rates of disks are kept for five minutes. checkpoint: the
+    directory of commits, as in `offload`, which is not touched; None: commits are off. machine: the machine
+    file of another machine, or the name of one that comes with the package, to plan for that machine. Nothing
+    is then measured here, and budgets that are not given are taken from the file (docs/planning.md). All
+    other arguments: as in `offload`.
 
     Raises BudgetError if a budget is too small; its `needed` is a budget in bytes that is enough. Raises
     ConfigError, UnsupportedOptimizer, and StorageError for a directory that cannot be probed.
-
-    checkpoint: the directory of commits, as in `offload`, which is not touched; None: commits are off.
     """
     return plan_for(
         SingleRank(device),
@@ -240,13 +242,14 @@ def plan_for(
     prefer: Division | None = None,
     machine: str | os.PathLike[str] | None = None,
 ) -> Plan:
-    """Make the plan of `plan` or `offload`. Several ranks all call this, and divide the model alike.
+    """Make the plan of `plan` or `offload`. With several ranks, all call this, and divide the model alike.
 
-    ranks: connects with the other ranks; its device is where the model computes. commits: where commits go;
-    None if they are off, or if nothing will be moved. slab_directory: where slabs will be then. prefer: the
-    division of a commit that will be continued then, so that its pages can stay where they lie.
-    Raises the errors of `plan`, and of SingleRank.agreed_plan. `infinity.build.carry_out` carries the plan
-    out.
+    ranks: connects with the other ranks; its device is where the model computes. commits: the directory of
+    commits and the commit to continue, for `offload`; None for `plan`, or if commits are off. slab_directory,
+    prefer: used only without `commits`. slab_directory: where slabs would be; None if commits are off.
+    prefer: the division of a commit, to be kept where possible, so that its pages could stay where they lie.
+    Other parameters: as in `plan`. Raises the errors of `plan` and of SingleRank.agreed_plan.
+    `infinity.build.carry_out` carries the plan out.
     """
     budget, precision = check_kinds(budget, precision)
     ranks.check_equal(
@@ -379,7 +382,7 @@ def stage_of(partition: str | None) -> int:
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises ConfigError if the model cannot be paged, or if the optimizer is not made for this model."""
+    """Raise ConfigError if the model cannot be paged, or if the optimizer is not made for this model."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"The model is a {type(model).__name__}.", "Give an nn.Module.")
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule)):

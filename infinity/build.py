@@ -58,9 +58,9 @@ With a budget of 160 MiB, memory grew by 4 to 6 MiB between two checks of the gu
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The connected parts of one runtime. `gradients`, `states` and `scheduler` are None for inference.
+    """The connected components of one runtime. `gradients`, `states` and `scheduler` are None for inference.
 
-    The model is not among them: its hooks refer to the runtime, and components may outlive the runtime.
+    The model is not a component: its hooks refer to the runtime, and components may outlive the runtime.
     `committer` and `checkpoint` are None if commits are off.
     """
 
@@ -95,8 +95,9 @@ def carry_out(
     """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
-    checkpoint: where commits go and which one is continued; None if commits are off. It is closed with the
-    runtime, or if this call fails. ranks: connects with the other ranks, and is closed with the runtime.
+    checkpoint: the directory of commits and the commit to continue; None if commits are off. It is closed
+    with the runtime, or if this call fails. ranks: connects with the other ranks, and is closed with the
+    runtime.
     """
     heap, filling = _guard(plan), _limited(plan)
     with ExitStack() as cleanup:
@@ -134,10 +135,12 @@ def carry_out(
 
 
 class _Wiring:
-    """Makes the components of a runtime, whose pages have their values, and connects them."""
+    """Makes the components of a runtime, once its pages have their values, and connects them."""
 
     def __init__(self, initial: InitialPages, checkpoint: Checkpoint | None) -> None:
-        """initial: the pages. checkpoint: where commits go; None if they are off."""
+        """initial: the pages with their values. checkpoint: the directory of commits; None if commits are
+        off.
+        """
         self.initial = initial
         self.checkpoint = checkpoint
         self.model, self.plan, self.store = initial.model, initial.plan, initial.store
@@ -288,7 +291,7 @@ class _Wiring:
 
 
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Bytes that torch has allocated on a CUDA device, besides the model, which pages replace."""
+    """Bytes that torch has allocated on a CUDA device for tensors that are not the model's."""
     if device.type != "cuda":
         return 0
     here = {
@@ -308,9 +311,9 @@ def _guard(plan: Plan) -> HeapGuard:
     """Make a runtime's heap guard, which limits the process's resident memory by trimming the heap.
 
     If the model computes on the CPU and the plan knows the activations, the limit is the process's present
-    resident memory plus the RAM budget, less a margin. Otherwise there is no limit. Where the plan does not
-    know the activations, memory in use exceeds the budget. Trims would go on all through every step, and
-    could not keep the budget: an eager step of 309M parameters with 1540 MiB took 1.2 times as long.
+    resident memory plus the RAM budget, less a margin. Otherwise there is no limit. If the plan does not know
+    the activations, memory in use exceeds the budget anyway. Trims all through every step could not keep the
+    budget either: an eager step of 309M parameters with 1540 MiB took 1.2 times as long.
     """
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)
@@ -318,11 +321,11 @@ def _guard(plan: Plan) -> HeapGuard:
 
 
 def _limited(plan: Plan) -> HeapGuard:
-    """Make a heap guard that has the limit of `_guard` whether the plan knows the activations or not.
+    """Make a heap guard that has the limit of `_guard` even if the plan does not know the activations.
 
-    While pages are filled there are none. But the values of each parameter leave a hole in the heap that is
-    often a little too small for the next one's, and without a limit all holes together were as large as the
-    model in fp32.
+    It guards the time while pages are filled, when there are no activations. The values of each parameter
+    leave a hole in the heap that is often a little too small for the next parameter's values. Without a
+    limit, all holes together were as large as the model in fp32.
     """
     budget = plan.ram_budget
     margin = min(_GUARD_MARGIN, budget // 16)
@@ -342,7 +345,9 @@ def _take_over(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
 
 @functools.cache
 def _watch_other_optimizers() -> None:
-    """From now on, refuse steps of torch's optimizers that would train rounded paged parameters."""
+    """Have torch's optimizers raise ConfigError from now on in steps that would update bf16 or fp16 paged
+    parameters without their fp32 masters.
+    """
     register_optimizer_step_pre_hook(_refuse_rounded)
 
 

@@ -63,9 +63,9 @@ def format_size(nbytes: int) -> str:
 
 
 def node_cache_limit() -> int | None:
-    """The most bytes of RAM in which one of several ranks keeps parameters of other nodes, from the
-    environment variable INFINITY_NODE_CACHE, such as "2GiB" or "0"; None: as many as are useful. Raises
-    ConfigError.
+    """The most bytes of RAM in which a rank keeps parameters of other nodes: the environment variable
+    INFINITY_NODE_CACHE, such as "2GiB" or "0". None if it is not set: as many bytes as are useful. Raises
+    ConfigError for text that is not a size.
     """
     text = os.environ.get(NODE_CACHE_VARIABLE, "")
     return parse_size(text, what=NODE_CACHE_VARIABLE) if text else None
@@ -89,9 +89,9 @@ class Budget:
     """Bytes for each directory, each of which should be on a disk of its own. None means no NVMe tier."""
 
     verify: bool = True
-    """Whether every read from NVMe is compared with the checksum of its write, so that bytes that the disk
-    has lost or changed raise CorruptState, and are not used. It takes RAM beside the budget: 4 bytes for each
-    4096 bytes on NVMe. With commits on, reads are always verified.
+    """Whether every read from NVMe is compared with the checksums of the bytes written there. Bytes that the
+    disk has lost or changed then raise CorruptState, and are not used. The checksums take RAM beside the
+    budget: 4 bytes for each 4096 bytes on NVMe. With commits on, reads are always verified.
     """
 
     device_bytes: int | None = field(init=False, repr=False, default=None)
@@ -162,10 +162,10 @@ class Precision:
     """What happens to floating-point arguments of the model's forward.
 
     "keep": nothing. A tensor of another dtype is cast where it meets a parameter in an operation that demands
-    equal dtypes, such as a matrix product (see infinity/formats/casts.py). "cast": they are cast to the
-    dtype of `compute` when the model is called, in all containers, as FSDP2's `cast_forward_inputs` does. A
-    tuple of patterns (fnmatch, case-sensitive): only arguments with such a name are cast. Integers, booleans
-    and complex numbers never change.
+    equal dtypes, such as a matrix product (see infinity/formats/casts.py). "cast": all arguments, also inside
+    of containers, are cast to the dtype of `compute` when the model is called, as FSDP2's
+    `cast_forward_inputs` does. A tuple of patterns (fnmatch, case-sensitive): only arguments with such a name
+    are cast. Integers, booleans and complex numbers never change.
     """
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class Precision:
 
 
 def _patterns(value: object) -> tuple[str, ...] | None:
-    """`value` as a tuple of patterns; None if it is something else."""
+    """`value` as a tuple of patterns; None if it is not a tuple or list of nonempty strings."""
     patterns = tuple(value) if isinstance(value, (tuple, list)) else (None,)
     return patterns if all(isinstance(pattern, str) and pattern for pattern in patterns) else None
 

@@ -1,5 +1,5 @@
-"""Errors: those that this package raises on purpose, each with one sentence for the cause and one for the
-cure.
+"""Errors: the exceptions that this package raises on purpose. Each has a sentence for its cause and one for
+the cure.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class BudgetError(InfinityError):
 
     `needed` is the smallest sufficient budget in bytes, or None if unknown. `tier` is the tier whose budget
     is too small ("device", "host" or "nvme"), or None if no single tier is to blame. `with_nvme` is a budget
-    of that tier in bytes that suffices if an nvme budget is added: 0 if the present one does, None if an nvme
-    budget does not help. `smaller_batch` is whether the budget would suffice if activations took no memory.
+    of this tier, in bytes, that is enough once an nvme budget is added: 0 if the present budget is enough
+    then, None if an nvme budget does not help. `smaller_batch` is whether the present budget would be enough
+    if activations took no memory.
     """
 
     def __init__(
@@ -139,8 +140,8 @@ class StorageFull(StorageError):
 class CorruptState(InfinityError, ValueError):
     """A file does not have the bytes that were written to it: a checksum or a format is wrong.
 
-    `path` and `offset` (in bytes) say where, for bytes that a running runtime has read from its slabs. They
-    are None for files of checkpoints, which the cause names.
+    `path` and `offset` (in bytes) say where in its slabs a runtime has read wrong bytes. They are None if the
+    file belongs to a checkpoint; `cause` then names the file.
     """
 
     def __init__(self, cause: str, cure: str, *, path: str | None = None, offset: int | None = None) -> None:
@@ -213,9 +214,10 @@ def storage_error(
 
 
 def other_bytes(path: str, offset: int, what: str | None) -> CorruptState:
-    """The CorruptState for a read that has returned other bytes than this process wrote there, or read first.
+    """Make the error for a read of 4096 bytes that this process has written or read before, with other
+    content.
 
-    offset: position in the file of the 4096 bytes. what: words for what lies there, or None.
+    path, offset: the file, and the position of the 4096 bytes in it. what: words for their content, or None.
     """
     return CorruptState(
         f"{path} has other bytes at byte {offset} than were written there"
@@ -276,7 +278,7 @@ def named_ranks(ranks: Collection[int]) -> str:
 
 
 def rank_failure(rank: int, what: str) -> RankFailure:
-    """The RankFailure of a rank. what: words that go on after "Rank 3", without a full stop."""
+    """The RankFailure of a rank. what: the end of a sentence that begins "Rank 3", without a full stop."""
     cure = (
         "Look at that rank's own error, then start all ranks again: with commits on, resume= goes on from "
         "the last commit."

@@ -1,7 +1,8 @@
-"""Ranks: the processes that train one model together, as a runtime sees them; here one, the usual case.
+"""Ranks: a runtime's view of the processes that train one model together. These classes serve one rank, the
+usual case.
 
 One rank keeps all sums and pages, agrees with itself and waits for nobody. infinity/distributed/ extends
-these classes for several ranks, and is not imported by one.
+these classes for several ranks; it is not imported for one rank.
 """
 
 from __future__ import annotations
@@ -35,150 +36,161 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 GRADIENT_CURE = "Change what backward adds, in a hook (p.register_hook), or scale the loss."
-"""The cure of errors of user code that sets a gradient."""
+"""The cure in errors that refuse a gradient set by user code."""
 
 Given = tuple[int, int, Mapping[str, torch.Tensor]]
 """Unit, index of a parameter in the unit, and the parameter's state, as in OptimizerCore.write_state."""
 Present = Callable[[int, int, int, int], torch.Tensor]
 """Function (unit, parameter, first, count) that returns elements [first, first + count) of a parameter's
-present values: (count,) in the order of memory, in the parameter's dtype. This rank's home has them.
+present values, which this rank must have at home: (count,) in memory order, in the parameter's dtype.
 """
 
 Part = Callable[[int, int, int], torch.Tensor]
-"""Function (number, first, count) that returns what a rank gives of elements [first, first + count) of a
-tensor: flat, contiguous and in RAM. It may be called by another thread.
+"""Function (number, first, count) that returns this rank's elements [first, first + count) of the tensor with
+a number: flat, contiguous and in RAM. Other threads may call it.
 """
 
 
 class SingleExchange:
-    """An exchange in which ranks take what they need of each other's tensors, which have numbers, while
-    runtimes are made. One rank has nobody to take from.
+    """An exchange: while runtimes are made, ranks copy elements of each other's tensors, which have numbers.
+    This class serves one rank, which copies nothing.
     """
 
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> None:
-        """Bring what a rank has for elements [first, first + count) of tensor `number`.
+        """Copy elements [first, first + count) of tensor `number` from the rank `server`.
 
-        into: contiguous, in RAM and of the dtype that the server gives. count: by default the number of
-        elements of `into`.
+        into: contiguous, in RAM, in the dtype that the server gives. count: by default the number of elements
+        of `into`.
         """
         raise AssertionError("there is no other rank")
 
     def end(self) -> None:
-        """Take nothing more, and wait until no rank does."""
+        """End this rank's copying, and wait until all ranks have ended theirs."""
 
 
 class SingleVotes:
-    """Makes commits together with the other ranks: with one rank, by itself."""
+    """Agrees with the other ranks on each commit: when it begins, and whether it counts. This class serves
+    one rank, which agrees with itself.
+    """
 
     def begin(self, last: int, now: str, failure: InfinityError | None) -> tuple[int, str]:
-        """Wait until all ranks begin a commit. Returns its number and its time, which is rank 0's.
+        """Wait until all ranks begin a commit. Returns the commit's number, and its time, which rank 0 gives.
 
-        last: number of this rank's last commit. now: the time here. failure: why this rank cannot. Called by
-        the thread that trains. Raises it, or the reason of another rank that cannot.
+        last: number of this rank's last commit. now: this rank's time. failure: why this rank cannot begin a
+        commit; None if it can. Raises `failure`, or the error of another rank that cannot begin. Called by
+        the training thread.
         """
         if failure is not None:
             raise failure.again()
         return last + 1, now
 
     def refuse(self, failure: BaseException) -> bool:
-        """Tell all ranks that this one is not ready for the commit that is begun, and will not be.
+        """Tell all ranks that the commit that has begun fails on this rank. failure: the reason.
 
-        Returns False, and does nothing, if this rank has voted already or no commit is begun. Called by the
-        thread that trains or by that of the commit.
+        Returns False, and does nothing, if this rank has voted already or no commit has begun. Called by the
+        training thread or by the commit's thread.
         """
         return False
 
     def decide(self, number: int, wanted: Callable[[], bool]) -> InfinityError | None:
-        """Tell all ranks that this one is ready, and wait until it is known whether the commit counts.
+        """Tell all ranks that this rank is ready, and wait until all have voted on whether the commit counts.
 
-        Called by the thread of the commit, without the runtime's lock. wanted: returns whether a caller on
-        this rank waits for the commit now; the other ranks then complete the updates for which their parts
-        wait. Returns None if all ranks are ready, else the reason of one that is not. Raises RankFailure if a
-        rank is lost.
+        Called by the commit's thread, without the runtime's lock. wanted: function that returns whether this
+        rank's program waits for the commit now; the other ranks then complete the updates that their own
+        shares of the commit need. Returns None if all ranks are ready, else the error of a rank that is not.
+        Raises RankFailure if a rank is lost.
         """
         return None
 
 
 class SingleRank(Closing):
-    """What connects a runtime with the ranks of its run, and the runtime's lock."""
+    """A runtime's connection to all ranks of its run, and the runtime's lock. This class serves one rank."""
 
     closes_dropped = True
-    """Whether runtimes that nothing refers to are closed. Ranks collect garbage at different times."""
+    """Whether runtimes that nothing refers to are closed. False with several ranks, which collect garbage at
+    different times.
+    """
 
     def __init__(
         self, device: torch.device | str | None = None, *, share: Share = ALONE, on_node: int = 1
     ) -> None:
-        """device: where the model computes; None: chosen by the plan. share, on_node: of the rank for which a
-        run is planned; `on_node` ranks share its node.
+        """device: where the model computes; None: chosen by the plan. share: the number of the rank for which
+        a run is planned, and what it keeps. on_node: number of ranks on the node of that rank.
         """
         self.device = device
         self.share = share
         self.place = RankLocation(0, 0, on_node)
-        """Where this rank runs."""
+        """The index of this rank on its node, and the number of ranks there."""
         self.meter = Meter()
-        """The runtime's: bytes cross between ranks before that is made."""
+        """The runtime's meter. It exists before the runtime, because ranks send bytes before."""
         self.lock = RuntimeLock()
 
     def released(self) -> AbstractContextManager[None]:
-        """Context without the lock, for waits for other ranks."""
+        """A context that gives the runtime's lock up, for waits for other ranks."""
         return nullcontext()
 
     def gather(self, call: str, fact: Any, patient: Callable[[], bool] = lambda: False) -> dict[int, Any]:
-        """Tell all ranks a fact, anything that JSON can hold. Returns what each has told in the same call.
+        """Send a fact, any value that JSON can hold, to all ranks. Returns rank -> the fact that it has sent.
 
-        patient: asked after every time-out whether to go on waiting for other ranks.
+        call: the call in which all ranks gather, for errors. patient: function that is called after every
+        time-out; returns whether to wait longer for other ranks.
         """
         return {0: fact}
 
     def agree(self, call: str, **facts: Any) -> dict[int, dict[str, Any]]:
-        """Do what `gather` does with facts by name."""
+        """Call `gather` with a dict of facts by name."""
         return self.gather(call, facts)
 
     def same(self, call: str, **facts: Any) -> None:
-        """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if one is not."""
+        """Check that `facts`, by name, are equal on all ranks. Raises RankDivergence if a fact differs."""
 
     @contextmanager
     def phase(self, name: str, *, first: bool = False) -> Iterator[dict[str, object]]:
-        """Context of a phase, which all ranks end together; see [Note: copies of ranks] in
+        """A context whose end all ranks reach together; see [Note: copies of ranks] in
         infinity/checkpoint/copies.py.
 
-        name: for errors. first: whether it is the first phase of a call, to which other ranks may not come;
-        in a later one they are waited for as long as they live. Yields a dict for what must be equal on all
-        ranks. Raises an error of the same class for one that another rank has had, RankDivergence for a fact
-        that differs or a rank that does not come, and RankFailure.
+        name: the name of the phase, for errors. first: whether this is the first phase of a call. Then other
+        ranks may not have made the call, so the wait for them ends with the time-out. In later phases ranks
+        are waited for as long as they live. Yields a dict for facts that must be equal on all ranks. If the
+        phase fails on another rank, an error of the same class is raised here. Raises RankDivergence for a
+        fact that differs or a rank that does not come, and RankFailure.
         """
         yield {}
 
     def fail(self, error: BaseException) -> bool:
-        """Tell all ranks that this one cannot go on, so that none waits for it, and it for none. Returns
-        whether there are others.
+        """Tell all ranks that this rank has failed, so that no rank waits for it, nor it for others. Returns
+        whether there are other ranks.
         """
         return False
 
     def leave(self) -> None:
-        """Wait until all ranks close their runtimes, so that they are served until then. Errors are ignored:
-        a rank that fails or does something else is not waited for, nor, after the time-out, one that closes
-        another runtime first: it waits for this rank there.
+        """Wait until all ranks close their runtimes, so that this rank serves them until then. Errors are
+        ignored.
+
+        A rank that fails or makes another call is not waited for. The wait also ends with the time-out if
+        another rank closes the runtimes of this process in another order, so that each waits for the other.
         """
 
     def close(self) -> None:
         """Leave the other ranks. A second call does nothing."""
 
     def timeline(self, path: str) -> Timeline:
-        """Open the file of a timeline. Those of several ranks have one time zero."""
+        """Open the file of a timeline. The timelines of several ranks count from the same moment."""
         return Timeline(path)
 
     def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
-        """The part of `items`, such as CPUs, that belongs to this rank of its node: at least one item."""
+        """The items, such as CPUs, that this rank may use of those that its node's ranks divide: at least
+        one.
+        """
         return items
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
     def check_equal(self, model: Any, optimizer: torch.optim.Optimizer | None, **options: Any) -> None:
         """Check that all ranks offload the same model with the same optimizer and options. Values of
-        parameters and buffers may differ. options: those of `offload`. Raises RankDivergence.
+        parameters and buffers may differ. options: arguments of `offload` by name. Raises RankDivergence.
         """
 
     def agreed_plan(
@@ -186,8 +198,9 @@ class SingleRank(Closing):
     ) -> Plan:
         """Make this rank's plan. All ranks call this, and divide the model alike.
 
-        draft: makes a plan under `budget`, with a preferred division if there is one. adopts: whether the
-        slabs of a plan are there already. Raises the errors of infinity.distributed.agreed_plan.
+        draft: function that makes a plan under `budget`; its argument is the division that the plan should
+        have if possible, or None. adopts: function that returns whether the slabs of a commit can be the
+        slabs of a plan. Raises the errors of infinity.distributed.agreed_plan.
         """
         return draft(None)
 
@@ -196,28 +209,31 @@ class SingleRank(Closing):
         return None
 
     def remote_pages(self, room: Pool | None) -> RemotePages:
-        """What brings the parts of pages that other ranks own. room: in which parts from other nodes are kept
-        for the ranks of this one; None: none are.
+        """Make the object that brings bytes of pages that other ranks own. room: the pool in which bytes from
+        other nodes are kept for all ranks of this node; None: they are not kept.
         """
         return RemotePages()
 
     def exchange(self, label: str, part: Part) -> SingleExchange:
-        """Begin an exchange. label: what the tensors are, for errors. part: gives what this rank has."""
+        """Begin an exchange. label: a name for the tensors, for errors. part: function that gives this rank's
+        elements.
+        """
         return SingleExchange()
 
     def initial_values(self, model: nn.Module) -> AbstractContextManager[Callable[..., torch.Tensor] | None]:
-        """Context in which pages get their first values: on all ranks those of rank 0's model, also where
-        these are drawn. Yields a function (tensor, first, count) that returns rank 0's elements
-        [first, first + count) of a parameter; None: this rank's own values count.
+        """A context in which pages get their first values: on all ranks the values of rank 0's model, even if
+        an initialiser draws them at random. Yields a function (tensor, first, count) that returns rank 0's
+        elements [first, first + count) of a parameter; None: this rank uses its own values.
         """
         return nullcontext()
 
     def write_states(self, states: States, given: Sequence[Given], present: Present) -> None:
-        """Write rank 0's optimizer states to the optimizer pages, as far as this rank keeps them.
+        """Write the states of rank 0's optimizer to the optimizer pages of this rank.
 
-        states: the pages, which have the masters of the initial values already. given: the states of this
-        rank's optimizer, which count on rank 0. A master is used only if all of its elements round to the
-        parameter's present values. Raises ConfigError for the state of a frozen parameter.
+        states: the optimizer pages, which have the masters of the initial values already. given: the states
+        of this rank's optimizer; only rank 0's are used. present: function that returns a parameter's values.
+        A master is used only if all of its elements round to the parameter's present values. Raises
+        ConfigError for the state of a frozen parameter.
         """
         for unit, parameter, state in given:
             states.write(unit, parameter, state)
@@ -226,26 +242,29 @@ class SingleRank(Closing):
                 states.restore(unit, parameter, present(unit, parameter, 0, count), state["master"])
 
     def commit_votes(self) -> SingleVotes:
-        """What makes commits together with the other ranks."""
+        """Make the object by which all ranks agree on commits."""
         return SingleVotes()
 
     def edited_freely(self, units: int) -> Collection[int]:
-        """Those of so many units whose parameters this rank may edit at any time, without the others."""
+        """The units whose parameters this rank may edit at any time, without the other ranks. units: number
+        of all units.
+        """
         return range(units)
 
     # --- a runtime's ----------------------------------------------------------------------------------------
 
     def serve(self, parts: Components) -> SingleStep | None:
-        """Begin to answer requests of other ranks. Returns the object by which a training step works with the
-        ranks; None for inference.
+        """Begin to answer requests of other ranks. Returns the training step's view of the ranks; None for
+        inference.
         """
         return None if parts.gradients is None else SingleStep(parts.gradients)
 
 
 class SingleStep:
-    """The ranks, as a training step sees them. Called under the runtime's lock, unless a method says so.
+    """A training step's view of the ranks. Called under the runtime's lock, unless a method says otherwise.
 
-    Errors that several ranks add: RankDivergence where ranks call or give different things, and RankFailure.
+    With several ranks, methods also raise RankFailure, and RankDivergence where ranks make different calls or
+    give different arguments.
     """
 
     updates_elsewhere = False
@@ -260,14 +279,14 @@ class SingleStep:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known which parameters have gradients on all ranks: no backward is under way, and on
-        several ranks none has come since they agreed on it.
+        """Whether all ranks know which parameters have gradients: no backward is under way and, with several
+        ranks, no gradient has come since they agreed.
         """
         return torch._C._current_graph_task_id() == -1
 
     @property
     def any_stored(self) -> bool:
-        """Whether a gradient is stored that has not been dropped."""
+        """Whether any gradient is stored that was not dropped."""
         return self._gradients.any_stored
 
     def settle(
@@ -282,46 +301,49 @@ class SingleStep:
 
         Afterwards all ranks know which parameters have gradients. call: the user's call, for errors. groups:
         the optimizer's param groups, whose options must be the same on all ranks. failure: an error of this
-        rank, by which the call fails on all ranks. forgiving: whether gradients that one of several ranks has
-        lost make the sum infinite, and raise nothing.
+        rank, by which the call fails on all ranks. forgiving: if True, gradients that were lost on one of
+        several ranks make the sum infinite, instead of raising an error.
         """
         if failure is not None:
             raise failure.again()
         return self._gradients.squares()
 
     def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
-        """Return the exact sum of squares of a parameter's gradient, over the parts that all ranks keep.
+        """Return the exact sum of squares of a parameter's gradient, summed over all ranks.
 
-        settle: calls `settle` for the user's call that it is given.
+        settle: function of the user's call, by name, that calls `settle`.
         """
         return self._gradients.squares((unit, parameter))
 
     def gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """Do what `Gradients.read` does for the sum over all ranks."""
+        """Return a copy of a parameter's gradient, added up over all ranks, as `Gradients.read` does."""
         return self._gradients.read(unit, parameter)
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
+        """Whether this rank knows of a gradient of a parameter that it has not dropped."""
         return self._gradients.has(unit, parameter)
 
     def check_settable(self, unit: int, parameter: int) -> None:
         """Raise ConfigError if user code cannot set the gradient of a parameter, because ranks sum it up."""
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int) -> bool:
-        """Contribute a gradient. Returns False if the caller is to add it to this rank's own sum.
+        """Offer a new gradient to the rank that adds up the gradients of its parameter.
 
-        later: as in `TrainingStep.add`. Raises ConfigError if no gradient may come now.
+        Returns False if the caller must add it to this rank's stored gradient. later: as in
+        `TrainingStep.add`. Raises ConfigError if no gradient may come now.
         """
         self._fresh = (unit,)
         return False
 
     def take_complete(self) -> Sequence[int]:
-        """The units that have got the last gradients of a micro-batch of all ranks since the last call."""
+        """The units that, since the last call, have got the last gradients that all ranks have for a
+        micro-batch.
+        """
         found, self._fresh = self._fresh, ()
         return found
 
     def drop(self, unit: int, parameter: int) -> None:
-        """Drop a parameter's gradient. Raises ConfigError inside of a backward, on several ranks."""
+        """Drop a parameter's gradient. With several ranks, raises ConfigError inside of a backward."""
         self._gradients.drop(unit, parameter)
 
     def clear(self) -> None:
@@ -329,33 +351,37 @@ class SingleStep:
         self._gradients.clear()
 
     def await_cleared(self) -> None:
-        """Wait, without the runtime's lock, until gradients may come: all ranks have cleared theirs."""
+        """Wait, without the runtime's lock, until all ranks have cleared their gradients, so that new ones
+        may come.
+        """
 
     def await_room(self, unit: int, parameter: int, gradient: torch.Tensor, *, together: bool) -> None:
-        """Wait, without the runtime's lock, until a new gradient of a parameter may come.
+        """Wait, without the runtime's lock, until there is room for a new gradient of a parameter.
 
-        together: whether it is of micro-batches that run together.
+        together: whether it comes from micro-batches that run together.
         """
         self._gradients.await_room(unit, parameter, gradient)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
-        """Say to which parameters, (unit, index), a micro-batch contributes once. later: as in `add`."""
+        """Announce the parameters, (unit, index), for which a micro-batch brings one gradient each. later: as
+        in `add`.
+        """
 
     def backward_ended(self, count: int) -> None:
         """Note that this rank has ended `count` backwards."""
 
     def stepped(self, updated: Callable[[], Sequence[int]]) -> None:
-        """Note that a step has been decided that updates the units that `updated` returns."""
+        """Note that a step has been decided. updated: function that returns the units it updates."""
 
     def updated_in_part(self, begun: bool) -> bool:
-        """Whether parts of units were updated and others were not, in a step that cannot be completed.
+        """Whether a step that cannot be completed has updated some chunks of a unit and not the others.
 
         begun: whether this rank has begun an eager update. One rank updates whole units.
         """
         return False
 
     def agree(self, call: str) -> None:
-        """Wait until all ranks make a call."""
+        """Wait until all ranks have made the same call. call: its name, for errors."""
 
     def agree_on_states(
         self,
@@ -364,6 +390,6 @@ class SingleStep:
     ) -> None:
         """Wait until all ranks are about to replace the same optimizer states.
 
-        digests: returns (unit, index of a parameter) -> digest of its new state. cure: for states that
-        differ.
+        digests: function that returns (unit, index of a parameter) -> digest of its new state. cure: the cure
+        in the error for states that differ.
         """

@@ -51,7 +51,7 @@ class Runtime(Closing):
     """
 
     def __init__(self, parts: Components, model: nn.Module, step: SingleStep | None) -> None:
-        """step: the ranks, as a training step sees them; None for inference."""
+        """step: the training step's view of the ranks; None for inference."""
         self._components = parts
         self._model = model
         self._refuse = parts.health.check
@@ -89,8 +89,8 @@ class Runtime(Closing):
     def plan(self) -> Plan:
         """The plan of the runtime: the home of each page, and the predicted seconds of a step.
 
-        After the first step the measured seconds of the last step replace the predicted ones, and the
-        measured bytes of activations those that the planner did not know.
+        After the first step it has the measured seconds of the last step in place of predicted seconds, and
+        measured bytes of activations if the planner did not know them.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
         if last is None:
@@ -213,9 +213,10 @@ class Runtime(Closing):
         (`Precision.accumulate`).
 
         With several ranks the copy has the average over ranks. Where every rank keeps all gradients (stages 0
-        and 1), all ranks call this for the same parameter, or it raises RankDivergence. Elsewhere (stages 2
-        and 3) it has at least the gradients of each rank's first backwards, as many as this rank has ended,
-        and possibly later ones of ranks that are ahead; after clip_grad_norm_ and step() it has all.
+        and 1), all ranks call this for the same parameter, or it raises RankDivergence. At stages 2 and 3, if
+        this rank has ended n backwards, the copy has the gradients of each rank's first n backwards, and
+        possibly later gradients of ranks that are ahead. After clip_grad_norm_ and step() it has all
+        gradients.
         """
         return self._training().gradient(parameter)
 
@@ -241,13 +242,13 @@ class Runtime(Closing):
         """A context manager within which reads of bf16 and fp16 parameters give copies of their fp32 masters,
         the exact values from which the optimizer updates them.
 
-        It serves averages of parameters by user code, and copies of the model: deepcopy(model) and
+        Use it where user code averages parameters, or copies the model: deepcopy(model) and
         model.state_dict() are fp32 and exact within it. torch.optim.swa_utils.AveragedModel reads masters
         without it. The copies are on the device of the parameters. A parameter without a master, such as a
         frozen one, is converted to fp32. `p.dtype` is still the parameter's own. No gradients are computed.
-        Other threads are not affected. Raises ConfigError if the model was offloaded without an optimizer,
-        and within the context for edits of these parameters and for calls of the model. Reads raise
-        BudgetError if a copy does not fit.
+        Other threads are not affected. Raises ConfigError if the model was offloaded without an optimizer.
+        Within the context, edits of these parameters and calls of the model raise ConfigError, and reads
+        raise BudgetError if a copy does not fit.
         """
         self._training()
         with self._components.pager.masters():
@@ -264,14 +265,15 @@ class Runtime(Closing):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context manager within which the model has the running averages of its masters as parameters, in
-        the dtypes in which it computes. Afterwards masters and averages have all their bits again.
+        """A context manager within which the model's parameters have the values of the running averages of
+        their masters, in the dtypes in which the model computes. Afterwards masters and averages have all
+        their bits again.
 
-        Averages and masters are exchanged in place, a parameter at a time, without further memory, and once
-        more at the end. No gradients are computed. `export` writes averages within it. Steps, commits,
-        copies, and reads of averages or of optimizer states raise ConfigError there. Raises ConfigError for a
-        model that was offloaded without average=, wherever `save` raises it, and at the end if a parameter
-        was edited: the edit is then in the parameter's average.
+        Averages and masters are exchanged in place, one parameter at a time, without further memory, and
+        exchanged back at the end. No gradients are computed. `export` writes averages within the context.
+        Steps, commits, copies, and reads of averages or of optimizer states raise ConfigError there. Raises
+        ConfigError if the model was offloaded without average=, and wherever `save` raises it. Raises
+        ConfigError at the end if a parameter was edited: the edit is then in the parameter's average.
         """
         training = self._training()
         with ExitStack() as ends:
@@ -306,24 +308,25 @@ class Runtime(Closing):
     def save(self, path: str | os.PathLike[str] | None = None, *, state: Any = None) -> Commit:
         """Begin a commit of the run as it is after its last step, and return it; training goes on meanwhile.
 
-        The pages of the NVMe tier become the commit where they lie. What is not in pages is copied now:
-        options of param groups, buffers, random number generators and `state`, which `load` returns. Pages at
-        home in device memory are updated, and written to disk a piece at a time, before this returns. The
-        commit becomes durable when the updates of the step have been written, at the latest in `Commit.wait`,
-        in `close`, or in the next call of `save`.
+        The pages of the NVMe tier become the commit where they lie. Before this returns, all other state is
+        copied: options of param groups, buffers, random number generators and `state`, which `load` returns.
+        Pages at home in device memory are updated and written to disk before this returns. The commit becomes
+        durable when the updates of the step have been written, at the latest in `Commit.wait`, in `close`, or
+        in the next call of `save`.
 
         state: numbers, texts, bytes, tensors, arrays and containers of them; the state_dict() of a scheduler
         or of a data loader, for instance. Raises ConfigError if commits are off, inside a forward, a backward
         or full_parameters, between the first backward of a step and its step(), and for a state of other
         types. Raises the error by which the previous commit failed, once.
 
-        path: a directory, empty or not there yet, into which the run is written whole instead: a commit of
-        one rank, which `load(path)` reads, `infinity checkpoint` checks and resume= continues. This needs no
-        commits of the run, and has ended when the call returns. Raises StorageFull or StorageError if a file
-        cannot be written; nothing is left then, and the run goes on. (`export` writes weights for others.)
+        path: a directory that is empty or does not exist. The whole run is then copied into it, and no commit
+        of the run is made. The copy is a commit of one rank, which `load(path)` reads, `infinity checkpoint`
+        checks and resume= continues. Copies do not need checkpoint=, and are complete when the call returns.
+        Raises StorageFull or StorageError if a file cannot be written; nothing is left then, and the run goes
+        on. (`export` writes weights for other programs.)
 
         With several ranks all call this together, and an error of one is raised on all. Each rank keeps its
-        part of a commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
+        share of a commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
         buffers and generators, and looks as if one rank had made it.
         """
         if path is None:
@@ -334,7 +337,7 @@ class Runtime(Closing):
             return copied()
 
     def _commit(self, state: Any, *, rng: Mapping[str, Any] | None = None, identity: Any = None) -> Commit:
-        """As `save`. rng, identity: as in `Committer.save`."""
+        """Begin a commit, as `save` does without a path. rng, identity: as in `Committer.save`."""
         parts = self._components
         with parts.pager.lock:
             self._refuse()
@@ -359,17 +362,17 @@ class Runtime(Closing):
         was not resumed, or has taken a step since. With more ranks than at the commit (n), a rank r >= n gets
         the state of rank r % n, and keeps the generators that the program has set.
 
-        path: a directory that `save(path)` has made, whose run replaces this one: parameters, states,
-        buffers, and all that `save` keeps. It may be called whenever `save` may. Homes, chunks and budgets
-        may differ. Raises ConfigError if there is no such run or a frozen parameter differs that a commit
-        holds, IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError.
-        After an error in the middle the runtime cannot be used any more. Warns of parameters whose optimizer
-        states begin anew, or are left out, because they are not trained in both runs; infinity.offload with
-        resume= does the same.
+        path: a directory that `save(path)` has made. Its run replaces this run: parameters, states, buffers,
+        and all that `save` keeps. `load(path)` may be called whenever `save` may. Homes, chunks and budgets
+        may differ. Raises ConfigError if the directory has no run, or if a frozen parameter that a commit
+        holds has another value there. Raises IncompatibleCheckpoint if the model or the optimizer differs,
+        CorruptState and StorageError. After an error in the middle the runtime cannot be used any more. Warns
+        of parameters that are trained in only one of the two runs: their optimizer states begin anew, or are
+        left out. (infinity.offload with resume= does the same.)
 
         With several ranks all call load(path) together, and an error of one is raised on all. Each rank reads
-        its part from a path of its own, at which all must find the same copy. Any number of ranks may have
-        made it. The generators of all ranks are set to the same states.
+        from its own path, and all paths must have the same copy, which any number of ranks may have made. The
+        generators of all ranks are set to the same states.
         """
         parts = self._components
         with parts.pager.lock:
@@ -417,9 +420,9 @@ class Runtime(Closing):
         adapters merged into it.
 
         dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
-        values from which the optimizer updates the parameters, "average" for the running averages of these.
-        shard: the most bytes of tensors in a file. infinity.checkpoint.export.export describes files and
-        errors.
+        values from which the optimizer updates the parameters, "average" for the running averages of the
+        masters. shard: the most bytes of tensors in a file. infinity.checkpoint.export.export describes files
+        and errors.
         """
         parts = self._components
         with parts.pager.lock:
@@ -450,12 +453,13 @@ class Runtime(Closing):
         """Wait for all work under way, and free the runtime's memory and files. A second call does nothing.
 
         keep: False: the model's parameters cannot be used afterwards. True: the model is a plain model in RAM
-        afterwards, with trained values. Its parameters are the same objects, of class nn.Parameter, and have
-        the dtypes that they had before infinity.offload: a trained one that was fp32 has the exact fp32
-        master, and a frozen one the values of its page's dtype. Make a new optimizer for it, which can load
-        what runtime.optimizer.state_dict() has returned before the call. Raises BudgetError if RAM has no
-        room for all parameters beside the pages, and ConfigError wherever `save` does; the runtime is still
-        open then. With several ranks, all of which give the same keep, each has all parameters.
+        afterwards, with trained values. Its parameters are the same objects, now of class nn.Parameter, in
+        the dtypes that they had before infinity.offload. A trained parameter that was fp32 has the exact
+        values of its fp32 master; a frozen parameter has the values of its page. Make a new optimizer for the
+        model, which can load a state_dict() that runtime.optimizer has returned before the call. With
+        keep=True, raises BudgetError if RAM has no room for all parameters beside the pages, and ConfigError
+        wherever `save` does; the runtime is still open then. With several ranks, which must all give the same
+        `keep`, each rank gets all parameters.
 
         In a process that was forked from the runtime's process the call does nothing.
         """
@@ -505,7 +509,7 @@ class Runtime(Closing):
         _check_capacity(self._components.health, nbytes)
 
     def _unfinished(self) -> str:
-        """Return why no commit is possible now, as a phrase for an error; "" if one is."""
+        """Return why no commit is possible now, as a phrase for an error; "" if a commit is possible."""
         pager = self._components.pager
         if pager.inside:
             return "inside of a forward or a backward"
@@ -581,7 +585,7 @@ def _check_capacity(health: Health, nbytes: int) -> None:
 
 
 class _Remains:
-    """The Components of a runtime, by weak references. An attribute is None once its object is gone."""
+    """The Components of a runtime, by weak references. An attribute is None once its object is freed."""
 
     def __init__(self, parts: Components) -> None:
         self._parts = {
@@ -606,7 +610,7 @@ _opened: list[tuple[weakref.ref[Runtime], _Remains]] = []
 
 
 def close_dropped() -> None:
-    """Close the runtimes of this process that nothing refers to any more, though parts of them are alive.
+    """Close the runtimes of this process to which nothing refers any more, although components of them live.
 
     The graph of a loss refers to parameters, and they to their pages, which keep files and memory. A model
     refers to its runtime by its hooks, so nobody can train or read a model whose runtime is gone. With
@@ -627,7 +631,9 @@ def _end(
     *,
     finally_: Callable[[], None] | None = None,
 ) -> None:
-    """As `Runtime.close`. finally_: called at the end."""
+    """End a runtime as `Runtime.close` says. ends_of_hooks: functions that remove hooks. finally_: function
+    that is called at the end.
+    """
     if parts.health.forked:
         return
     with parts.pager.lock:

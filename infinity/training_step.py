@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from infinity.build import Components
 
 _CHECKED = 1 << 20
-"""Bytes of a master from which on its copy is checked against free RAM. Asking for that takes 0.2 ms."""
+"""The fewest bytes of a master whose copy is checked against free RAM. The check takes 0.2 ms."""
 
 
 class TrainingStep:
-    """The part of a runtime that only training needs.
+    """A runtime's operations on gradients, updates and optimizer states, which only training needs.
 
     It implements the protocol OptimizerCore (infinity/optim/paged_optimizer.py), by which `runtime.optimizer`
     updates parameters and reads and writes their states.
     """
 
     def __init__(self, parts: Components, ranks: SingleStep, check_capacity: Callable[[int], None]) -> None:
-        """parts: the runtime's components. ranks: those that take the step. check_capacity: called before
+        """parts: the runtime's components. ranks: the step's view of the ranks. check_capacity: called before
         optimizer states are copied for the user, with their number of bytes; raises BudgetError if the copies
         do not fit in RAM.
         """
@@ -62,9 +62,11 @@ class TrainingStep:
         self._param_groups: Sequence[Mapping[str, Any]] = ()
         """The param groups of the user's optimizer. The list is not a copy, so later changes take effect."""
         self._groups: dict[tuple[int, int], int] = {}
-        """(index of a unit, index of a parameter in it) -> index of its group, as of `_members`."""
+        """(index of a unit, index of a parameter in it) -> index of its param group, for the groups in
+        `_members`.
+        """
         self._members: list[list[int]] = []
-        """id() of the parameters of each group."""
+        """For each param group, id() of its parameters, when `_groups` was made."""
         self._backward = -1
         self._trained = [
             parameter
@@ -125,15 +127,16 @@ class TrainingStep:
         return self.read_gradient(place.page.index, place.index)
 
     def read_gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """Do what `gradient` does, for the parameter with this index in a unit."""
+        """Copy a gradient to RAM as `gradient` does. parameter: the parameter's index in its unit."""
         with self._pager.lock:
             self._refuse()
             self._check_slots()
             return self._ranks.gradient(unit, parameter)
 
     def gradient_norm(self, unit: int, parameter: int) -> float:
-        """The 2-norm of a parameter's gradient, from the sums of squares that its page has: no gradient is
-        read. With several ranks the first call after a backward is an agreement on the sums of all gradients.
+        """Compute the 2-norm of a parameter's gradient from the sums of squares in its page, without reading
+        the gradient. With several ranks, at the first call after a backward all ranks agree on the sums of
+        all gradients.
         """
         gradients = self._gradients
         with self._pager.lock:
@@ -143,9 +146,10 @@ class TrainingStep:
             return gradients.norm_of(squares, gradients.unscale_of(unit, parameter))
 
     def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
-        """Multiply a parameter's gradient by `factor`: the page stays as it is, and `step` multiplies.
+        """Multiply a parameter's gradient by `factor`. The page does not change; `step` applies the factor.
 
-        Raises ConfigError if updates are eager. `step` raises it if gradients have different factors then.
+        Raises ConfigError if updates are eager. `step` raises ConfigError if gradients have different
+        factors.
         """
         with self._pager.lock:
             self._refuse()
@@ -157,7 +161,7 @@ class TrainingStep:
             self._gradients.scale(unit, parameter, factor)
 
     def set_gradient(self, unit: int, parameter: int, value: torch.Tensor) -> None:
-        """Replace a parameter's gradient, as `p.grad = value` does. One of zeros takes no memory.
+        """Replace a parameter's gradient, as `p.grad = value` does. A gradient of zeros takes no memory.
 
         value: floats of the parameter's shape, as the optimizer is to see them. Raises ConfigError if updates
         are eager, inside of a backward, and with several ranks unless all elements are zero.
@@ -249,8 +253,8 @@ class TrainingStep:
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of all parameters.
 
-        set_to_none: if False, each parameter that had a gradient has one of zeros then. Raises ConfigError
-        for eager updates of a step that has not called `step`.
+        set_to_none: if False, each parameter that had a gradient gets a gradient of zeros. Raises ConfigError
+        if eager updates may have begun in a step that has not called `step`.
         """
         with self._pager.lock:
             self._refuse()
@@ -270,21 +274,21 @@ class TrainingStep:
                 page.zeros = zeros.get(unit, set())
 
     def has_gradient(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient, as far as this rank knows, which it has not dropped."""
+        """Whether this rank knows of a gradient of a parameter that it has not dropped."""
         return self._ranks.has(unit, parameter)
 
     def gradient_age(self, unit: int, parameter: int) -> int:
-        """A number that is another one after a parameter's gradient was forgotten or replaced."""
+        """A number that changes whenever a parameter's gradient is forgotten or replaced."""
         return self._times_forgotten + self._times_dropped[unit, parameter]
 
     def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
         """Forget a parameter's gradient, as `p.grad = None` does; with zeros=True, a gradient of zeros takes
         its place.
 
-        When the last stored gradient goes, the step is forgotten as by `zero_grad`: factors, and that eager
-        updates have used gradients. Over ranks this is so only while all know which gradients there are.
-        Raises the errors of `RankedStep.drop`, and ConfigError for eager updates of a step that has not
-        called `step`.
+        With the last stored gradient the whole step is forgotten, as by `zero_grad`: all factors, and that
+        eager updates have used gradients. With several ranks this happens only while all ranks know which
+        gradients exist. Raises the errors of `RankedStep.drop`, and ConfigError if eager updates may have
+        begun in a step that has not called `step`.
         """
         gradients, ranks = self._gradients, self._ranks
         with self._pager.lock:
@@ -364,7 +368,7 @@ class TrainingStep:
             return found.to(torch.float32).as_strided(layout.shape, layout.stride)
 
     def check_averages(self) -> None:
-        """Raise ConfigError if the run keeps no averages, or masters are in their place now."""
+        """Raise ConfigError if the run keeps no averages, or if averages and masters have changed places."""
         self._check_masters("the averages")
         if self._states.rule.average is None:
             raise ConfigError(
@@ -387,8 +391,8 @@ class TrainingStep:
         return found.to(torch.float32).as_strided(layout.shape, layout.stride)
 
     def before_loading(self, states: Sequence[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]) -> None:
-        """Wait until all ranks are about to replace the same optimizer states, so that none still reads the
-        present ones. Raises RankDivergence for other states on another rank.
+        """Wait until all ranks are about to replace the same optimizer states, so that no rank still reads
+        the present states. Raises RankDivergence if another rank is to get other states.
         """
 
         def digests() -> dict[tuple[int, int], int]:
@@ -404,7 +408,7 @@ class TrainingStep:
             self._ranks.agree_on_states(digests)
 
     def loaded(self) -> None:
-        """Wait until all ranks have replaced optimizer states, so that none reads former ones of others."""
+        """Wait until all ranks have replaced optimizer states, so that none reads another's former states."""
         with self._pager.lock:
             self._refuse()
             self._ranks.agree("the end of a change of optimizer states")
@@ -430,10 +434,9 @@ class TrainingStep:
     def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int = 0) -> None:
         """Add a new gradient to the stored gradient of a parameter, which another rank may keep.
 
-        unit: the unit's index. parameter: the parameter's index in the unit. later: number of backwards that
-        began after the oldest one that has not ended and before the gradient's own, for micro-batches that
-        run together. With eager updates, the unit's update begins here once the unit has all its gradients of
-        the step.
+        unit: the unit's index. parameter: the parameter's index in the unit. later: for micro-batches that
+        run together, the number of backwards that began before the gradient's own and have not ended. With
+        eager updates, the unit's update begins here once the unit has all its gradients of the step.
         """
         self._gradients.check_unscaled()
         if not self._ranks.add(unit, parameter, gradient, later):
@@ -468,9 +471,10 @@ class TrainingStep:
                 engine.queue_callback(self._backward_done if together else self._counted_backward_done)
 
     def expect(self, number: int, parameters: Set[tuple[int, int]]) -> None:
-        """Note to which parameters, (unit, index), the backward of a micro-batch brings gradients, once each.
+        """Note the parameters, (unit, index), for which the backward of a micro-batch brings one gradient
+        each.
 
-        number: that of the micro-batch in the group that runs together.
+        number: the micro-batch's number in the group of micro-batches that run together.
         """
         self._ranks.await_cleared()
         with self._pager.lock:
@@ -495,7 +499,9 @@ class TrainingStep:
     # --- helpers ---------------------------------------------------------------------------------------
 
     def _check_slots(self) -> None:
-        """The gradients are lost if a hook of the user failed before the one that empties a `.grad` slot."""
+        """Mark the gradients as lost if a `.grad` slot is not empty: a hook of the user failed before our
+        hook could empty it.
+        """
         if any(raw_gradient(each) is not None for each in self._trained):
             self._gradients.lose(RuntimeError())
 
@@ -539,7 +545,7 @@ class TrainingStep:
         parts.prefetch_engine.look_ahead()
 
     def _update_matrices(self) -> None:
-        """Update matrices by Muon's rule, each as an edit of its page; each rank keeps its part."""
+        """Update matrices by Muon's rule, each as an edit of its page."""
         started = time.perf_counter()
         rule, groups = self._states.rule, self._group_of()
         for unit, page in self._gradients.pages.items():
@@ -586,9 +592,9 @@ class TrainingStep:
         )
 
     def _check_whole_updates(self, eager: EagerStep) -> None:
-        """Raise NonFiniteGradient if an eager update has begun on a rank, in a step with a gradient that is
-        not finite: each rank updates parts of units, and others may not have. No more can be done with the
-        runtime then.
+        """Raise NonFiniteGradient if an eager update has begun on any rank of several, in a step with a
+        gradient that is not finite. Each rank updates its own chunks of a unit, and other ranks may not have
+        updated theirs. The runtime cannot be used any more then.
         """
         if self._ranks.updated_in_part(eager.begun):
             error = NonFiniteGradient(
@@ -621,7 +627,9 @@ class TrainingStep:
         ]
 
     def _agreed_norm(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]]) -> float:
-        """The norm of complete gradients, all of which, `keys`, have one factor."""
+        """The norm of all ranks' gradients, after they agree that gradients are complete. keys: function that
+        returns the parameters, (unit, index), whose gradients must have one factor.
+        """
         gradients = self._gradients
         before = set(self._having()) if gradients.factors else set()
         # An eager step with a lost gradient ends as one that is not finite does; see `_check_whole_updates`.
@@ -634,7 +642,9 @@ class TrainingStep:
     def _settle(
         self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple, *, forgiving: bool = False
     ) -> ExactSum:
-        """Do what `_agreed_norm` does, but return the sum of squares. Without `keys`, factors may differ."""
+        """Agree with all ranks that gradients are complete; returns the sum of squares. keys: as in
+        `_agreed_norm`; by default factors may differ. forgiving: as in `SingleStep.settle`.
+        """
         failure: InfinityError | None = None
         try:
             self._group_of()
@@ -656,7 +666,6 @@ class TrainingStep:
             self._begin_early(eager, unit)
 
     def _begin_early(self, eager: EagerStep, unit: int) -> None:
-        """Begin the eager update of a unit."""
         parts = self._components
         options = eager.options(self._param_groups, self._groups if eager.begun else self._group_of())
         if not parts.store.device.shares_host:
@@ -670,7 +679,7 @@ class TrainingStep:
         self._edits.updated(unit)
 
     def _group_of(self) -> Mapping[tuple[int, int], int]:
-        """`_groups`, after changes that user code has made to the lists of the groups' parameters."""
+        """Bring `_groups` up to date with user code's changes of the param groups, and return it."""
         members = [[id(each) for each in group["params"]] for group in self._param_groups]
         if members != self._members:
             groups: dict[tuple[int, int], int] = {}
@@ -687,15 +696,15 @@ class TrainingStep:
         return self._groups
 
     def _having(self) -> Iterator[tuple[int, int]]:
-        """The parameters, (unit, index), that have a gradient, as far as this rank knows."""
+        """The parameters, (unit, index), for which `has_gradient` is True."""
         return (key for key in self._gradients.having() if self.has_gradient(*key))
 
     def _to_be_updated(self) -> Iterator[tuple[int, int]]:
-        """Those of `_having` that are in a group, as of `_group_of`."""
+        """The parameters, (unit, index), that have a gradient and are in a param group."""
         return (key for key in self._having() if key in self._groups)
 
     def _values(self, place: Place) -> torch.Tensor:
-        """A copy in RAM of a parameter's values, (numel,) in memory order, with the user's edits."""
+        """A copy in RAM of a parameter's values with the user's edits: (numel,) in memory order."""
         page = place.page
         self._edits.write_back(page)
         return self._pager.copied_values(place)

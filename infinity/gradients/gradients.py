@@ -67,11 +67,11 @@ class Gradients:
         self._stored_at = 1.0
         """The loss scale of the backwards that made the stored gradients. They are larger by this factor."""
         self.factors: dict[tuple[int, int], float] = {}
-        """(unit, index of a parameter) -> factor by which user code has scaled its gradient in this step, as
-        clipping does; without those that were not scaled.
+        """(unit, index of a parameter) -> factor by which user code has scaled the parameter's gradient in
+        this step, as clipping does. Gradients that were not scaled are absent.
         """
         self.factor = 1.0
-        """The factor that all gradients of the step have, as `agree_on_factor` has found it."""
+        """The factor that all gradients of the step have in common, which `agree_on_factor` finds."""
         self._failure: InfinityError | None = None
         """The latest error by which gradients of this step were lost: one may be missing, or may be added or
         written home in part only.
@@ -82,7 +82,7 @@ class Gradients:
     @property
     def unscale(self) -> float:
         """Factor by which stored gradients are multiplied to get the gradients that the optimizer sees. It
-        has the factor of the last `agree_on_factor`.
+        includes `factor`.
         """
         return self.factor / (self._stored_at * self._ranks)
 
@@ -93,15 +93,15 @@ class Gradients:
         return self.factors.get((unit, parameter), 1.0) / (self._stored_at * self._ranks)
 
     def scale(self, unit: int, parameter: int, factor: float) -> None:
-        """Multiply the gradient of a parameter by `factor`, on top of what it was multiplied by."""
+        """Multiply the gradient of a parameter by `factor`, in addition to earlier factors."""
         self.factors[unit, parameter] = self.factors.get((unit, parameter), 1.0) * factor
 
     def agree_on_factor(self, call: str, keys: Iterable[tuple[int, int]]) -> None:
-        """Find the factor that all gradients have, and let `unscale` have it.
+        """Find the factor that all gradients have in common, and keep it as `factor`.
 
-        call: the user's call, for the error. keys: the parameters, (unit, index), whose gradients count. One
-        of zeros may have any factor. If a factor is not finite, `unscale` is NaN. Raises ConfigError if
-        gradients have different factors.
+        call: the user's call, for the error. keys: the parameters, (unit, index), whose gradients count. A
+        gradient of zeros may have any factor. If a factor is not finite, `unscale` is NaN. Raises ConfigError
+        if gradients have different factors.
         """
         self.factor = 1.0
         if not self.factors:
@@ -176,8 +176,8 @@ class Gradients:
     def pieces(self, page: GradientPage, parameter: int) -> list[tuple[int, Piece]]:
         """List the pieces of a parameter as (index of the chunk in the page, piece), in the order of adding.
 
-        A piece is the part of a parameter in one chunk. Pieces in chunks that are staged already come first:
-        staging another chunk might push such a chunk out before its piece is added.
+        Pieces in chunks that are staged already come first: staging another chunk might push such a chunk out
+        before its piece is added.
         """
         found = page.layout.pieces(parameter)
         if page.home.in_place:
@@ -202,8 +202,8 @@ class Gradients:
     def adding_piece(self, unit: int, piece: Piece, *, last: bool) -> Iterator[GradientPage]:
         """Context in which the caller adds one rank's gradient of a piece. Yields the unit's gradient page.
 
-        last: whether it is the last one that the piece gets from a micro-batch of all ranks. After an
-        exception inside the context, the gradients of this step are lost; see `adding`.
+        last: whether the piece then has the gradients of all ranks for a micro-batch. After an exception
+        inside the context, the gradients of this step are lost; see `adding`.
         """
         page = self.pages[unit]
         try:
@@ -229,8 +229,9 @@ class Gradients:
 
         chunk_index, piece: a pair from `pieces`. fresh: the new gradient's elements, (piece.count,). If they
         are on a device with its own memory, they go through the gradient ring, whose worker adds them later.
-        again: whether the piece has a gradient already, for a new one that is in RAM on any device; None: as
-        the parameter has. last: whether the piece gets no more gradients in the running backward.
+        again: whether `fresh` is added to a stored gradient of the piece, or replaces it; `fresh` must then
+        be in RAM. None: it is added if the parameter has a stored gradient. last: whether the piece gets no
+        more gradients in the running backward.
         """
         chunk = page.chunks[chunk_index]
         data = page.memory(chunk_index)
@@ -449,8 +450,8 @@ class Gradients:
         )
 
     def begin(self) -> None:
-        """Note that a gradient comes, of this rank or another. If it is the first of a step, all gradients of
-        the step have the present loss scale.
+        """Note that a gradient of this rank or another comes. The first one of a step fixes the loss scale of
+        all gradients of the step: the present one.
         """
         if not self.any_stored:
             self._stored_at = self._loss_scale.value
@@ -501,8 +502,9 @@ class Gradients:
             )
 
     def stored_form(self, unit: int, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that user code gives in the form in which a backward would bring it: times the
-        loss scale, and in the parameter's dtype where it is stored in it.
+        """Return a gradient that user code gives in the form in which a backward would bring it: multiplied
+        by the loss scale, and in the parameter's dtype if gradients of the parameter are stored in that
+        dtype.
         """
         page, layout = self.pages[unit], self.pages[unit].layout.parameters[parameter]
         gradient = gradient.to(self._store.plan.precision.accumulate_dtype(layout.dtype))
@@ -521,8 +523,8 @@ class Gradients:
         *,
         again: bool,
     ) -> int:
-        """Send a new gradient, in parts, through the ring, whose worker then calls `_accumulate` for each of
-        them. blocks: array that gets the sums of squares. Returns the number of the worker's last job; 0 if
+        """Send a new gradient in windows through the ring, whose worker then calls `_accumulate` for each
+        window. blocks: array that gets the sums of squares. Returns the number of the worker's last job; 0 if
         the gradient has no elements.
         """
         number = 0
@@ -640,9 +642,9 @@ class StagedChunks:
     def complete(self, page: GradientPage, chunk_index: int) -> None:
         """Note that a staged chunk has all its gradients of this backward.
 
-        With `more_to_come`, the chunk now waits for those of the next micro-batch. Otherwise it waits for no
-        further gradient. If such chunks take more than half of staging, those that have waited for no
-        gradient the longest are written home, without waiting for the writes. Raises StorageError as
+        With `more_to_come`, the chunk now waits for the gradients of the next micro-batch. Otherwise it waits
+        for no further gradient. If chunks that wait for none take more than half of staging, those that have
+        waited for none the longest are written home, without waiting for the writes. Raises StorageError as
         `write_back_oldest` does.
         """
         if self.more_to_come:
@@ -690,8 +692,8 @@ class StagedChunks:
     def write_back_now(self, unit: int, chunk_index: int, chunk: GradientChunk) -> None:
         """Write a chunk's gradient to the page's home, and wait until it is written.
 
-        chunk: as an update has taken it, and staged. Afterwards it is no longer staged, and the update can
-        read the gradient from the home. If the write fails, StorageError is raised and nothing has changed.
+        chunk: staged, and taken by an update. Afterwards it is no longer staged, and the update can read the
+        gradient from the home. If the write fails, StorageError is raised and nothing has changed.
         """
         page = self._pages[unit]
         assert chunk.staged is not None

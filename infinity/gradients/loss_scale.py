@@ -5,13 +5,14 @@ step are not all finite, the step is skipped and the scale is halved. After 2,00
 doubled (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2; the constants are
 those of torch.amp.GradScaler, whose scale begins with 2^16).
 
-infinity/model/scaled_backward.py scales the gradients from which a backward starts. Where they are in fp16,
-as those of a loss in fp16 are, no larger scale than 2^15 is reached, because fp16 ends at 65504.
+infinity/model/scaled_backward.py scales the gradients from which a backward starts. If they are in fp16, as
+for a loss in fp16, the scale grows to 2^15 at most, because the largest fp16 number is 65504.
 
 [Note: the scale of several ranks]
-N ranks average their gradients, and one rank that runs the micro-batches of all divides its losses by N
-instead. Its backward is that of a rank if its scale is N times larger: then the same values overflow, and
-the same ones underflow. So the scale of ranks is N times smaller, N rounded down to a power of two.
+N ranks average their gradients. One rank that runs the micro-batches of all N ranks divides its losses by N
+instead. With a scale that is N times larger, its backward has the same values as the backwards of the N
+ranks: the same values overflow, and the same values underflow. So the scale of N ranks is smaller than the
+scale of one rank, by N rounded down to a power of two.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class LossScale:
         """ranks: number of ranks that average their gradients; see [Note: the scale of several ranks]."""
         self.dynamic = dynamic
         self._smaller = 2.0 ** (ranks.bit_length() - 1)
-        """By how much the scale of one rank is larger."""
+        """The scale of one rank, divided by the scale of these ranks."""
         self.value = _INITIAL / self._smaller if dynamic else 1.0
         self._largest = _LARGEST
         self.good_steps = 0
@@ -38,9 +39,10 @@ class LossScale:
 
     @property
     def of_one_rank(self) -> float:
-        """The scale with which one rank has the backward of these; see [Note: the scale of several ranks].
+        """The scale with which a run on one rank would have the same backward; see [Note: the scale of
+        several ranks].
 
-        Commits and copies of runs hold this one, from which any number of ranks can go on.
+        Commits and copies of runs hold this scale, so that any number of ranks can continue them.
         """
         return self.value * self._smaller
 

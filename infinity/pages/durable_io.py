@@ -1,8 +1,9 @@
 """Durable I/O: reads and writes of pages whose parts have slots on disk (infinity/pages/parts.py).
 
-A write of a whole part goes to the slot that no commit holds, with the checksums of its blocks. A write to
-some bytes of a part whose slot is held first copies the part to the other slot. Bytes of an earlier process
-are checked against their checksums when they are read first.
+A write of a whole part goes to the slot that no commit holds, and the checksums of its blocks are noted.
+Before a write to only some bytes of a part, the part is copied to its other slot if a commit holds the slot
+with its newest bytes. Bytes that an earlier process has written are compared with their checksums when they
+are first read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.link import Joined, Transfer
 
 _SCRATCH = 1 << 20
-"""Bytes of the ordinary RAM through which parts are copied and checked outside of the budget's pools."""
+"""Bytes of the buffer through which parts are copied and checked. It is in ordinary RAM, outside of the
+budget's pools.
+"""
 
 
 class DurableIO:
@@ -44,9 +47,10 @@ class DurableIO:
         self._meter = meter
 
     def read(self, home: Home, offset: int, into: torch.Tensor, deadline: float | None) -> Transfer:
-        """Begin to read bytes of a home on NVMe. The parameters are those of `Store.read`.
+        """Begin to read bytes of a home on NVMe. home, offset, into, deadline: as in `Store.read`.
 
-        Waiting for the transfer raises CorruptState if bytes of an earlier process have other checksums.
+        Waiting for the transfer raises CorruptState if bytes of an earlier process do not have their
+        checksums.
         """
         end = offset + into.nbytes
         unchecked: list[tuple[Part, torch.Tensor]] = []
@@ -67,10 +71,10 @@ class DurableIO:
         return Joined(transfers, lambda: self._check(unchecked))
 
     def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
-        """Begin to write bytes to a home on NVMe. The parameters are those of `Store.write`.
+        """Begin to write bytes to a home on NVMe. home, offset, source: as in `Store.write`.
 
-        Waits for the end of the pending commit if commits hold both slots of a part. Raises ConfigError for
-        a frozen part that a commit holds.
+        Waits for the end of the pending commit if commits hold both slots of a part. Raises ConfigError for a
+        frozen part that a commit holds.
         """
         end = offset + source.nbytes
         transfers = []
@@ -91,10 +95,10 @@ class DurableIO:
         return transfers[0] if len(transfers) == 1 else Joined(transfers)
 
     def patched(self, home: Home, offset: int, data: torch.Tensor) -> None:
-        """Note the checksums of blocks that were just written by `write`, in pieces that cut them, so that it
-        does not know their checksums.
+        """Note the checksums of blocks that several calls of `write` have just written together. Each call
+        had only some bytes of a block, so it could not compute the block's checksum.
 
-        data: the bytes that were written, flat uint8. offset: from the start of the page.
+        data: all bytes that were written, flat uint8. offset: bytes from the start of the page to `data`.
         """
         end = offset + data.nbytes
         for part in home.parts.over(offset, end):
@@ -125,25 +129,25 @@ class DurableIO:
     def copy_out_piece(
         self, part: Part, offset: int, memory: torch.Tensor, checksums: npt.NDArray[np.int64]
     ) -> Transfer:
-        """Begin to write a piece of a part, from byte `offset` of the part on, to the slot that no commit
+        """Begin to write a range of a part, from byte `offset` of the part on, to the slot that no commit
         holds.
 
-        The pieces of a part come in order, and `copied_out` follows when all are written. memory: uint8; it
-        must not change until the transfer has ended. checksums: of the part's blocks, 0 before the first
-        piece; they are extended by these bytes.
+        The ranges of a part are written in order, and `copied_out` follows when all are written. memory: the
+        range's bytes, uint8; they must not change until the transfer has ended. checksums: of the part's
+        blocks, all 0 before the first range; they are extended by these bytes.
         """
         extend(checksums, part.segments, offset, memory)
         slot = self._free_slot(part)
         return self._write(part.slots[slot] + offset, memory)
 
     def copied_out(self, part: Part, checksums: npt.NDArray[np.int64]) -> None:
-        """Note that all pieces of a part were written by `copy_out_piece`: they are its newest bytes."""
+        """Note that `copy_out_piece` has written all ranges of a part, which are its newest bytes now."""
         part.newest, part.checksums, part.verified = self._free_slot(part), checksums, True
 
     def bring(self, part: Part, into: torch.Tensor) -> Transfer:
         """Begin to read a whole part from its slot, and return the transfer. into: uint8 (part.nbytes,).
 
-        Waiting for the transfer raises CorruptState if the bytes have other checksums.
+        Waiting for the transfer raises CorruptState if the bytes do not have their checksums.
         """
         transfer = self._read(part.home, part.start, part.offset, into)
         return Joined([transfer], lambda: self._check([(part, into)]))
@@ -159,9 +163,9 @@ class DurableIO:
         return memory[offset - low : offset - low + nbytes].clone()
 
     def learn(self, part: Part) -> None:
-        """Compute the checksums of a part's newest bytes that are not known yet, by reading them.
+        """Compute those checksums of a part's newest bytes that are not known yet, by reading the bytes.
 
-        Raises CorruptState if bytes of an earlier process have other checksums than those that are known.
+        Raises CorruptState if bytes of an earlier process do not have the checksums that are known.
         """
         if (part.checksums[: block_count(part.filled)] == UNKNOWN).any():
             found = self._checksums_on_disk(part)
@@ -235,7 +239,7 @@ class DurableIO:
     def _read(
         self, home: Home, offset: int, position: int, into: torch.Tensor, deadline: float | None = None
     ) -> Transfer:
-        """Begin to read from `position` in the volume, which has the home's bytes from `offset` on."""
+        """Begin to read from byte `position` of the volume, where the home's bytes from `offset` on lie."""
         transfer = self.nvme.read(
             self.lease, into, offset=position, deadline=deadline, describe=home.described(offset)
         )
@@ -249,14 +253,16 @@ class DurableIO:
 
 
 def _last(part: Part) -> int:
-    """The end, in the page, of the bytes of a part that have values."""
+    """The end of a part's bytes that have values, as an offset in the page."""
     filled = part.filled
     return part.start + (int((filled[:, 0] + filled[:, 1]).max()) if len(filled) else 0)
 
 
 def extend(checksums: npt.NDArray[np.int64], segments: Segments, offset: int, memory: torch.Tensor) -> None:
-    """Extend the checksums of the blocks in `segments` by the bytes of a part from byte `offset` on, whose
-    bytes before `offset` they have.
+    """Extend checksums of a part's blocks by further bytes of the part.
+
+    checksums: for each block in `segments`, the checksum of its bytes before `offset`; changed in place.
+    memory: the bytes of the part from `offset` on.
     """
     first = 0
     for start, nbytes, block in segments.tolist():

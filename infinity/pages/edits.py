@@ -11,21 +11,22 @@ page's bytes are free again.
 
 [Note: masters of edited values]
 An edit replaces the fp32 masters of the elements that it changes, and of no others. The memory that is edited
-may be the page's home, so the values before are remembered (`watch`): while an operation changes a parameter
-in place, and, of the last view that user code got, until it gets another one or edits are written home. Then
-the masters follow (`follow`). Of an edit that comes later, through a view that was kept, it is not known
-which elements it has changed: all values of the parameter become its masters.
+may be the page's home, so a parameter's values before an edit are remembered (`watch`): while an operation
+changes the parameter in place, and from when user code gets a view of it until user code gets another view or
+edits are written home. Then the masters follow (`follow`). After a later edit, through a view that was kept,
+nobody knows which elements have changed: all values of the parameter become its masters.
 
 [Note: frozen parameters]
 A commit holds the only place on disk of a frozen parameter. After the first commit, an edit of such a
 parameter is undone when it is noticed: the parameter gets its committed values back, and ConfigError says so.
 
 [Note: edits over ranks]
-The home of a page is what other ranks see. Several ranks edit parameters inside of full_parameters, at whose
-end they compare digests of what they have edited. Each writes its edits home when all have made them, so none
-reads edits that it has not made. A request for a page carries the number of changes that the asking rank has
-made to it, and waits until what is at home has as many, so none misses edits that it has made. Any other edit
-is refused: an operation in place before it changes anything, and an edit through a view when it is noticed.
+Other ranks see a page as it is at home. Several ranks edit parameters inside of full_parameters, at whose end
+they compare digests of the edited parameters. Each rank writes its edits home when all ranks have made them,
+so no rank reads edits that it has not made. A request for a page carries the number of changes that the
+asking rank has made to the page, and waits until the page at home has as many, so no rank misses edits that
+it has made. Any other edit is refused: an operation in place before it changes anything, and an edit through
+a view when it is noticed.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class EditTracker:
     ) -> None:
         """pages: the parameter pages of all units. store: moves edited values home. states: the optimizer
         states, in which an edited value also replaces the parameter's fp32 master; None for inference.
-        health: is told of edits that can neither be kept nor undone. agree: tells all ranks the digests of
-        edited parameters, by name, for the call that it is given, and returns those of all: rank -> digests.
-        free: units of which this rank makes edits at any time, without the others: all with one rank.
+        health: is told of edits that can neither be kept nor undone. agree: function (call, digests of edited
+        parameters by name) that sends the digests to all ranks, and returns rank -> digests. free: the units
+        that this rank may edit at any time, without the other ranks; with one rank, all units.
         """
         self._health = health
         self._agree = agree
@@ -127,7 +128,7 @@ class EditTracker:
     def follow(self) -> None:
         """Have the fp32 masters of the watched parameters follow the edits, and end the watch.
 
-        Where this fails, the values before stay remembered, and the next call repeats it.
+        After a failure the values before the edits are still remembered, and the next call tries again.
         """
         while self._watched:
             page, index, before = self._watched[0]
@@ -177,8 +178,8 @@ class EditTracker:
         self._forget_loans(page)
 
     def check(self, page: ParameterPage, index: int) -> None:
-        """Raise ConfigError if user code may not change a parameter in place now: with several ranks, outside
-        of full_parameters. Nothing has been changed.
+        """Raise ConfigError if user code may not change a parameter in place now. With several ranks it may
+        not outside of full_parameters.
         """
         if not (self.is_free(page) or page.holds or page.index in self._agreed):
             raise ConfigError(
@@ -188,12 +189,12 @@ class EditTracker:
             )
 
     def is_free(self, page: ParameterPage) -> bool:
-        """Whether user code may edit a page at any time, as on one rank."""
+        """Whether user code may edit a page at any time, without the other ranks."""
         return page.index in self._free
 
     @contextmanager
     def agreed(self, pages: Sequence[ParameterPage]) -> Iterator[None]:
-        """Context in which this rank writes edits of pages home that all ranks have agreed on."""
+        """Context in which this rank writes edits of `pages` home that all ranks have agreed on."""
         units = {page.index for page in pages}
         self._agreed |= units
         try:
@@ -255,7 +256,7 @@ class EditTracker:
     def lent(self, unit: int) -> bool:
         """Whether user code may hold views of the unit's page that it got outside of forwards.
 
-        `exposed` would not do where updates are under way: they keep views of pages, too.
+        Unlike `exposed`, this is right while updates are under way, which keep views of pages, too.
         """
         return bool(self._pages[unit].holds or self._loans.get(unit))
 
@@ -269,8 +270,8 @@ class EditTracker:
         """Note that an update has just changed the parameters of one unit, or of all units (None).
 
         The update moved the version counters of the loans; see [Note: loans]. Their new versions are
-        recorded, so that the update does not count as an edit. Masters that were loaded before it and wait
-        for their values are forgotten.
+        recorded, so that the update does not count as an edit. Masters in `States.given` that still wait for
+        matching values are forgotten.
         """
         if self._states is not None:
             self._states.given.clear()
@@ -370,7 +371,9 @@ class EditTracker:
         return {*page.edits(), *self._replaced.get(page.index, ()), *by_loans}
 
     def _undo_edits(self, page: ParameterPage) -> None:
-        """Forget edits of a page, which leaves device memory: its next arrival brings the values before."""
+        """Forget edits of a page that is about to leave device memory. Its next arrival brings the values
+        from home.
+        """
         for loan in self._loans.get(page.index, ()):
             loan.version = loan.alias._version
         self._replaced.pop(page.index, None)
@@ -406,7 +409,7 @@ class EditTracker:
         )
 
     def _undo(self, page: ParameterPage, index: int, memory: torch.Tensor) -> bool:
-        """Give a parameter its committed values back. Returns False if it had them."""
+        """Give a parameter its committed values back. Returns False if it had them already."""
         assert self._store.durable is not None
         layout, present = page.layout.parameters[index], page.flat(index, memory)
         start, nbytes = page.start(index), layout.numel * layout.dtype.itemsize

@@ -1,6 +1,4 @@
-"""Gradient page: the gradients of one unit, chunk by chunk: which of them exist, and where in memory they
-are.
-"""
+"""Gradient page: the gradients of one unit, chunk by chunk: which exist, and where in memory they are."""
 
 from __future__ import annotations
 
@@ -45,10 +43,10 @@ class GradientChunk:
     gradient page's home.
     """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
-    """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums
-    of squares of blocks of the parameter's gradient. A block is cpu_adam.BLOCK elements, counted from the
-    parameter's first element, and has its sum in one array of one chunk. An array is empty if the sums of
-    this chunk's part are in the array of an earlier chunk.
+    """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums of
+    squares of blocks of the parameter's gradient. A block is cpu_adam.BLOCK elements, counted from the
+    parameter's first element, and has its sum in one array of one chunk. An array is empty if an earlier
+    chunk's array has the sums of its blocks.
     """
 
 
@@ -75,8 +73,8 @@ class GradientPage:
         self.arrivals: Counter[int] = Counter()
         """Index of a parameter -> number of gradients received since the last `Gradients.clear`."""
         self.piece_arrivals: Counter[tuple[int, int]] = Counter()
-        """(index of a parameter, first element of a piece) -> micro-batches of all ranks whose gradients the
-        piece has. Used with several ranks alone.
+        """(index of a parameter, first element of a piece) -> number of micro-batches for which the piece has
+        the gradients of all ranks. Used only with several ranks.
         """
         self.consumed = False
         """Whether an eager update has taken the gradients during backward. No other code may use the
@@ -86,9 +84,9 @@ class GradientPage:
         self.chunks = [GradientChunk() for _ in layout.chunks]
         share = plan.share
         self.pieces = kept_pieces(layout, share, whole=share.whole_gradients)
-        """Function from a parameter's index to those of its pieces whose gradient is in this page."""
+        """Function from a parameter's index to the parameter's pieces whose gradients are in this page."""
         self.owned = kept_pieces(layout, share, whole=False)
-        """Function from a parameter's index to those of its pieces whose gradient this rank sums up."""
+        """Function from a parameter's index to the parameter's pieces whose gradients this rank adds up."""
         self._trainable = [
             index
             for index, each in enumerate(layout.parameters)
@@ -151,13 +149,13 @@ class GradientPage:
         return (piece.parameter, piece.start) in self.chunks[chunk_index].blocks
 
     def forget_piece(self, chunk_index: int, piece: Piece) -> None:
-        """Forget the gradient of a piece, if one is stored. The next one begins its sum anew."""
+        """Forget the gradient of a piece, if one is stored. The next gradient begins a new sum."""
         self.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
 
     def arrived_piece(self, piece: Piece) -> None:
-        """Note that a piece has the gradients of one more micro-batch of all ranks.
+        """Note that a piece has the gradients of all ranks for one more micro-batch.
 
-        A parameter has as many as each of its pieces in this page.
+        A parameter has received as many gradients as the piece of it in this page that has the fewest.
         """
         self.piece_arrivals[piece.parameter, piece.start] += 1
         self.arrivals[piece.parameter] = min(
@@ -212,8 +210,8 @@ class GradientPage:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that were sent
         through the gradient ring and have not been added yet.
 
-        Called by code that adds a gradient to the chunk, and by its update. taken: what the update has taken;
-        None: the page's present gradients.
+        Called by code that adds a gradient to the chunk, and by the chunk's update. taken: the GradientChunk
+        that an update has taken; None: the page's present one.
         """
         staged = (taken or self.chunks[chunk_index]).staged
         if staged is not None:
@@ -225,13 +223,13 @@ class GradientPage:
         )
 
     def runs(self, parameter: int) -> Sequence[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]:
-        """List the parts of a parameter's gradient that are contiguous in the memory of the page's home, in
-        order. There is one part if no padding between chunks divides the gradient.
+        """List the ranges of a parameter's gradient that are contiguous in the memory of the page's home, in
+        order. There is one range if no padding between chunks divides the gradient.
 
-        Each part is a tuple (start, elements, pieces). start: index in the parameter of the part's first
+        Each range is a tuple (start, elements, pieces). start: index in the parameter of the range's first
         element. elements: flat tensor, a view of the home. pieces: for each piece of the parameter in the
-        part, (index of the piece's chunk, index in the parameter of the piece's first element). A piece is
-        what one chunk has of the parameter. The home must be in memory, not on NVMe.
+        range, (index of the piece's chunk, index in the parameter of the piece's first element). The home
+        must be in memory, not on NVMe.
         """
         if parameter not in self._runs:
             self._runs[parameter] = list(self._find_runs(parameter))

@@ -3,15 +3,15 @@
 A gradient's hook copies the gradient into the ring, on the stream that computed the gradient. Then the hook
 records an event and returns, so that autograd's memory is free at once. A worker thread copies the ring's
 contents, oldest first, to the landing, which is a buffer of the same size in host RAM. From there the
-worker adds the gradients to the gradient pages. A large gradient is sent in parts, and each part is one job
-of the worker. Parts that lie next to each other in the ring and are ready together are copied together.
+worker adds the gradients to the gradient pages. A large gradient is sent in windows, and each window is one
+job of the worker. Windows that lie next to each other in the ring and are ready together are copied together.
 
 [Note: who waits for the worker]
 The worker takes no lock but the ring's own, so any thread may wait for the worker, even a thread that holds
 the runtime's lock. The worker does its jobs in order, and every job has a number. So the gradients of a
 chunk are complete once the last job that adds to the chunk is done. If the ring is full, a hook waits for
 room before it takes the runtime's lock (`await_room`). Only for a gradient larger than the ring does the
-hook wait for part of the room while it holds that lock.
+hook wait for some of the room while it holds that lock.
 
 [Note: failures] The worker's first error is kept, as `failure`, until `renew`. Later jobs are dropped,
 because the sums to which they would add may be incomplete. Until `renew`, `send` and `settle` raise the
@@ -42,30 +42,30 @@ _IDLE = 1.0
 """Seconds after which a worker without jobs ends, so that it does not keep an unclosed runtime alive."""
 
 Use = Callable[[torch.Tensor], None]
-"""Function that the worker calls once a part of a gradient is in host RAM.
+"""Function that the worker calls once a window of a gradient is in host RAM.
 
-Its argument is the part, a tensor of shape (n,) in the gradient's dtype.
+Its argument is the window, a tensor of shape (n,) in the gradient's dtype.
 """
 
 
 class RingJob:
-    """A part of a gradient on its way through the ring to host RAM: one job of the worker."""
+    """A window of a gradient on its way through the ring to host RAM: one job of the worker."""
 
     __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
 
     def __init__(self, dtype: torch.dtype, use: Use) -> None:
         self.dtype = dtype
         self.use: Use | None = use
-        """Function that the worker calls with the part in host RAM; None after the call, or if the part was
-        dropped.
+        """Function that the worker calls with the window in host RAM; None after the call, or if the window
+        was dropped.
         """
         self.start = self.end = 0
-        """The part lies at bytes [start, end) of the ring, counted from the ring's first byte."""
+        """The window lies at bytes [start, end) of the ring, counted from the ring's first byte."""
         self.number = 0
         self.event: Event | None = None
         self.ready = False
-        """Whether the worker may take the job: the copy into the ring is queued, with `event` recorded behind
-        it, or sending the part has failed.
+        """Whether the worker may take the job: the copy into the ring is queued, with `event` recorded after
+        it, or sending the window has failed.
         """
 
 
@@ -140,21 +140,20 @@ class GradientRing:
         return self._failure
 
     def windows(self, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts in which a contiguous tensor of `count` elements is sent, each as (start, end): the
-        part has the elements [start, end) of the flattened tensor.
+        """Yield the windows in which a contiguous tensor of `count` elements is sent, each as (start, end):
+        the window has the elements [start, end) of the flattened tensor.
 
-        itemsize: bytes of an element. All parts but the last have a multiple of cpu_adam.BLOCK elements.
+        itemsize: bytes of an element. All windows but the last have a multiple of cpu_adam.BLOCK elements.
         """
         step = self._window // itemsize // BLOCK * BLOCK
         for start in range(0, count, step):
             yield start, min(start + step, count)
 
     def await_room(self, counts: Sequence[int], itemsize: int) -> None:
-        """Wait, without the GIL, until `fit` says that the ring has room for the parts of new gradients.
+        """Wait, without the GIL, until `fit` says that the ring has room for the windows of new gradients.
 
-        counts: numbers of elements of the contiguous tensors to be sent, each of which `windows` cuts into
-        parts. itemsize: bytes of an element. The wait also ends if there is a `failure`, which `send` then
-        raises.
+        counts: numbers of elements of the contiguous tensors to be sent, which `windows` cuts. itemsize:
+        bytes of an element. The wait also ends if there is a `failure`, which `send` then raises.
         """
         sizes = [(end - start) * itemsize for count in counts for start, end in self.windows(count, itemsize)]
         self._wait(
@@ -162,12 +161,13 @@ class GradientRing:
         )
 
     def send(self, fresh: torch.Tensor, use: Use) -> int:
-        """Copy one part of a new gradient into the ring, and queue a job that brings the part to host RAM.
+        """Copy one window of a new gradient into the ring, and queue a job that brings the window to host
+        RAM.
 
-        fresh: the part, (n,), contiguous, in device memory; `windows` gives the parts. use: function that
-        the worker calls with the part once the part is in host RAM. Returns the job's number, for `arrived`,
-        `wait` and `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the ring, but
-        not for the copy. Raises DeviceError, or the error in `failure` if there is one.
+        fresh: the window, (n,), contiguous, in device memory; see `windows`. use: function that the worker
+        calls with the window once it is in host RAM. Returns the job's number, for `arrived`, `wait` and
+        `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the ring, but not for the
+        copy. Raises DeviceError, or the error in `failure` if there is one.
         """
         job = RingJob(fresh.dtype, use)
         try:
@@ -230,7 +230,7 @@ class GradientRing:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _wait(self, ready: Callable[[], bool], *, room: bool = False) -> None:
-        """Wait until `ready()`, which is called under `_changed`, is true or the ring is closed. room:
+        """Wait until `ready()` is true or the ring is closed. ready: called with `_changed` held. room:
         whether the caller waits for room in the ring, and not for copies.
         """
         with self._changed:
@@ -262,7 +262,7 @@ class GradientRing:
                         self._start_worker()
 
     def _start_worker(self) -> None:
-        """Start the worker, or take the job that was queued last out again: nothing would end it."""
+        """Start the worker. If it cannot start, drop the last queued job, which nobody would do."""
         try:
             threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
         except Exception:

@@ -78,7 +78,7 @@ class Home:
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def described(self, offset: int) -> Callable[[int], str] | None:
-        """What `describe` is for a read from byte `offset` of the home on."""
+        """`describe` for offsets that count from byte `offset` of the home; None if it is None."""
         describe = self.describe
         return None if describe is None else lambda position: describe(offset + position)
 
@@ -145,7 +145,7 @@ class Home:
 
 
 def content_at(plan: Plan, unit: int, kind: Kind, offset: int) -> str:
-    """Words for what lies in the 4096 bytes from byte `offset` of the home of a unit's page: arrays,
+    """Describe, for errors, the 4096 bytes from byte `offset` of the home of a unit's page: arrays,
     parameters and their elements.
     """
     found = []

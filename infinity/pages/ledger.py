@@ -50,36 +50,36 @@ class CommitState(enum.Enum):
     PENDING = enum.auto()
     """It waits for the bytes that it holds."""
     GIVEN_UP = enum.auto()
-    """It waits for no bytes any more, and fails."""
+    """It no longer waits for bytes, and will fail."""
     WRITING = enum.auto()
-    """The bytes of its pages are written, and its manifest is to follow. Nobody gives it up any more."""
+    """The bytes of its pages are written, its manifest is not. It can no longer be given up."""
     NAMED = enum.auto()
-    """Its manifest has its name, as far as one can see."""
+    """Its manifest may have its final name, but the name is not known to be durable."""
     DURABLE = enum.auto()
     FAILED = enum.auto()
-    """The commit before is the newest one, and the slots that this one held are free."""
+    """It failed: the commit before it is still the newest, and the slots that it held are free."""
     UNKNOWN = enum.auto()
-    """It failed after it was NAMED. A restart resumes it or the one before, so the slots of both stay
+    """It failed after it was NAMED. A restart resumes it or the commit before, so the slots of both stay
     held.
     """
 
 
 class Held(NamedTuple):
-    """What a commit holds of a part."""
+    """The bytes of a part that a commit holds."""
 
     slot: int
-    """Index of the slot with the bytes."""
+    """Index of the slot that has the bytes."""
     checksums: npt.NDArray[np.int64]
-    """Those of the bytes there."""
+    """Checksums of the slot's blocks."""
     begun: bool
-    """Whether all bytes there have values."""
+    """Whether all bytes in the slot have values."""
 
 
 class Commit:
     """A commit that `Runtime.save` has begun."""
 
     def __init__(self, generation: int, complete: Callable[[Commit], None]) -> None:
-        """complete: function of the commit that completes the updates that it awaits."""
+        """complete: function of a commit that completes the updates that the commit waits for."""
         self.generation = generation
         """The number of the commit in its directory; later commits have larger numbers."""
         self.state = CommitState.PENDING
@@ -92,13 +92,15 @@ class Commit:
         self._complete = complete
         self._over = threading.Event()
         self.held: dict[Part, Held] = {}
-        """What it holds already. This and what follows is empty again when it has ended."""
+        """Part -> its bytes that the commit holds already. Like the attributes below, empty after the
+        commit's end.
+        """
         self.begun: dict[Part, bool] = {}
-        """`Part.begun`, at the time of `save`, of the parts whose bytes are those of that time. A later step
-        may decide the first update of a chunk before the commit has the chunk's bytes.
+        """Part -> its `Part.begun` at the time of `save`, for parts that the commit holds as they were then.
+        A later step may decide the first update of a chunk before the commit has the chunk's bytes.
         """
         self.awaited: dict[Chunk, Sequence[Part]] = {}
-        """Chunks whose update was decided and has not been computed -> their parts."""
+        """Chunk whose update was decided and has not been computed -> the chunk's parts."""
         self.late: set[Part] = set()
         """The parts of `awaited` whose bytes have not come yet."""
         self.to_flush: deque[Part] = deque()
@@ -127,7 +129,7 @@ class Commit:
             raise self.failure.again()
 
     def report(self) -> None:
-        """Raise the error by which the commit failed, if it has ended and nobody has seen the error."""
+        """Raise the error by which the commit failed, if it has ended and the error was not raised before."""
         if self.done and self.failure is not None and not self.reported:
             self.reported = True
             raise self.failure.again()
@@ -193,7 +195,7 @@ class Ledger:
         frozen: Iterable[Part],
         writes: Iterable[Transfer],
     ) -> None:
-        """Let a new commit hold the parts as they will be after the updates that are outstanding.
+        """Let a new commit hold the parts as they will be after all outstanding updates.
 
         outstanding: the chunks whose update was decided and has not been computed. frozen: the parts of
         frozen parameters. writes: the writes of pages that are under way.
@@ -214,9 +216,8 @@ class Ledger:
         commit.unflushed.update(commit.to_flush)
 
     def give_up(self, failure: InfinityError | None = None) -> None:
-        """Have the pending commit fail without waiting for its bytes, if it waits for some.
-
-        failure: the error that is the reason; None: its runtime ends.
+        """Make the pending commit fail now if it still waits for bytes. failure: the reason; None: its
+        runtime ends.
         """
         commit = self.pending
         if commit is not None:
@@ -229,13 +230,13 @@ class Ledger:
                     self._changed.notify_all()
 
     def wants(self, part: Part) -> bool:
-        """Whether the pending commit waits for the update that brings the part's next bytes."""
+        """Whether the pending commit waits for an update that will bring a part's next bytes."""
         pending = self.pending  # the commit's thread sets the attribute to None
         return pending is not None and part in pending.late
 
     def written(self, part: Part, transfer: Transfer) -> None:
-        """Note that a write of bytes that the pending commit holds has begun, of a whole part to its slot
-        `newest`.
+        """Note that a write of a whole part to its slot `newest` has begun, and that the pending commit holds
+        the bytes.
         """
         with self._changed:
             pending = self.pending
@@ -303,7 +304,8 @@ class Ledger:
     def wait(self) -> None:
         """Wait until the pending commit has ended, whether it is durable or has failed.
 
-        No update may be outstanding for which it waits; `UpdateScheduler.complete_awaited` sees to that.
+        Before the call, `UpdateScheduler.complete_awaited` must have computed all updates that the commit
+        waits for.
         """
         commit = self.pending
         if commit is not None:
@@ -316,7 +318,7 @@ class Ledger:
     def next_flush(self, *, block: bool) -> Part | None:
         """Take the next part to flush; None if there is none now.
 
-        block: wait for one, and return None only if there will be none any more.
+        block: wait for a part; None then means that no part will come any more.
         """
         pending = self.pending
         assert pending is not None
@@ -337,7 +339,9 @@ class Ledger:
             self._changed.notify_all()
 
     def complete(self, commit: Commit) -> None:
-        """Note that a commit's bytes are written. Raises its error if it was given up meanwhile."""
+        """Note that all bytes of a commit are written. Raises the commit's error if it was given up
+        meanwhile.
+        """
         with self._changed:
             if commit.state is CommitState.GIVEN_UP:
                 assert commit.failure is not None
@@ -345,7 +349,9 @@ class Ledger:
             commit.state = CommitState.WRITING
 
     def end(self, commit: Commit, failure: InfinityError | None) -> None:
-        """End a commit, and free the slots that no commit holds then. failure: None if it is durable."""
+        """End a commit, and free the slots that no commit holds any more. failure: None if the commit is
+        durable.
+        """
         with self._changed:
             state = CommitState.DURABLE
             if failure is not None:

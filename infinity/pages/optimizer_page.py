@@ -64,7 +64,7 @@ class StatePage:
         self.kept = tuple(kept_chunks(layout, share, whole=share.whole_states))
         """Indices of the chunks whose states are in this page."""
         self.pieces = kept_pieces(layout, share, whole=share.whole_states)
-        """Function from a parameter's index to those of its pieces whose states are in this page."""
+        """Function from a parameter's index to the parameter's pieces whose states are in this page."""
 
     def offset(self, chunk_index: int) -> int:
         """Distance in bytes from the start of the optimizer page to the states of a chunk."""
@@ -121,14 +121,12 @@ class States:
     """
 
     def __init__(self, pages: dict[int, StatePage], store: Store, rule: Rule, remote: RemotePages) -> None:
-        """pages: unit -> its optimizer page. remote: brings the states that other ranks keep; None with one
-        rank.
-        """
+        """pages: unit -> its optimizer page. remote: brings the states that other ranks keep."""
         self.pages = pages
         self.rule = rule
         self.averaged = 0
-        """Number of steps of which running averages of masters have the values. With 0 they have no values
-        yet. All trainable parameters are averaged in each step.
+        """Number of steps that the running averages of masters include; 0: the averages have no values yet.
+        Each step includes the masters of all trainable parameters.
         """
         self.exchanged = False
         """Whether running averages and masters have changed places; see `Runtime.averaged`."""
@@ -154,12 +152,14 @@ class States:
     ) -> None:
         """Have a parameter's fp32 masters follow an edit by user code.
 
-        An element's new master is the first of these that rounds to the new value: that in `given`, the
-        present one, the new value. A parameter that has had no update keeps all of its present masters or
-        none: values that are loaded into a new model must not be mixed with those of its initialisation.
+        The new master of an element is the first of these three that rounds to the element's new value: its
+        master in `given`, its present master, the new value itself. A parameter that has had no update keeps
+        all of its present masters or none: values that are loaded into a new model must not be mixed with
+        those of its initialisation.
 
-        now: the new values, (numel,) in memory order, in RAM; needed where there are others to compare with.
-        before: the values before the edit, likewise; None: they are not known, and no present master is kept.
+        now: the new values, (numel,) in memory order, in RAM; needed only with `before`, or if `given` has
+        the parameter. before: the values before the edit, in the same form; None: they are not known, and no
+        present master is kept.
         """
         page = self.pages.get(unit)
         if page is None or not page.layout.parameters[parameter].trainable:
@@ -230,7 +230,7 @@ class States:
 
     @property
     def edits(self) -> dict[int, tuple[int, frozenset[int]]]:
-        """Unit -> what changes if the masters of its parameters are edited."""
+        """Unit -> a value that changes whenever the masters of the unit's parameters are edited."""
         return {unit: (page.version, frozenset(page.edited)) for unit, page in self.pages.items()}
 
     @property
@@ -307,8 +307,8 @@ class States:
     def begin(self, unit: int, parameter: int, moments: Sequence[str], step: int | None) -> None:
         """Replace a parameter's step count, and make room for moments, which `write_moment` then writes.
 
-        moments: names in torch of those that will be written: all of the rule's, or none. step: number of
-        updates that the parameter has had; None: the state does not say.
+        moments: torch's names of the moments that will be written: all of the rule's, or none. step: number
+        of updates that the parameter has had; None: the given state does not say.
         """
         page = self.pages[unit]
         for chunk_index, _ in page.pieces(parameter):
@@ -323,7 +323,8 @@ class States:
     def write_moment(
         self, unit: int, parameter: int, moment: str, values: torch.Tensor, first: int = 0
     ) -> None:
-        """Write elements [first, first + count) of a parameter's moment, as far as this rank keeps them.
+        """Write elements [first, first + count) of a parameter's moment, leaving out those that other ranks
+        keep.
 
         moment: its name in torch. values: float32 (count,) in RAM, in the order of the parameter's memory.
         first: a multiple of 4096, so that blocks of int8 codes are whole.
@@ -349,7 +350,9 @@ class States:
         page.begun[chunk_index] = True
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return the name of each array that holds a moment -> initial value of its entries, shape (1,)."""
+        """Return the initial value, shape (1,), of the entries of each array that holds a moment, by the
+        array's name.
+        """
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
@@ -405,9 +408,9 @@ class States:
     def _write(
         self, page: StatePage, parameter: int, name: str, values: torch.Tensor, first: int = 0
     ) -> None:
-        """Write entries of the array `name`, as far as this rank keeps them.
+        """Write entries of the array `name`, leaving out those that other ranks keep.
 
-        values: the entries from that of the parameter's element `first` on, flat.
+        values: flat; its first entry belongs to the parameter's element `first`.
         """
         array = self._array(page, parameter, name)
         page.version += 1
@@ -427,8 +430,9 @@ class States:
 
 
 def _divided(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, str, torch.Tensor]:
-    """Divide flat fp32 masters of bfloat16 or float16 parameters into (values for the parameter page, name of
-    the array of the optimizer page that holds what these lack, its entries).
+    """Divide flat fp32 masters of bfloat16 or float16 parameters between the two pages. Returns (values for
+    the parameter page, name of an array of the optimizer page, entries for this array, which have the other
+    bits).
     """
     if dtype == torch.bfloat16:
         values, remainder = split(master)
@@ -443,7 +447,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def state_digest(layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> int:
     """A number that is equal for states with the same entries and equal values, as `States.write` takes them.
 
-    layout: of the parameter. state: tensors by name, with any strides, devices and floating dtypes.
+    layout: the parameter's layout. state: tensors by name, with any strides, devices and floating dtypes.
     """
     found = 0
     for name in sorted(state):

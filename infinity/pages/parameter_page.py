@@ -128,7 +128,7 @@ class ParameterPage:
 
     @property
     def home_version(self) -> int:
-        """The `version` of the values at home."""
+        """The `version` at the time when the page was last known to have the same values as its home."""
         return sum(self.versions) - self._first_version
 
     def end(self) -> None:

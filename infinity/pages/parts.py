@@ -10,8 +10,8 @@ commit holds for good. So there is nothing to allocate and nothing to collect, a
 from the layout alone (infinity/planning/slab_layout.py).
 
 [Note: parts of others]
-The home of one of several ranks may have whole pages, of which other ranks update chunks. Such a part has
-slot A alone, and no commit of this rank holds it. Its owner commits it.
+The home of one of several ranks may have whole pages, of which other ranks update chunks. A part of another
+rank's chunk has slot A alone, and no commit of this rank holds it. Its owner commits it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 Segments = npt.NDArray[np.int64]
 """Ranges of a part that have checksums, int64 (n, 3). A row is (offset in the part, bytes, bytes of a block).
 
-A range holds the entries of one array that belong to a piece of one parameter. A block holds those of 4096
-elements of the parameter, counted from its first element, so that checksums do not depend on chunks.
+A range holds the entries of one array that belong to a piece of one parameter. A block holds the entries of
+4096 elements of the parameter, counted from its first element, so that checksums do not depend on chunks.
 """
 
 
 class Label(NamedTuple):
-    """What a row of segments is: the entries of an array for a parameter's elements from `first` on."""
+    """The meaning of a row of segments: entries of an array for a parameter's elements from `first` on."""
 
     parameter: str
     array: str
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 
 
 Row = tuple[tuple[int, int, int], Label]
-"""A row of segments, and what it is."""
+"""A row of segments, and its meaning."""
 
 UNKNOWN = -1
 """The entry of `Part.checksums` for a block whose checksum is not known."""
@@ -90,8 +90,8 @@ class Part:
         masters: int = 0,
     ) -> None:
         """start, end: the part's range of bytes in the home. slots: offsets of slots A and B in the volume,
-        or of A alone for a frozen part and for a part of another rank. rows: what lies in the part. home: of
-        the page. chunk_index: index of the chunk, None for a frozen part.
+        or of A alone for a frozen part and for a part of another rank. rows: the rows of `segments` with
+        their meaning. home: the page's home. chunk_index: index of the chunk, None for a frozen part.
 
         begun: for the optimizer states of a chunk, `StatePage.begun`. While begun[chunk_index] is False, only
         the first `masters` rows of `segments` have values.
@@ -101,7 +101,7 @@ class Part:
         self.slots = slots
         self.segments: Segments = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), 3)
         self.labels = tuple(row[1] for row in rows)
-        """What each row of `segments` is."""
+        """The meaning of each row of `segments`."""
         self.chunk_index = chunk_index
         self.home = home
         """The home of the part's page."""
@@ -213,7 +213,8 @@ def block_count(segments: Segments) -> int:
 def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> PageParts:
     """Make the parts of a unit's parameter page that a rank has at home.
 
-    shard: of the page. images: the offsets of the page's images in the volume. home: of the page.
+    shard: the ranges of the page that the rank has. images: the offsets of the page's images in the volume.
+    home: the page's home.
     """
     layout, share = shard.layout, shard.share
     chunks = iter(enumerate(layout.chunks))
@@ -246,7 +247,7 @@ def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> PagePar
 
 
 def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
-    """What lies in a chunk's slice of the parameter page. size: bytes of an element."""
+    """The rows of a chunk's slice of the parameter page. size: bytes of an element."""
     return [
         (
             (each.offset * size, each.count * size, BLOCK * size),
@@ -257,7 +258,7 @@ def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
 
 
 def _frozen_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
-    """What lies in a range of a frozen region. number: index of the region in the unit."""
+    """The rows of a range of a frozen region. number: index of the region in the unit. held: the range."""
     size = layout.regions[number].dtype.itemsize
     begin, end = held.page_start, held.page_start + held.nbytes
     rows: list[Row] = []
@@ -283,7 +284,7 @@ def state_parts(
     """Make the parts of a unit's optimizer page.
 
     formats, begun, kept: `StatePage.formats`, `StatePage.begun`, `StatePage.kept`. images: the offsets of the
-    page's images in the volume. home: of the page.
+    page's images in the volume. home: the page's home.
     """
     parts: list[Part] = []
     start = 0

@@ -1,7 +1,7 @@
-"""Remote pages: the parts of pages that other ranks hold, as code sees them that knows nothing of networks.
+"""Remote pages: how a runtime gets bytes of pages that other ranks keep, without knowing of networks.
 
-With several ranks, a rank keeps only its own part of some pages (infinity/layout/shards.py). Whoever needs
-the other parts asks a `RemotePages` for them.
+With several ranks, a rank keeps only its own bytes of some pages (infinity/layout/shards.py). Code that needs
+other bytes asks a `RemotePages` for them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class RemotePages:
     """Number of steps that all ranks have agreed on and that this rank has decided."""
 
     def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
-        """Begin to bring bytes of a parameter page that a rank owns, and return the transfer.
+        """Begin to pull bytes of a parameter page from the rank `owner`, and return the transfer.
 
-        The bytes have their values after step number `step`, with all edits of user code that this rank has
+        The bytes are those after step number `self.step`, with all edits of user code that this rank has
         made. start: bytes from the start of the page. into: contiguous uint8 memory that the CPU can use; its
         size is the number of bytes. The transfer raises RankFailure if the owner is gone, and RankDivergence
         if the owner cannot serve the bytes.
@@ -35,14 +35,14 @@ class RemotePages:
         raise AssertionError("one rank has all pages")
 
     def replaced(self) -> None:
-        """Note that all homes have got values of another run, on all ranks."""
+        """Note that all ranks have loaded the values of another run into their homes."""
 
     def published(self, pages: Sequence[ParameterPage]) -> None:
-        """Note that a step updates pages whose homes all ranks have whole."""
+        """Note that a step updates `pages`, which every rank has at home as a whole."""
 
     def keep(self, page: ParameterPage) -> None:
-        """Keep a copy of what this rank owns of a page, for the ranks that have not fetched it since the last
-        step, because user code may change the home of the page now.
+        """Keep a copy of the bytes of a page that this rank owns, for ranks that have not fetched them since
+        the last step, because user code may change the home of the page now.
         """
 
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:

@@ -60,8 +60,8 @@ class Store:
     ) -> None:
         """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
         bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
-        adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: of
-        directories that the caller has locked, which the NVMe tier uses.
+        adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: directory
+        -> its lock, for directories that the caller has locked already.
         """
         self.plan = plan
         self.meter = meter
@@ -150,7 +150,7 @@ class Store:
         """Lease `nbytes` bytes in a tier, and return them as a new home for a page. The content of the bytes
         is undefined until it is written.
 
-        durable: whether the page has slots in the slabs, of its parts, which the caller sets. A
+        durable: whether the page's parts have slots in the slabs; the caller then sets `Home.parts`. A
         durable home on NVMe leases nothing, because its bytes are in these slots. Raises BudgetError if the
         tier is full.
         """
@@ -272,7 +272,7 @@ class Store:
             transfer.wait()  # else the lease of `source` might return while a copy to the device is under way
 
     def write_now(self, home: Home, offset: int, source: torch.Tensor, *, spare: bool = False) -> None:
-        """Write host memory to a home and wait until it is written. The parameters are those of `write`.
+        """Write host memory to a home and wait until it is written. Parameters: as in `write`.
 
         Raises StorageError if the write fails. Later calls do not raise the error again.
         """
@@ -397,7 +397,7 @@ class Store:
             self.copy_up(into[start:end], piece).wait()
 
     def _durable(self, home: Home) -> DurableIO | None:
-        """What reads and writes the slots of a home's page; None if commits are off, and for gradients."""
+        """The object that reads and writes the slots of a home's page; None if the page has no slots."""
         return self.durable if home.parts else None
 
     def _bounce_buffer(self, nbytes: int) -> torch.Tensor:
@@ -430,8 +430,8 @@ class Store:
         self.durable.copied_out(part, checksums)
 
     def settle_for_user(self, home: Home) -> None:
-        """Wait until the pending commit, if there is one, has the bytes of a page that user code may change
-        in memory now: until no flush and no write reads them.
+        """Wait until no flush and no write of the pending commit reads the memory of a page, so that user
+        code may change the page there.
         """
         self.ledger.settle(home.parts)
         for request in [each for each in home.in_flight if each.writes]:

@@ -11,7 +11,7 @@ buffers: from disk to host, and from host to device. An `Arrival` is the pipelin
 moves it on without blocking, so that the second hop of one page overlaps the first hop of the next. On
 unified memory, and from a home in host RAM, there is one hop.
 
-[Note: parts of others] With several ranks a home may have only this rank's part of the page. The other parts
+[Note: bytes of others] With several ranks a home may have only this rank's bytes of the page. The other bytes
 are pulled over the network from the ranks that own them: directly into the memory where the model computes if
 the CPU can write there, else into transit buffers. A wait for them releases the runtime's lock
 (infinity/pages/remote.py).
@@ -79,8 +79,8 @@ class Arrival:
         uint8 (page.nbytes,), if the page had it before.
 
         ahead: for a page that is fetched ahead, the number of fetches that are more urgent; None: the page
-        was demanded. pulled: whether `remote` brings the parts that other ranks own, because the home lacks
-        them or they are outdated there. No transfer begins before `start`.
+        was demanded. pulled: whether bytes that other ranks own are pulled from them by `remote`, because the
+        home lacks them or has outdated ones. No transfer begins before `start`.
         """
         self.page = page
         self._deadline = time.monotonic() + (_OVERDUE if ahead is None else min(ahead, _MOST) * _APART)
@@ -94,9 +94,9 @@ class Arrival:
         self._store = store
         self._remote = remote
         self._home = page.shard.own if pulled else (HomeRange(0, 0, page.nbytes),)
-        """What comes from the home."""
+        """The ranges of the page that are read from the home."""
         self._others = page.shard.others if pulled else {}
-        """The other ranks' parts that are pulled from them."""
+        """Rank -> the ranges of the page that are pulled from that rank."""
         self._todo: deque[_Leg] = deque()
         self._buffers: deque[_Buffer] = deque()
         self.final: Transfer | None = None
@@ -193,8 +193,8 @@ class Arrival:
         return self.residency
 
     def abandon(self) -> None:
-        """Begin no more transfers, and wait until none writes to the page's device memory. Their errors are
-        ignored.
+        """Begin no more transfers, and wait until none writes to the page's device memory. Errors of the
+        transfers are ignored.
         """
         self._todo.clear()
         transfers = [each.transfer for each in self._buffers]

@@ -1,17 +1,17 @@
 """Prefetch engine: brings parameter pages to the device before they are used, within the budget.
 
 A demand names the units that one operation or module needs. The engine records them in the trace, starts to
-fetch the missing pages, and then those that the trace expects next, as far as the budget allows. It waits for
-the missing pages only. A page is evicted when its room is needed, in the order that the schedule chooses.
+fetch the missing pages, and then the pages that the trace expects next, as far as the budget allows. It waits
+for the missing pages only. A page is evicted when its room is needed, in the order that the schedule chooses.
 
 [Note: pages of ranks]
-A page arrives from two sides: this rank's part from its home, the parts of other ranks, if there are any,
-from the ranks that own them. Three kinds of homes differ in what a step of other ranks makes outdated:
+This rank's bytes of a page arrive from its home, bytes that other ranks own from those ranks. There are three
+kinds of homes. They differ in which bytes are outdated after a step of all ranks:
 
-- A home with this rank's part alone (parameters partitioned). Whatever arrived before a step is outdated
-  after it, so `stepped` evicts all pages.
-- A home with the whole page, of which other ranks update parts. After a step these parts are those of the
-  step before. The next arrival, or for a permanent page a refresh in place, brings them once.
+- A home with this rank's bytes alone (parameters partitioned). Pages that arrived before the step are
+  outdated after it, so `stepped` evicts all pages.
+- A home with the whole page, of which other ranks update chunks. After a step these chunks still have the
+  values from before it. The next arrival, or for a permanent page a refresh in place, brings the new values.
 - A home with the whole page, all of which this rank updates, as one rank does: nothing is outdated.
 
 Pages of the first two kinds are fetched ahead within a step only, because they change at its end.
@@ -63,9 +63,10 @@ class _Part(NamedTuple):
 
 
 class Updates:
-    """What the engine demands of optimizer updates, so that parameters are used with their new values.
+    """Operations on optimizer updates that the engine calls, so that parameters are used with their new
+    values.
 
-    infinity/optim/scheduler.py implements it. This class serves a model that is not trained: it has no
+    infinity/optim/scheduler.py implements them. This class serves a model that is not trained: it has no
     updates.
     """
 
@@ -91,7 +92,7 @@ class Updates:
         """Finish all updates for which a pending commit waits. Raises StorageError."""
 
     def advance(self) -> None:
-        """Take pending updates as far as they can go without waiting."""
+        """Do as much of the pending updates as is possible without waiting."""
 
 
 class PrefetchEngine:
@@ -113,8 +114,8 @@ class PrefetchEngine:
         remote: RemotePages,
         resumed: bool,
     ) -> None:
-        """remote: brings the parts of pages that other ranks own. resumed: whether homes have values in this
-        rank's own parts alone now, as after a resumption.
+        """remote: brings bytes of pages that other ranks own. resumed: whether this rank's homes have values
+        only in its own chunks now, as after a resumption.
         """
         self.pages = pages
         self.store = store
@@ -140,18 +141,20 @@ class PrefetchEngine:
         self._edits = edits
         share = store.plan.share
         self.whole = share.whole_states
-        """Whether each home has the whole page at any time: no other rank updates a part of it."""
+        """Whether each home has the present values of its whole page at any time: no other rank updates
+        chunks of it.
+        """
         self._remote = remote
         self._parts = not share.whole_parameters
-        """Whether homes have only this rank's parts of the pages."""
+        """Whether homes have only this rank's ranges of the pages."""
         self._behind: set[int] = set()
-        """Units whose home has the whole page, with parts of other ranks from before the last step."""
+        """Units whose home has the whole page, but other ranks' chunks as they were before the last step."""
         self._busy: Counter[int] = Counter()
         """Unit -> number of operations that compute with its page while other threads may have the runtime's
         lock.
         """
         self._refreshes: dict[int, list[_Part]] = {}
-        """Unit of a permanent page -> parts of other ranks on their way into it."""
+        """Unit of a permanent page -> bytes of other ranks on their way into the page."""
         if resumed:
             self._others_have_changed(range(len(pages)))
 
@@ -296,7 +299,7 @@ class PrefetchEngine:
         self._look_ahead((), set(self._held))
 
     def exposed(self) -> list[int]:
-        """The units of whose pages user code has views, and which a step makes outdated."""
+        """The units whose pages will be outdated after a step, and of which user code has views."""
         return [] if self.whole else [page.index for page in self.pages if self._edits.exposed(page.index)]
 
     def stepped(self, updated: Collection[int]) -> None:
@@ -309,8 +312,8 @@ class PrefetchEngine:
                 self._evict(unit)
 
     def homes_replaced(self) -> None:
-        """All homes have got values of another run, and no page is on its way. A page of which other ranks
-        have parts is evicted; see `bring_exposed`.
+        """Note that all homes have the values of another run now. No page may be on its way. Pages of which
+        other ranks own chunks are evicted; see `bring_exposed`.
         """
         self._behind.clear()  # homes with whole pages have got all of them
         self._remote.replaced()
@@ -421,7 +424,7 @@ class PrefetchEngine:
         self._resident.pop(unit, None)
 
     def _note_use(self, unit: int) -> None:
-        """For the checker of memory accesses in tests: computation reads the unit's page."""
+        """Tell the memory checker, which tests use, that computation reads the unit's page."""
         residency = self.pages[unit].residency
         if residency is not None:
             self.store.link.uses(User.COMPUTE, residency, writes=False, label="page")
@@ -508,17 +511,17 @@ class PrefetchEngine:
         self._edits.reclaim()
 
     def _evict_pinned(self, pinned: set[int]) -> None:
-        """Evict the pinned pages too: `demand` brings its own again, into the emptied pool."""
+        """Evict the pinned pages too. `demand` then fetches the pages that it needs into the emptied pool."""
         for unit in [each for each in self._resident if each in pinned]:
             self._evict(unit)
 
     def _does_not_fit(self, units: set[int]) -> BudgetError:
-        """Make the error for units whose pages do not fit together after everything else has been evicted.
+        """Make the error for units whose pages do not fit together although all other pages were evicted.
 
-        If views or autograd's graph keep evicted pages in memory, they may go on until they keep all
-        parameters: a list of views does. The error's `needed` is then a budget with which all parameters are
-        resident, and the cure also names the budget for what is kept now. Otherwise `needed` is the budget
-        for the pages of these units, and of any others that are as many.
+        `needed` is a budget that is enough for the pages of any units that are as many as these. If views or
+        autograd's graph keep evicted pages in memory, they might keep more and more pages, as a list of views
+        of all parameters does: `needed` is then a budget for all parameters, and the cure also names a budget
+        for the pages that are kept now.
         """
         pool, plan, tier = self.store.resident, self.store.plan, self.store.plan.computes_in.value
         held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
@@ -569,13 +572,15 @@ class PrefetchEngine:
     # --- parts of others in whole homes -----------------------------------------------------------------
 
     def _others_have_changed(self, units: Collection[int]) -> None:
-        """Note that homes with whole pages have outdated parts of other ranks in these units."""
+        """Note that other ranks have updated their chunks of `units`, so that homes with whole pages are
+        outdated there.
+        """
         if not self._parts and not self.whole:
             self._behind.update(units)
             self._remote.published([self.pages[unit] for unit in units])
 
     def _keep_others(self, page: ParameterPage) -> None:
-        """Write to the home what an arrival brought from other ranks."""
+        """Write the bytes that an arrival has pulled from other ranks to the page's home."""
         assert page.residency is not None
         for span in page.shard.others_chunks:
             source = page.residency[span.start : span.start + span.nbytes]
@@ -583,7 +588,7 @@ class PrefetchEngine:
         self._behind.discard(page.index)
 
     def _begin_refresh(self, unit: int) -> None:
-        """Begin to bring the parts of other ranks into a permanent page, if they are outdated there."""
+        """Begin to bring the bytes that other ranks own into a permanent page, if they are outdated there."""
         if unit not in self._behind or unit in self._refreshes:
             return
         page = self.pages[unit]
@@ -600,7 +605,7 @@ class PrefetchEngine:
             yield _Part(there, here, self._remote.fetch(span.owner, page, start, here))
 
     def _refresh(self, unit: int) -> None:
-        """Wait until a permanent page has the present parts of other ranks."""
+        """Wait until a permanent page has the present bytes of the other ranks."""
         page = self.pages[unit]
         if unit not in self._behind or not page.permanent:
             return

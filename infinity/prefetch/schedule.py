@@ -21,10 +21,10 @@ HORIZON = 1024
 
 class Schedule(NamedTuple):
     fetch: tuple[int, ...]
-    """In the order of their use."""
+    """Units to fetch, in the order of their use."""
 
     evict: tuple[int, ...]
-    """The furthest next use first. They make room for the fetches."""
+    """Units to evict for the fetches, the furthest next use first."""
 
 
 def schedule(
@@ -84,8 +84,8 @@ def victims(
     """Choose units to evict, to free `needed` bytes, in the order in which to evict them.
 
     Units that are not in `upcoming` come first, in the order of `resident`, then the others, furthest next
-    use first. If the units that may be evicted have fewer bytes than `needed`, all of them are returned.
-    upcoming, sizes, resident, pinned: as in `schedule`.
+    use first. If all units that may be evicted have fewer bytes than `needed` together, all of them are
+    returned. upcoming, sizes, resident, pinned: as in `schedule`.
     """
     if needed <= 0:
         return ()
@@ -108,8 +108,8 @@ def _furthest_first(units: Iterable[int], uses: Iterator[int]) -> Iterator[int]:
 def _free(needed: int, candidates: Iterator[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """Choose units from `candidates`, in their order, with at least `needed` bytes in sum, or all of them.
 
-    Units that turn out not to be needed for the sum are left out again. sizes: bytes of each unit's page;
-    units with 0 bytes are never chosen.
+    A unit that is not needed for the sum, given the units after it, is left out. sizes: bytes of each unit's
+    page; units with 0 bytes are never chosen.
     """
     chosen: list[int] = []
     excess = -needed

@@ -52,12 +52,12 @@ class _Sequence:
         self.trains = self.trains or access.kind != AccessKind.FORWARD
 
     def find(self, access: Access, start: int) -> int | None:
-        """The first position of `access` at or after `start`, or else before it; None if there is none."""
+        """The first position of `access` from `start` on, or else from 0 on; None if there is none."""
         return _at_or_after(self._places.get(access), start)
 
     def find_after(self, previous: Access | None, access: Access, start: int) -> int | None:
-        """The first position of `access` directly after `previous`, at or after `start`, or else before it;
-        None if there is none. previous: None for an access that begins the step.
+        """The first position of `access` directly after `previous`, from `start` on, or else from 0 on; None
+        if there is none. previous: None for an access that begins the step.
         """
         return _at_or_after(self._places_after.get((previous, access)), start)
 
@@ -91,15 +91,13 @@ class Trace:
         return self._learned.entries
 
     def record(self, access: Access) -> bool:
-        """Record that `access` happens now; returns whether it was expected here.
+        """Record that `access` happens now; returns whether the trace expected it.
 
-        Four kinds of accesses are expected: the next access of the learned order, which is the order of an
-        earlier step; one of the `window` accesses after the next, if the accesses between are skipped; an
-        access that was skipped just before and comes late; a repeat of the previous access. After any other
-        access the trace goes on behind the next position in the learned order where the same two accesses
-        follow each other, or else behind the next position of `access`. If `access` does not occur, the trace
-        stays where it is. The search wraps around from the end to the start. The amortised time is O(log
-        length).
+        Expected are a repeat of the previous access and, in the learned order of an earlier step: the next
+        access; one of the `window` accesses after the next, which skips those between; an access that was
+        just skipped. Any other access moves the trace past the next place where the previous access and this
+        one are neighbours, or else past the next place of `access`; if there is none, the trace stays where
+        it is. Searches wrap around. The amortised time is O(log length).
         """
         previous = self._recorded.last
         if access == previous:
@@ -129,7 +127,8 @@ class Trace:
 
     def upcoming(self, limit: int, *, wrap: bool = True) -> Iterator[Access]:
         """Return an iterator over the accesses that are expected next, in order: at most `limit`, and at most
-        as many as the learned order has. After its end they go on at its start, unless `wrap` is False.
+        as many as the learned order has. wrap: whether the iterator continues at the order's start after its
+        end.
         """
         entries, cursor = self._learned.entries, self._cursor
         if not wrap:

@@ -59,7 +59,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def _content(path: Path) -> bytes:
-    """Read a regular file. Raises OSError, for a FIFO as well: reading it would wait for a writer."""
+    """Read a regular file. Raises OSError for other files, too: reading a FIFO would wait for a writer."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))

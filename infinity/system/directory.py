@@ -1,6 +1,4 @@
-"""Directories on disks: checks that they can hold pages, how they are made, their free bytes, and
-preallocation of files.
-"""
+"""Directories on disks: how they are made and checked, their free bytes, and preallocation of files."""
 
 from __future__ import annotations
 

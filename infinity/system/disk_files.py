@@ -1,7 +1,7 @@
-"""Disk files: the operations on files other than pages: manifests, and all names.
+"""Disk files: operations on manifests and other small files, and on the names of all files.
 
 Every operation goes through a `DiskFiles`, so that tests can record it or make it fail. For pages, which the
-I/O engine writes, its `Faults` does the same (infinity/aio.py).
+I/O engine writes, tests use the engine's `Faults` instead (infinity/aio.py).
 
 [Note: what a crash keeps] A crash keeps the bytes of a file that were written before the last `sync` of the
 file began, and any part of the bytes that were written later. It keeps the names of a directory (creations,
@@ -40,8 +40,8 @@ class Observer(Protocol):
         """Called before an operation, which fails if this call raises OSError. Returns a ticket for `ended`.
 
         operation: "create", "open", "lock", "write", "sync", "rename", "sync directory", "remove" or "read".
-        path: the file or directory. target: the new path of a rename, else "". offset, data: of a write, else
-        0 and b"".
+        path: the file or directory. target: the new path of a rename, else "". offset, data: where and what a
+        write writes; else 0 and b"".
         """
         ...
 
@@ -169,10 +169,10 @@ _injection = threading.local()
 
 @contextlib.contextmanager
 def injected(faults: Faults, observer: Observer | None = None) -> Iterator[Faults]:
-    """For tests: inject errors and delays into the NVMe I/O of runtimes that this thread makes inside the
-    `with` statement, as long as they live.
+    """Inject errors and delays, for tests, into the NVMe I/O of runtimes that this thread makes inside the
+    `with` statement, as long as the runtimes live.
 
-    faults: what to inject; it is also yielded. observer: receives the operations on all other files.
+    faults: the errors and delays; also yielded. observer: receives the operations on all other files.
     """
     before = getattr(_injection, "faults", None), getattr(_injection, "observer", None)
     _injection.faults, _injection.observer = faults, observer
@@ -188,5 +188,5 @@ def injected_files() -> DiskFiles:
 
 
 def injected_faults() -> Faults | None:
-    """What is injected into the NVMe I/O of a runtime that this thread makes now; None: nothing."""
+    """The faults to inject into the NVMe I/O of a runtime that this thread makes now; None: no faults."""
     return getattr(_injection, "faults", None)

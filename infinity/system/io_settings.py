@@ -1,4 +1,4 @@
-"""I/O settings: those of each disk, found by `infinity tune`, kept in the user's cache, used by all I/O."""
+"""I/O settings of each disk: `infinity tune` finds them, the user's cache keeps them, all I/O uses them."""
 
 from __future__ import annotations
 
@@ -93,12 +93,14 @@ class Profile:
             self.note = f"The profile {self.path} is ignored ({self._file.ignored}). Run infinity tune again."
 
     def disk(self, directory: str | os.PathLike[str]) -> DiskProfile | None:
-        """What was found for the disk under an existing directory; None if it was not tuned."""
+        """The profile of the disk under an existing directory; None if the disk was not tuned."""
         entry = self._disks.get(disk_key(directory))
         return None if entry is None else _disk_profile(entry)
 
     def stripes(self, directories: Sequence[str | os.PathLike[str]]) -> StripeProfile | None:
-        """What was found for these disks together, with shares in their order; None if there is nothing."""
+        """The profile of these disks together, with shares in their order; None if they were not tuned
+        together.
+        """
         key, order = _key_of_all(directories)
         if key not in self._stripes:
             return None
@@ -109,11 +111,11 @@ class Profile:
         return replace(found, shares=tuple(shares))
 
     def keep_disk(self, directory: str | os.PathLike[str], found: DiskProfile) -> None:
-        """Set what was found for a disk, in memory only; see `save`."""
+        """Set the profile of the disk under a directory, in memory only; see `save`."""
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Set what was found for several disks together, in memory only. Shares are in their order."""
+        """Set the profile of several disks together, in memory only. Its shares are in their order."""
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
@@ -123,8 +125,8 @@ class Profile:
 
 
 def settings_for(directory: str | os.PathLike[str]) -> IoSettings:
-    """The I/O settings for an existing directory: those that `infinity tune` found, unless INFINITY_AIO names
-    another backend; else `DEFAULT`. A file that cannot be used is ignored with a warning.
+    """The I/O settings for an existing directory: the settings that `infinity tune` found, unless
+    INFINITY_AIO names another backend; else `DEFAULT`. A file that cannot be used is ignored with a warning.
     """
     profile = Profile()
     if profile.note is not None:
@@ -187,8 +189,8 @@ def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, lis
 
 
 def _findings(found: Any) -> _Findings:
-    """The entries in the parsed JSON of the file. Raises ValueError, TypeError, KeyError or AttributeError
-    for JSON that `Profile.save` did not write, as the following functions do.
+    """Convert the parsed JSON of the file to its entries. This and the functions below raise ValueError,
+    TypeError, KeyError or AttributeError for JSON that `Profile.save` did not write.
     """
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT}")

@@ -28,9 +28,9 @@ def rank() -> int:
 class RankLocation(NamedTuple):
     node: int
     rank: int
-    """Among the ranks of the node."""
+    """Index of this process among the ranks of its node."""
     ranks: int
-    """On the node."""
+    """Number of ranks on the node."""
 
 
 def local_rank() -> int:
@@ -50,8 +50,9 @@ def keeps_store() -> bool:
 
 
 def start_number() -> int:
-    """How often the launcher has restarted the ranks with the same store, which still has the entries of
-    earlier starts. Raises ConfigError if it may restart them on several nodes, which count starts separately.
+    """Number of times that the launcher has restarted the ranks with the same store, which still has the
+    entries of earlier starts. Raises ConfigError if the launcher may restart them on several nodes, which
+    count starts separately.
     """
     if not keeps_store():
         return 0
@@ -80,8 +81,8 @@ def _number(variable: str, absent: int, *, least: int = 0) -> int:
 
 
 def record(error: BaseException) -> None:
-    """Write an error where torchrun looks for it, so that its report names the cause; else do nothing. Call
-    it where the error is handled. An error that is in the file already is kept.
+    """Write an error to the file in which torchrun looks for it, so that torchrun reports the cause. Does
+    nothing without torchrun, or if the file has an error already. Call it where the error is handled.
     """
     path = os.environ.get(ERROR_FILE)
     if not path:

@@ -33,7 +33,7 @@ _locks: weakref.WeakSet[RuntimeLock] = weakref.WeakSet()
 """The locks that are not closed."""
 _main = threading.main_thread().ident
 _found: list[Any] = [None] * len(_SIGNALS)
-"""The handlers that the process had when that was last looked at: `_Waiting`, or what is no function."""
+"""The handlers of _SIGNALS, as `_adopt` has last found or set them."""
 _waiting: dict[int, Callable[[int, FrameType | None], Any]] = {}
 """The signals that have come and have not been handled, in their order -> the program's handler."""
 
@@ -53,7 +53,7 @@ class RuntimeLock:
         self._given_up = 0
         """Number of `released` contexts that the main thread is in."""
         self._at_safe_point: BaseException | None = None
-        """What a signal's handler has raised in `safe_point`, until the lock is returned."""
+        """The exception that a signal's handler has raised in `safe_point`, until the lock is returned."""
         self.broken = False
         """Whether an operation was ended half way; see [Note: safe points]."""
         _locks.add(self)
@@ -84,8 +84,8 @@ class RuntimeLock:
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
     def safe_point(self) -> None:
-        """Call the handlers of signals that have come. For a caller, holding the lock, that may end here as
-        if it had not been called.
+        """Call the handlers of signals that have come. The caller holds the lock, and is at a point where an
+        exception leaves nothing half done.
         """
         if _waiting and threading.get_ident() == _main:
             try:
@@ -96,7 +96,7 @@ class RuntimeLock:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the lock, as soon as its holder returns it. For the service thread, which gets no signals."""
+        """Hold the lock as soon as its present holder returns it. Only the service thread calls this."""
         with self._asked:
             self._lock.acquire()
         try:
@@ -137,7 +137,7 @@ class RuntimeLock:
 
 
 def undivided(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` as one whose signals wait from its first instruction on until it returns."""
+    """Wrap `function` so that signals wait from its first instruction until it returns."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -154,8 +154,8 @@ _UNDIVIDED = undivided(lambda: None).__code__
 
 
 class _Waiting:
-    """Our handler of a signal, in the place of one of the program: whoever puts an earlier one back gets that
-    of the program, too.
+    """Our handler of a signal. It takes the place of a handler of the program, and calls that one: at once,
+    or when the lock is returned.
     """
 
     def __init__(self, program: Callable[[int, FrameType | None], Any]) -> None:
@@ -178,7 +178,7 @@ class _Waiting:
 
 
 def _adopt() -> None:
-    """Put a `_Waiting` around the handler of each of _SIGNALS that has one in Python, if it is not one."""
+    """Replace each handler in Python of _SIGNALS by a `_Waiting` around it, unless it is one already."""
     for place, number in enumerate(_SIGNALS):
         now = _getsignal(number)
         if callable(now) and not isinstance(now, _Waiting) and not _is_asyncio_s(now):
@@ -188,8 +188,8 @@ def _adopt() -> None:
 
 
 def _is_asyncio_s(handler: Any) -> bool:
-    """Whether a handler is that of asyncio.run, which puts the default one back only if it finds its own. At
-    the first signal it cancels the main task, and raises nothing.
+    """Whether a handler is the one of asyncio.run, which restores the default handler only if it finds its
+    own. At the first signal it cancels the main task, and raises nothing.
     """
     return (
         isinstance(handler, functools.partial)
