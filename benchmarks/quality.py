@@ -35,7 +35,7 @@ import infinity
 from infinity.build import carry_out
 from infinity.formats.encodings import DTYPES
 from infinity.lm.data import Batches, find_text
-from infinity.lm.loop import HeldOut, Recipe, RunRanks, Training, make_optimizer, warm_up_and_cosine
+from infinity.lm.loop import HeldOut, Recipe, Training, make_optimizer, warm_up_and_cosine
 from infinity.lm.model import LanguageModel, language_model
 from infinity.ranks import SingleRank
 from infinity.tiers import Tier
@@ -77,9 +77,9 @@ def paged(options: argparse.Namespace, seed: int, states: str, directory: str | 
     print(f"{name}\n{plan}\n", flush=True)
     with carry_out(plan, chosen.model, optimizer, budget=budget, ranks=SingleRank()) as runtime:
         started = time.perf_counter()
-        losses = [report.loss for report in Training(chosen, runtime, batches, recipe, RunRanks()).steps()]
+        losses = [report.loss for report in Training(chosen, runtime, batches, recipe, SingleRank()).steps()]
         seconds = time.perf_counter() - started
-        held_out = HeldOut(chosen, batches, torch.device("cpu"), ranks=RunRanks()).loss()
+        held_out = HeldOut(chosen, batches, torch.device("cpu"), ranks=SingleRank()).loss()
     return Run(name, seed, losses, held_out, seconds)
 
 
@@ -120,7 +120,7 @@ def plain(name: str, options: argparse.Namespace, seed: int, **adamw: bool) -> R
         losses.append(loss.item())
     seconds = time.perf_counter() - started
     return Run(
-        name, seed, losses, HeldOut(chosen, batches, torch.device("cpu"), ranks=RunRanks()).loss(), seconds
+        name, seed, losses, HeldOut(chosen, batches, torch.device("cpu"), ranks=SingleRank()).loss(), seconds
     )
 
 

@@ -21,13 +21,12 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from infinity.build import carry_out
 from infinity.checkpoint.export import check_export
-from infinity.cli.command import Output, StopFlag, Stopped, ending_together, leads
+from infinity.cli.command import Output, StopFlag, Stopped, ending_together
 from infinity.cli.job import TrainJob
 from infinity.errors import StorageFull, storage_errors
 from infinity.lm.decoder import Decoder, DecoderConfig
 from infinity.lm.loop import (
     HeldOut,
-    RunRanks,
     StepReport,
     Training,
     evaluation_batches,
@@ -115,15 +114,15 @@ class TrainingRun:
         self._commit: Commit | None = None
         self._committed: int | None = None if job.resumed is None else job.resumed["step"]
         """The step of the last commit, pending or durable; None if there is none."""
-        self._ranks = ranks = _ranks_of(job)
+        self._ranks = job.ranks
         model, batches = job.language_model, job.batches
-        self._training = Training(model, runtime, batches, job.recipe, ranks)
+        self._training = Training(model, runtime, batches, job.recipe, job.ranks)
         count = evaluation_batches(model.parameters, batches.tokens)
         if job.resumed is not None:
             runtime.load()
             self._training.continue_from(job.resumed)
             count = job.resumed["held_out"]["batches"]
-        self._held_out = HeldOut(model, batches, job.device, count=count, ranks=ranks)
+        self._held_out = HeldOut(model, batches, job.device, count=count, ranks=job.ranks)
         self.before: float | None = None
         self.after: float | None = None
         """Held-out loss before and after training, in nats per token; None if the run was stopped earlier."""
@@ -182,7 +181,7 @@ class TrainingRun:
         self._train()
         with status("loss on held-out text, and a sample"):
             self.after = self._held_out.loss(between=self._check_stopped)
-            if leads():  # the other ranks serve pages until this one closes its runtime
+            if self._job.ranks.share.rank == 0:  # the others serve pages until this one closes its runtime
                 self.sample = self._sample()
 
     def _train(self) -> None:
@@ -204,7 +203,9 @@ class TrainingRun:
         if not self._commits:
             return
         heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
-        if arrived := [each for each in heard if each]:  # one that has come since is still to be told
+        if arrived := [
+            each for each in heard.values() if each
+        ]:  # one that has come since is still to be told
             self._flag.signal = self._flag.signal or signal.Signals(arrived[0])
             self._flag.check()
 
@@ -255,15 +256,6 @@ class TrainingRun:
             device=job.device,
             between=self._flag.check,
         )
-
-
-def _ranks_of(job: TrainJob) -> RunRanks:
-    ranks = job.ranks
-
-    def gather(call: str, value: Any) -> list[Any]:
-        return [*ranks.gather(call, value).values()]
-
-    return RunRanks(ranks.share.rank, ranks.share.ranks, gather)
 
 
 # --- progress ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from infinity.config import round_up
 from infinity.lm.data import Batches
 from infinity.lm.model import LanguageModel
+from infinity.ranks import SingleRank
 from infinity.runtime import Runtime
 from infinity.telemetry.stats import Stats
 
@@ -80,18 +81,6 @@ class StepReport:
     stats: Stats
 
 
-@dataclass(frozen=True)
-class RunRanks:
-    """The processes that train a model together, each on micro-batches of its own. By default one."""
-
-    rank: int = 0
-    ranks: int = 1
-    gather: Callable[[str, Any], list[Any]] = lambda call, value: [value]
-    """Gives numbers to all ranks, and returns theirs in the order of ranks. All ranks call it as often, in
-    the same order. Its first argument names the value, for errors.
-    """
-
-
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
     """An AdamW in which only parameters of two or more dimensions have weight decay."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
@@ -120,9 +109,9 @@ class Training:
         runtime: Runtime,
         batches: Batches,
         recipe: Recipe,
-        ranks: RunRanks,
+        ranks: SingleRank,
     ) -> None:
-        """ranks: micro-batch m of rank r is micro-batch m * ranks + r of a single rank."""
+        """ranks: of R ranks, rank r trains on the micro-batches r, R + r, 2R + r, ... of a run with one."""
         self.step = 0
         """Number of finished steps, including those of an earlier process."""
         self._subject, self._runtime = language_model, runtime
@@ -152,9 +141,10 @@ class Training:
 
     def _train_step(self) -> StepReport:
         recipe, device, optimizer = self._recipe, self._runtime.plan.device, self._runtime.optimizer
+        share = self._ranks.share
         started, losses, tokens = time.perf_counter(), [], 0
         for micro in range(recipe.accumulate):
-            number = micro * self._ranks.ranks + self._ranks.rank
+            number = micro * share.ranks + share.rank
             batch = self._batches.training(self.step, number).to(device)
             loss = self._subject.loss(batch)
             (loss / recipe.accumulate).backward()
@@ -172,10 +162,10 @@ class Training:
         return StepReport(
             step=self.step,
             # fmean rounds an exact sum once, so that the order of micro-batches changes no bit.
-            loss=statistics.fmean(each for rank in heard for each in rank),
+            loss=statistics.fmean(each for rank in heard.values() for each in rank),
             norm=float(norm),
             learning_rate=rate,
-            tokens=tokens * self._ranks.ranks,
+            tokens=tokens * share.ranks,
             seconds=time.perf_counter() - started,
             stats=last,
         )
@@ -197,7 +187,7 @@ class HeldOut:
         batches: Batches,
         device: torch.device,
         *,
-        ranks: RunRanks,
+        ranks: SingleRank,
         count: int | None = None,
     ) -> None:
         """count: the most held-out batches to use; None: all."""
@@ -209,14 +199,14 @@ class HeldOut:
         """The mean loss over the held-out batches, in nats per token. All ranks call this, and share the
         batches. between: called after each batch; may raise an exception to end the call.
         """
-        ranks, found = self._ranks, list[float]()
+        share, found = self._ranks.share, list[float]()
         with _evaluating(self._subject.model):
-            for first in range(0, len(self._batches), ranks.ranks):
-                mine = self._batches[first : first + ranks.ranks][ranks.rank : ranks.rank + 1]
+            for first in range(0, len(self._batches), share.ranks):
+                mine = self._batches[first : first + share.ranks][share.rank : share.rank + 1]
                 losses = [float(self._subject.loss(batch)) for batch in mine]
                 between()
-                heard = ranks.gather("the loss on held-out text", losses)
-                found += [each for theirs in heard for each in theirs]
+                heard = self._ranks.gather("the loss on held-out text", losses)
+                found += [each for theirs in heard.values() for each in theirs]
         return statistics.fmean(found)
 
 

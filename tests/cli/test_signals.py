@@ -10,7 +10,7 @@ import pytest
 
 from infinity.cli.command import StopFlag, Stopped, signal_of
 from infinity.cli.training_run import TrainingRun
-from infinity.lm.loop import RunRanks
+from infinity.ranks import SingleRank
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -53,11 +53,12 @@ def test_a_signal_that_comes_while_ranks_agree_stops_none_before_all_know_of_it(
     run._commits = True
     run._flag = StopFlag()
 
-    def gather(call: str, value: Any) -> list[Any]:
-        run._flag.signal = signal.SIGTERM
-        return [value, 0]
+    class Two(SingleRank):
+        def gather(self, call: str, fact: Any, patient: object = None) -> dict[int, Any]:
+            run._flag.signal = signal.SIGTERM
+            return {0: fact, 1: 0}
 
-    run._ranks = RunRanks(0, 2, gather)
+    run._ranks = Two()
     run._check_stopped()
     with pytest.raises(Stopped):
         run._check_stopped()

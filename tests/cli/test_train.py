@@ -21,8 +21,9 @@ from infinity import cli
 from infinity.aio import Faults
 from infinity.checkpoint import atomic_directory
 from infinity.lm.data import Batches, find_text
-from infinity.lm.loop import HeldOut, RunRanks
+from infinity.lm.loop import HeldOut
 from infinity.lm.model import language_model
+from infinity.ranks import SingleRank
 from infinity.system.disk_files import injected
 
 
@@ -145,7 +146,7 @@ def test_an_export_is_the_trained_model(job: TinyJob, capsys: pytest.CaptureFixt
         tiny.model, optimizer, precision=precision, device="cpu", weights=out, budget=roomy()
     ) as runtime:
         held_out = HeldOut(
-            tiny, Batches(text, tiny, batch=2, seq=32, seed=0), torch.device("cpu"), ranks=RunRanks()
+            tiny, Batches(text, tiny, batch=2, seq=32, seed=0), torch.device("cpu"), ranks=SingleRank()
         )
         assert held_out.loss() == summary["held_out_loss"]["after"]
         runtime.export(again)

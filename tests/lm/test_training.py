@@ -21,7 +21,6 @@ from infinity.lm.data import Batches, Text
 from infinity.lm.loop import (
     HeldOut,
     Recipe,
-    RunRanks,
     StepReport,
     Training,
     evaluation_batches,
@@ -30,6 +29,7 @@ from infinity.lm.loop import (
     warm_up_and_cosine,
 )
 from infinity.lm.model import LanguageModel
+from infinity.ranks import SingleRank
 
 BATCH, SEQ = 4, 16
 
@@ -67,7 +67,7 @@ def trained(text: Text, how: Recipe, *, batches: Any = None) -> list[StepReport]
     tiny = preset_of()
     batches = batches or Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny, how.learning_rate) as runtime:
-        return list(Training(tiny, runtime, batches, how, RunRanks()).steps())
+        return list(Training(tiny, runtime, batches, how, SingleRank()).steps())
 
 
 # --- the schedule ----------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_a_step_is_done_when_its_report_is_asked_for(text: Text) -> None:
     tiny.model.eval()
     with offloaded(tiny) as runtime:
         batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
-        steps = Training(tiny, runtime, batches, recipe(), RunRanks()).steps()
+        steps = Training(tiny, runtime, batches, recipe(), SingleRank()).steps()
         assert runtime.stats.steps == 0
         first = next(steps)
         assert runtime.stats.steps == first.step == 1
@@ -211,7 +211,7 @@ class Counting(ScriptedSubject):
 
 def held_out(text: Text, language_model: Any) -> HeldOut:
     batches = Batches(text, language_model, batch=BATCH, seq=SEQ, seed=0)
-    return HeldOut(language_model, batches, torch.device("cpu"), ranks=RunRanks())
+    return HeldOut(language_model, batches, torch.device("cpu"), ranks=SingleRank())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -247,8 +247,8 @@ def test_a_measurement_may_take_fewer_batches(text: Text) -> None:
     tiny = preset_of()
     batches = Batches(text, tiny, batch=BATCH, seq=SEQ, seed=0)
     with offloaded(tiny):
-        few = HeldOut(tiny, batches, torch.device("cpu"), ranks=RunRanks(), count=2)
-        every = HeldOut(tiny, batches, torch.device("cpu"), ranks=RunRanks())
+        few = HeldOut(tiny, batches, torch.device("cpu"), ranks=SingleRank(), count=2)
+        every = HeldOut(tiny, batches, torch.device("cpu"), ranks=SingleRank())
         assert (few.count, every.count) == (2, 8)
         assert few.loss() == few.loss() != every.loss()
 
@@ -275,7 +275,7 @@ def test_training_lowers_the_held_out_loss_and_measuring_changes_nothing(text: T
             measure = held_out(text, tiny)
             before = measure.loss()
             found = []
-            for report in Training(tiny, runtime, batches, recipe(steps=30), RunRanks()).steps():
+            for report in Training(tiny, runtime, batches, recipe(steps=30), SingleRank()).steps():
                 found.append(report.loss)
                 if measured:
                     measure.loss()
