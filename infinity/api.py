@@ -27,7 +27,8 @@ from infinity.planning.fake_step import run_fake_step
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.plan import Plan
-from infinity.planning.planner import Available, as_model, check_kinds, make_plan, update_time
+from infinity.planning.planner import Available, make_plan
+from infinity.planning.predict import UpdateTime
 from infinity.ranks import SingleRank
 from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
@@ -108,7 +109,7 @@ def offload(
     error the model and the optimizer are as they were.
     """
     launcher.record_at_exit()
-    budget, precision = check_kinds(budget, precision)
+    budget, precision = _check_kinds(budget, precision)
     stage = stage_of(partition)
     close_dropped()
     with ExitStack() as cleanup:
@@ -251,7 +252,7 @@ def plan_for(
     Other parameters: as in `plan`. Raises the errors of `plan` and of SingleRank.agreed_plan.
     `infinity.build.carry_out` carries the plan out.
     """
-    budget, precision = check_kinds(budget, precision)
+    budget, precision = _check_kinds(budget, precision)
     ranks.check_equal(
         model_or_config,
         optimizer,
@@ -260,7 +261,7 @@ def plan_for(
         commits=commits is None,
         average=average,
     )
-    chosen = update_time(update, accumulation, precision)
+    chosen = _update_time(update, accumulation, precision)
     other = None if machine is None else Machine.read(machine)
     if other is None:
         target = usable_device(ranks.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -333,6 +334,73 @@ def plan_for(
         return commits.adopted(made, budget) is not None
 
     return ranks.agreed_plan(budget, draft, adopts)
+
+
+def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
+    """Return budget and precision, with defaults for None. Raises ConfigError for values of other types."""
+    if not isinstance(budget, Budget | None):
+        raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
+    if not isinstance(precision, Precision | None):
+        raise ConfigError(
+            f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
+        )
+    return budget or Budget(), precision or Precision()
+
+
+def _update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
+    """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
+
+    update: the time when a step's updates run: "auto", "lazy", "eager" or "sync". accumulation: number of
+    backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an
+    `accumulation` that is not a positive integer, and for eager updates without `accumulation` or with
+    fp16.
+    """
+    if update not in ("auto", "lazy", "eager", "sync"):
+        raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
+    if accumulation is not None and (not isinstance(accumulation, int) or accumulation < 1):
+        raise ConfigError(
+            f"accumulation={accumulation!r} was declared.", "Give how many backwards a step has: at least 1."
+        )
+    if update != "eager":
+        return "sync" if update == "sync" else "lazy"
+    if accumulation is None:
+        raise ConfigError(
+            "Eager updates run in the last backward of a step, and accumulation= does not say which that is.",
+            "Declare how many backwards a step has: accumulation=1, or more.",
+        )
+    if precision.compute_dtype == torch.float16:
+        raise ConfigError(
+            "Eager updates were asked for with fp16, whose steps are skipped where any gradient overflows.",
+            'Give compute="bf16" or "fp32", or update="lazy".',
+        )
+    return "eager"
+
+
+def as_model(model_or_config: Any) -> nn.Module:
+    """Return a module unchanged, or build the model of a transformers configuration on the meta device.
+
+    The model is a causal language model if transformers has one for this configuration. Raises ConfigError
+    for any other argument, and if transformers is not installed.
+    """
+    if isinstance(model_or_config, nn.Module):
+        return model_or_config
+    if not hasattr(model_or_config, "model_type"):
+        raise ConfigError(
+            f"A {type(model_or_config).__name__} was given to plan.",
+            "Give an nn.Module, or a transformers configuration (AutoConfig.from_pretrained).",
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "A transformers configuration was given and transformers is not installed.",
+            "Install transformers, or give the model, built under torch.device('meta').",
+        ) from error
+    causal = transformers.AutoModelForCausalLM._model_mapping
+    kind = transformers.AutoModelForCausalLM if type(model_or_config) in causal else transformers.AutoModel
+    with torch.device("meta"):
+        built: nn.Module = kind.from_config(model_or_config)  # type: ignore[no-untyped-call]
+    return built
 
 
 def check_commits(

@@ -15,7 +15,7 @@ from infinity.integrations.deepspeed import from_deepspeed_config
 from infinity.layout.shards import Share
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
-from infinity.planning.ranks import bytes_by_stage, link_rate, network, text_by_stage
+from infinity.planning.network import bytes_by_stage, link_rate, network, text_by_stage
 from infinity.ranks import SingleRank
 
 

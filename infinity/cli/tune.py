@@ -19,7 +19,7 @@ from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.planning import machine_rates
 from infinity.planning.machine_file import Machine, check_writable
-from infinity.planning.ranks import rate_text
+from infinity.planning.network import rate_text
 from infinity.tiers.trial_file import MODES
 from infinity.tuning.tune import DiskSweep, Measured, Tuning, tune
 

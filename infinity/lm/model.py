@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.api import as_model
 from infinity.errors import ConfigError
 from infinity.lm.data import Bytes, Tokens, Vocabulary
 from infinity.lm.decoder import PRESETS, Decoder
-from infinity.planning.planner import as_model
 
 _FINE_TUNING_RATE = 2e-5
 _TRAINING_RATE = 3e-4

@@ -11,9 +11,9 @@ from dataclasses import replace
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError
 from infinity.planning.headroom import Reserve
+from infinity.planning.homes import Search
 from infinity.planning.placement import Room
 from infinity.planning.plan import Plan
-from infinity.planning.search import Search
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _ENDLESS = 1 << 62

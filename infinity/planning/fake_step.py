@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -124,7 +124,6 @@ def _cast_in_backward(model: nn.Module, casts: CastOperands) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The reason why a step could not be run, as one line."""
     line = next(iter(str(error).strip().splitlines()), "")
     if isinstance(error, CannotCopy):
         text = line
@@ -169,15 +168,11 @@ def _quiet() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fake_tensor.log.addFilter(_nothing)
+        before, fake_tensor.log.disabled = fake_tensor.log.disabled, True
         try:
             yield
         finally:
-            fake_tensor.log.removeFilter(_nothing)
-
-
-def _nothing(record: object) -> bool:
-    return False
+            fake_tensor.log.disabled = before
 
 
 def _fake_inputs(
@@ -245,8 +240,8 @@ class _Watch(TorchDispatchMode):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         result = func(*args, **(kwargs or {}))
         self._count(func, args, kwargs or {}, result)
-        for storage in _storages(pytree.tree_leaves(result)):
-            if storage not in self._seen:
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and (storage := leaf.untyped_storage()) not in self._seen:
                 self._seen[storage] = None
                 self._made(storage)
         self._scratch(func, result)
@@ -312,7 +307,3 @@ def _flop_formulas() -> dict[Any, Any]:
             aten._scaled_dot_product_flash_attention_backward
         ],
     }
-
-
-def _storages(leaves: Iterable[Any]) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

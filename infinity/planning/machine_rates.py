@@ -110,7 +110,7 @@ def measure_rates(
     memory = arithmetic("memory", _compute_memory, compute_dtype)
     link = None
     if device.type == "cuda":
-        link = figures.get(_link_name(device), lambda: {"rate": _link(device)})["rate"]
+        link = figures.get(_link_name(device), functools.partial(_link, device))["rate"]
     figures.save()
     return MachineRates(
         disk={mode: sum(disk[mode] for disk in disks) for mode in MODES} if disks else None,
@@ -158,8 +158,7 @@ def keep_network(rate: float, *, clock: Callable[[], float] = time.time) -> bool
 
 def network_rate() -> float | None:
     """The last rate, in bytes per second, that `keep_network` has stored on this host; None without one."""
-    found = _Cache(time.time).find(_NETWORK)
-    return None if found is None else found.get("rate")
+    return _Cache(time.time).get(_NETWORK, dict).get("rate")
 
 
 def _disk_name(path: str) -> str:
@@ -189,10 +188,6 @@ class _Cache:
         if found is None or (expires is not None and self._age(found) >= expires):
             found = self.put(what, probe())
         return found
-
-    def find(self, what: str) -> dict[str, float] | None:
-        """The rates named `what`, of any age; None if there are none."""
-        return self._figures.get(_key(what))
 
     def put(self, what: str, figures: Mapping[str, float]) -> dict[str, float]:
         """Store rates, adding the present time as "at", and return them."""
@@ -224,11 +219,11 @@ def _key(what: str) -> str:
 
 
 def _figures(found: Any) -> dict[str, dict[str, float]]:
-    return {key: figures for key, figures in found.items() if _is_figures(figures)}
-
-
-def _is_figures(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(rate, float) and rate > 0 for rate in found.values())
+    return {
+        key: rates
+        for key, rates in found.items()
+        if isinstance(rates, dict) and all(isinstance(rate, float) and rate > 0 for rate in rates.values())
+    }
 
 
 def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
@@ -243,15 +238,13 @@ def _disk(path: str, limit: int, paths: int) -> dict[str, float]:
     return {"read": speed.read, "write": speed.write, "mixed": speed.mixed}
 
 
-def _link(device: torch.device) -> float:
-    speed = link_speed(
-        device, torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True), repeats=3
-    )
-    return min(speed.to_device, speed.to_host)
+def _link(device: torch.device) -> dict[str, float]:
+    memory = torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    speed = link_speed(device, memory, repeats=3)
+    return {"rate": min(speed.to_device, speed.to_host)}
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Measure the floating-point operations per second of square matrix products."""
     left = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
     return {"rate": 2 * _MATRIX**3 / _seconds(lambda: left @ left, device)}
 

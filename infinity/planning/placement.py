@@ -1,11 +1,6 @@
 """Placement: the homes of a model's pages, and the sizes of working buffers. Pure.
 
-infinity/planning/search.py decides which page gets which tier.
-
-The pool of resident pages has room for 12 parameter pages if they take at most a quarter of the tier that
-computes, else for 3 if they take at most half of it. Where that does not fit, smaller buffers are tried, down
-to one update and one page. Placements without NVMe are tried before all others, with room for 3, 2 or 1
-pages. WORKING_ROOMS lists all sizes in this order.
+infinity/planning/homes.py decides which page gets which tier.
 """
 
 from __future__ import annotations
@@ -118,6 +113,6 @@ WORKING_ROOMS = (
     WorkingRoom(2, updates=1, transit_buffers=1),
     LEAST,
 )
-"""The working rooms, in the order in which the search (infinity/planning/search.py) tries them. Those without
+"""The working rooms, in the order in which the search (infinity/planning/homes.py) tries them. Those without
 NVMe come first, so that a model stays in memory if it fits there at all.
 """

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,13 +118,13 @@ class Plan(Placement):
         """Bytes from the start of a unit's gradient page to the gradients of its chunk number `chunk`; a
         multiple of 4096. A chunk whose gradients this rank does not keep takes no bytes.
         """
-        return self._gradient_ends[unit][chunk]
+        return self._offsets[Kind.GRADIENT][unit][chunk]
 
     def state_offset(self, unit: int, chunk: int) -> int:
         """Bytes from the start of a unit's optimizer page to the states of its chunk number `chunk`; a
         multiple of 4096. A chunk whose states this rank does not keep takes no bytes.
         """
-        return self._state_ends[unit][chunk]
+        return self._offsets[Kind.OPTIMIZER][unit][chunk]
 
     def state_format(self, unit: int, chunk: int) -> StateFormat:
         """The arrays of optimizer states that the optimizer page holds for a chunk, and their byte offsets
@@ -148,9 +150,15 @@ class Plan(Placement):
     @functools.cached_property
     def home_bytes(self) -> dict[Tier, int]:
         """Bytes of the pages at home in each tier."""
-        found = dict.fromkeys(Tier, 0)
-        for tier, _, nbytes in self._resting():
-            found[tier] += nbytes
+        return {tier: sum(self._home_bytes[tier, kind] for kind in Kind) for tier in Tier}
+
+    @functools.cached_property
+    def _home_bytes(self) -> Counter[tuple[Tier | None, Kind]]:
+        """Bytes of the pages of each kind at home in each tier."""
+        found: Counter[tuple[Tier | None, Kind]] = Counter()
+        for unit, homes in enumerate(self.homes):
+            for kind, tier in homes.items():
+                found[tier, kind] += self.page_sizes[kind][unit]
         return found
 
     @property
@@ -287,20 +295,7 @@ class Plan(Placement):
     @functools.cached_property
     def traffic(self) -> StepBytes:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
-        trained = [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units]
-        return traffic(
-            self.homes,
-            self.page_sizes,
-            trained,
-            resident=self.resident_bytes,
-            update=self.update,
-            unified=self.unified,
-            computes_in_ram=self.device.type == "cpu",
-            updated_on_device=self.updated_on_device,
-            mirrored=self.mirrored,
-            share=self.share,
-            whole=[unit.nbytes for unit in self.layout.units],
-        )
+        return traffic(self, [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units])
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
         """The predicted seconds of a step that runs forward and backward `micro_batches` times, with inputs
@@ -324,10 +319,7 @@ class Plan(Placement):
         working[Tier.NVME] = used[Tier.NVME] - self.home_bytes[Tier.NVME]
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
-        kinds = {(tier, kind): 0 for tier in Tier for kind in Kind}
-        for tier, kind, nbytes in self._resting():
-            kinds[tier, kind] += nbytes
-        kinds[Tier.DEVICE, Kind.PARAMETER] += self.mirror_bytes
+        kinds = self._home_bytes + Counter({(Tier.DEVICE, Kind.PARAMETER): self.mirror_bytes})
         computes_in = self.computes_in
         used[computes_in] += self.reserved
         working[computes_in] += self.headroom
@@ -376,49 +368,29 @@ class Plan(Placement):
         ranks = 1 if self.share.whole_parameters else self.share.ranks
         return {
             Kind.PARAMETER: [part_bytes(unit, ranks) for unit in self.layout.units],
-            Kind.GRADIENT: [ends[-1] for ends in self._gradient_ends],
-            Kind.OPTIMIZER: [ends[-1] for ends in self._state_ends],
+            **{kind: [offsets[-1] for offsets in units] for kind, units in self._offsets.items()},
         }
 
     @functools.cached_property
-    def _gradient_ends(self) -> list[list[int]]:
-        return [[*_ends(self._gradient_sizes(unit))] for unit in range(len(self.layout.units))]
+    def _offsets(self) -> dict[Kind, list[list[int]]]:
+        """For both kinds of pages with chunks, each unit's offsets of its chunks, and the page's end."""
+        kept = {Kind.GRADIENT: self.share.whole_gradients, Kind.OPTIMIZER: self.share.whole_states}
+        found: dict[Kind, list[list[int]]] = {kind: [] for kind in kept}
+        for (kind, whole), (unit, layout) in itertools.product(kept.items(), enumerate(self.layout.units)):
+            sizes = (
+                self._chunk_bytes(kind, unit, chunk) if whole or self.share.owns(chunk) else 0
+                for chunk in range(len(layout.chunks))
+            )
+            found[kind].append([0, *itertools.accumulate(sizes)])
+        return found
 
-    @functools.cached_property
-    def _state_ends(self) -> list[list[int]]:
-        units = enumerate(self.layout.units)
-        return [
-            [*_ends(self._state_bytes(index, chunk) for chunk in range(len(unit.chunks)))]
-            for index, unit in units
-        ]
-
-    def _gradient_sizes(self, unit: int) -> Iterator[int]:
+    def _chunk_bytes(self, kind: Kind, unit: int, chunk: int) -> int:
+        """Bytes of a chunk's gradients or optimizer states."""
+        if self.rule is None or kind is Kind.OPTIMIZER:
+            return self.state_format(unit, chunk).nbytes
         layout = self.layout.units[unit]
-        for index, chunk in enumerate(layout.chunks):
-            dtype = self.gradient_dtype(layout.regions[chunk.region].dtype)
-            kept = self.rule is not None and (self.share.whole_gradients or self.share.owns(index))
-            yield round_up(chunk.count * dtype.itemsize, PAGE_ALIGNMENT) if kept else 0
-
-    def _state_bytes(self, unit: int, chunk: int) -> int:
-        kept = self.share.whole_states or self.share.owns(chunk)
-        return self.state_format(unit, chunk).nbytes if kept else 0
+        dtype = self.gradient_dtype(layout.regions[layout.chunks[chunk].region].dtype)
+        return round_up(layout.chunks[chunk].count * dtype.itemsize, PAGE_ALIGNMENT)
 
     def _bytes_off_disk(self, kind: Kind, sizes: Sequence[int]) -> int:
-        """Sum of `sizes`, a number for each unit, over the units whose page of this kind is not at home on
-        NVMe.
-        """
         return sum(size for home, size in zip(self.homes, sizes, strict=True) if home[kind] is not Tier.NVME)
-
-    def _resting(self) -> Iterator[tuple[Tier, Kind, int]]:
-        for unit, homes in enumerate(self.homes):
-            for kind, tier in homes.items():
-                if tier is not None:
-                    yield tier, kind, self.page_sizes[kind][unit]
-
-
-def _ends(sizes: Any) -> Iterator[int]:
-    end = 0
-    yield end
-    for nbytes in sizes:
-        end += nbytes
-        yield end

@@ -38,7 +38,6 @@ _DIVIDED = ("nothing is", "optimizer states are", "gradients and optimizer state
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """The lines below the table."""
     guess = plan.prediction
     seconds = "predicted unknown s/step"
     if guess is not None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import Budget, Precision
+from infinity.config import Budget, Precision, round_up
 from infinity.device_update.table import largest_workspace
-from infinity.errors import ConfigError
 from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import Division
@@ -24,13 +23,12 @@ from infinity.layout.units import survey
 from infinity.planning import twin_flow
 from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
 from infinity.planning.headroom import HEAP, NO_HEADROOM, Headroom, Reserve
+from infinity.planning.homes import Search
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room
 from infinity.planning.plan import Plan
 from infinity.planning.predict import UpdateTime, Work
-from infinity.planning.ranks import least_bytes, shares_of_budget, wanted_bytes
-from infinity.planning.search import Search, Subject
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
 from infinity.tiers.device import available_bytes, left_of
@@ -40,6 +38,13 @@ _UNKNOWN_SHARE = 4
 """If the bytes of activations are unknown, the budget divided by this number is kept free: of all pages on
 CUDA, and on the CPU of those that come from other ranks.
 """
+_CACHE_SHARES = (4, 8, 16)
+"""If pages are on NVMe for lack of RAM, a node's cache takes at most the host budget divided by one of these
+numbers: the first for which the model is divided as without a cache, and the pool of resident pages is no
+smaller.
+"""
+_LEAST_CACHE = 4
+"""A node's cache has room for at least this number of exchange blocks, or for all it could hold if less."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ def make_plan(
         headroom=available.headroom,
     )
     micro_batches = None if accumulation is None else accumulation * share.ranks
-    subject = Subject(
+    search = Search(
         surveyed=survey(model, precision),
         gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
         rule=rule,
@@ -132,11 +137,11 @@ def make_plan(
         ring=not (unified or is_direct(device)),
         commits=commits and paths > 0,
         share=share,
+        prefer=prefer,
     )
     updates = available.device_updates
     planner = _Planner(
-        subject,
-        Search(subject, prefer),
+        search,
         _budgets(budget, available, unified=unified),
         usable_nvme(budget.nvme_bytes),
         computes_in,
@@ -144,15 +149,15 @@ def make_plan(
         node_cache,
         twin_flow.has_kernels(device) if updates is None else updates,
     )
-    placement = planner.search.place(planner.room)
+    placement = search.place(planner.room)
     if placement is None:
-        elements = sum(parameter.numel for parameter in subject.surveyed.parameters)
-        what = f"{format_count(elements)} parameters" + (" with commits" if subject.commits else "")
+        elements = sum(parameter.numel for parameter in search.surveyed.parameters)
+        what = f"{format_count(elements)} parameters" + (" with commits" if search.commits else "")
         reserves = {computes_in: reserve}
-        raise shortage(planner.search, planner.room, planner.budgets, paths, what, reserves=reserves)
-    smallest = planner.search.smallest(unified=unified, nvme=paths > 0)
+        raise shortage(search, planner.room, planner.budgets, paths, what, reserves=reserves)
+    smallest = search.smallest(unified=unified, nvme=paths > 0)
     smallest[computes_in] = reserve.budget_for(smallest[computes_in])
-    if subject.commits:
+    if search.commits:
         smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths)
     facts = {
         "precision": precision,
@@ -175,7 +180,6 @@ def make_plan(
 class _Planner:
     """The facts about a plan that are known before pages have homes."""
 
-    subject: Subject
     search: Search
     budgets: dict[Tier, int]
     nvme: int
@@ -209,7 +213,7 @@ class _Planner:
         units that are mirrored (see infinity/planning/twin_flow.py), the room of several ranks, and the
         prediction. facts: the fields of Plan that no placement changes.
         """
-        share, rule = self.subject.share, self.subject.rule
+        share, rule = self.search.share, self.search.rule
         found = self._planned(placement, facts)
         if share.ranks == 1 and not self.unified:
             if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
@@ -231,7 +235,7 @@ class _Planner:
             **facts,
             **more,
             unified=self.unified,
-            share=self.subject.share,
+            share=self.search.share,
             budgets=self.budgets,
             reserved=self.reserve.within(self.budgets[self.computes_in]),
             headroom=self.reserve.headroom,
@@ -245,7 +249,7 @@ class _Planner:
         """
         room = self.room
         assert room.device is not None
-        trained = [each.numel for each in self.subject.surveyed.parameters if each.trainable]
+        trained = [each.numel for each in self.search.surveyed.parameters if each.trainable]
         elements = plan.layout.chunk_elements
         while True:
             most = largest_workspace(trained, elements).nbytes
@@ -266,24 +270,28 @@ class _Planner:
         pages are on NVMe anyway, RAM that pages would have. The division of the model stays as it is, and the
         pool of resident pages gets no smaller.
         """
-        wanted = wanted_bytes(plan)
+        share, wanted = self.search.share, plan.relayed_bytes
+        if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
+            return plan  # each parameter comes to a node at most once a step anyway
+        least = min(wanted, _LEAST_CACHE * plan.exchange_block_bytes)
         if self.node_cache is not None:
             wanted = min(wanted, self.node_cache // PAGE_ALIGNMENT * PAGE_ALIGNMENT)
-        if self.subject.share.on_node == 1:
+        if share.on_node == 1:
             roomy = self._with_all_room_for_pages(plan)
             if roomy.resident_bytes >= sum(unit.nbytes for unit in plan.layout.units):
                 return plan  # each page comes once
-        left, least = min(wanted, self._left(plan, Tier.HOST)), least_bytes(plan)
-        if not wanted or wanted < least:
+        if wanted < max(1, least):
             return plan
-        if plan.home_bytes[Tier.NVME]:
-            room = self.room
-            for nbytes in shares_of_budget(wanted, self.budgets[Tier.HOST]):
-                if nbytes < least or nbytes <= left:
-                    break
-                other = self.search.place_alike(placement, replace(room, host=max(0, room.host - nbytes)))
-                if other is not None and other.resident_bytes >= placement.resident_bytes:
-                    return self._planned(other, facts, node_cache_bytes=nbytes)
+        left, room, budget = min(wanted, self._left(plan, Tier.HOST)), self.room, self.budgets[Tier.HOST]
+        for divisor in _CACHE_SHARES if plan.home_bytes[Tier.NVME] else ():
+            nbytes = min(
+                round_up(wanted, PAGE_ALIGNMENT), budget // divisor // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+            )
+            if nbytes < least or nbytes <= left:
+                break
+            other = self.search.place_alike(placement, replace(room, host=max(0, room.host - nbytes)))
+            if other is not None and other.resident_bytes >= placement.resident_bytes:
+                return self._planned(other, facts, node_cache_bytes=nbytes)
         return replace(plan, node_cache_bytes=left if left >= least else 0)
 
     def _with_all_room_for_pages(self, plan: Plan) -> Plan:
@@ -317,73 +325,6 @@ class _Planner:
             unknown = plan.activations is None and self.reserve.kept_out_of is None  # else it is reserved
             used += plan.reserved + (budget // _UNKNOWN_SHARE if unknown else 0)
         return max(0, budget - used) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
-
-
-def check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:
-    """Return budget and precision, with defaults for None. Raises ConfigError for values of other types."""
-    if not isinstance(budget, Budget | None):
-        raise ConfigError(f"The budget is a {type(budget).__name__}.", "Give infinity.Budget(host=..., ...).")
-    if not isinstance(precision, Precision | None):
-        raise ConfigError(
-            f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
-        )
-    return budget or Budget(), precision or Precision()
-
-
-def update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
-    """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
-
-    update: the time when a step's updates run: "auto", "lazy", "eager" or "sync". accumulation: number of
-    backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an
-    `accumulation` that is not a positive integer, and for eager updates without `accumulation` or with
-    fp16.
-    """
-    if update not in ("auto", "lazy", "eager", "sync"):
-        raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
-    if accumulation is not None and (not isinstance(accumulation, int) or accumulation < 1):
-        raise ConfigError(
-            f"accumulation={accumulation!r} was declared.", "Give how many backwards a step has: at least 1."
-        )
-    if update != "eager":
-        return "sync" if update == "sync" else "lazy"
-    if accumulation is None:
-        raise ConfigError(
-            "Eager updates run in the last backward of a step, and accumulation= does not say which that is.",
-            "Declare how many backwards a step has: accumulation=1, or more.",
-        )
-    if precision.compute_dtype == torch.float16:
-        raise ConfigError(
-            "Eager updates were asked for with fp16, whose steps are skipped where any gradient overflows.",
-            'Give compute="bf16" or "fp32", or update="lazy".',
-        )
-    return "eager"
-
-
-def as_model(model_or_config: Any) -> nn.Module:
-    """Return a module unchanged, or build the model of a transformers configuration on the meta device.
-
-    The model is a causal language model if transformers has one for this configuration. Raises ConfigError
-    for any other argument, and if transformers is not installed.
-    """
-    if isinstance(model_or_config, nn.Module):
-        return model_or_config
-    if not hasattr(model_or_config, "model_type"):
-        raise ConfigError(
-            f"A {type(model_or_config).__name__} was given to plan.",
-            "Give an nn.Module, or a transformers configuration (AutoConfig.from_pretrained).",
-        )
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "A transformers configuration was given and transformers is not installed.",
-            "Install transformers, or give the model, built under torch.device('meta').",
-        ) from error
-    causal = transformers.AutoModelForCausalLM._model_mapping
-    kind = transformers.AutoModelForCausalLM if type(model_or_config) in causal else transformers.AutoModel
-    with torch.device("meta"):
-        built: nn.Module = kind.from_config(model_or_config)  # type: ignore[no-untyped-call]
-    return built
 
 
 def _budgets(budget: Budget, available: Available, *, unified: bool) -> dict[Tier, int]:

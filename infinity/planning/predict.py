@@ -14,19 +14,21 @@ down and up.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from infinity.errors import ConfigError
-from infinity.layout.shards import ALONE, Share
 from infinity.planning.machine_rates import MachineRates
-from infinity.planning.placement import Homes, Kind
+from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge, Stats
 from infinity.tiers import Tier
 from infinity.tiers.trial_file import MODES
+
+if TYPE_CHECKING:
+    from infinity.planning.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -150,29 +152,12 @@ class StepBytes:
         return self.forward.disk_write + self.backward.disk_write + self.update.disk_write
 
 
-def traffic(
-    homes: Homes,
-    pages: Mapping[Kind, Sequence[int]],
-    trained: Sequence[int],
-    *,
-    resident: int,
-    update: UpdateTime,
-    unified: bool,
-    computes_in_ram: bool,
-    updated_on_device: Collection[int] = (),
-    mirrored: Collection[int] = (),
-    share: Share = ALONE,
-    whole: Sequence[int] | None = None,
-) -> StepBytes:
-    """Compute, from the homes of all pages, the bytes that one step moves.
+def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
+    """Compute, from the homes of all pages, the bytes that one step of this rank moves.
 
-    pages: bytes of the home of every page, by kind and unit. trained: for each unit, the bytes of its
-    parameter page that are updated, by all ranks together. resident: bytes of the pool of resident pages.
-    computes_in_ram: whether the device is the CPU, which may have a device budget apart from that of the
-    host. updated_on_device, mirrored: units; see infinity/planning/twin_flow.py. share: the rank whose bytes
-    are computed. whole: for each unit, the bytes of its whole parameter page; None if its home holds it.
+    trained: for each unit, the bytes of its parameter page that all ranks together update.
 
-    Of the parameter pages that are not at home where the model computes, `resident` bytes stay in the pool.
+    Of the parameter pages that are not at home where the model computes, `resident_bytes` stay in the pool.
     All others are brought up for forward, and again for backward. An update reads and writes the trained part
     of each parameter page and all optimizer states. Gradients are written once in the backward and read once
     in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
@@ -182,19 +167,14 @@ def traffic(
     whenever the whole pages are brought up. Homes that hold whole pages also receive the chunks that other
     ranks have updated.
     """
-    whole = pages[Kind.PARAMETER] if whole is None else whole
-    training = any(pages[Kind.GRADIENT])
-    near = (Tier.DEVICE, Tier.HOST) if unified else (Tier.DEVICE,)
-    away = sum(
-        nbytes
-        for unit, (nbytes, home) in enumerate(zip(whole, homes, strict=True))
-        if not (share.whole_parameters and home[Kind.PARAMETER] in near) and unit not in mirrored
-    )
-    missing = 1 - min(1.0, resident / away) if away else 0.0
+    share, unified = plan.share, plan.unified
+    training = any(plan.page_sizes[Kind.GRADIENT])
+    away = sum(each.nbytes for unit, each in enumerate(plan.layout.units) if not plan.stays(unit))
+    missing = 1 - min(1.0, plan.resident_bytes / away) if away else 0.0
     forward = backward = accumulation = updating = PhaseBytes()
-    for unit, home in enumerate(homes):
-        parameter, gradient, states = (pages[kind][unit] for kind in Kind)
-        come_up = 0 if unit in mirrored else math.ceil(parameter * missing)
+    for unit, home in enumerate(plan.homes):
+        parameter, gradient, states = (plan.page_sizes[kind][unit] for kind in Kind)
+        come_up = 0 if unit in plan.mirrored else math.ceil(parameter * missing)
         parameter_home = home[Kind.PARAMETER]
         brought = PhaseBytes(
             disk_read=come_up if parameter_home is Tier.NVME else 0,
@@ -203,12 +183,12 @@ def traffic(
         forward += brought
         if training:
             backward += brought
-        if unit in updated_on_device:
+        if unit in plan.updated_on_device:
             continue
         own = share.kept(trained[unit], whole=share.whole_states)
         sizes = {Kind.PARAMETER: own, Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
-        updating += _updating(home, sizes, update, unified)
-        if unit in mirrored:
+        updating += _updating(home, sizes, plan.update, unified)
+        if unit in plan.mirrored:
             updating += PhaseBytes(to_device=trained[unit])
         if share.whole_parameters and own < trained[unit]:
             others = trained[unit] - own
@@ -217,13 +197,13 @@ def traffic(
                 to_device=others if parameter_home is Tier.DEVICE and not unified else 0,
                 disk_write=others if parameter_home is Tier.NVME else 0,
             )
-        at_once, later = _gradient(home[Kind.GRADIENT], gradient, update, unified)
+        at_once, later = _gradient(home[Kind.GRADIENT], gradient, plan.update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0
-        backward += at_once + PhaseBytes(host=2 * fresh, to_host=0 if computes_in_ram else fresh)
+        backward += at_once + PhaseBytes(host=2 * fresh, to_host=0 if plan.device.type == "cpu" else fresh)
         accumulation += later
     return StepBytes(
-        forward=forward, backward=backward, accumulation=accumulation, update=updating, when=update
+        forward=forward, backward=backward, accumulation=accumulation, update=updating, when=plan.update
     )
 
 
@@ -284,10 +264,7 @@ def predict(moved: StepBytes, speeds: MachineRates, compute: float, micro_batche
         least=sum(spent.values()),
         most=sum(busy.values()),
         limited_by=max(spent, key=spent.__getitem__),
-        compute=busy["compute"],
-        disk=busy["disk"],
-        update=busy["update"],
-        link=busy["link"],
+        **busy,
     )
 
 

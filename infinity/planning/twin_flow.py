@@ -121,7 +121,7 @@ def mirrored(
         if pages[unit] <= host_free:
             host_free -= pages[unit]
             chosen.add(unit)
-    moved = tuple(
+    moved = (
         {**home, Kind.PARAMETER: Tier.HOST} if unit in chosen else home for unit, home in enumerate(homes)
     )
-    return moved, frozenset(chosen)
+    return tuple(moved), frozenset(chosen)

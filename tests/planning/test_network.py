@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.layout.shards import Share
-from infinity.planning.ranks import link_rate, network, rate_text
+from infinity.planning.network import link_rate, network, rate_text
 
 
 def model() -> nn.Module:

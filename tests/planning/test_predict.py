@@ -3,6 +3,8 @@ by hand.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
+from infinity.layout.shards import ALONE
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind
 from infinity.planning.predict import (
@@ -197,15 +200,20 @@ PAGES = {Kind.PARAMETER: [100, 100], Kind.GRADIENT: [40, 40], Kind.OPTIMIZER: [3
 def moved_with(
     tier: Tier, *, unified: bool, computes_in_ram: bool, resident: int = 0, update: UpdateTime = "lazy"
 ) -> StepBytes:
-    return traffic(
-        tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
-        PAGES,
-        [80, 80],
-        resident=resident,
+    plan: Any = SimpleNamespace(
+        homes=tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
+        page_sizes=PAGES,
+        layout=SimpleNamespace(units=[SimpleNamespace(nbytes=each) for each in PAGES[Kind.PARAMETER]]),
+        stays=lambda unit: tier is (Tier.HOST if unified else Tier.DEVICE),
+        resident_bytes=resident,
         update=update,
         unified=unified,
-        computes_in_ram=computes_in_ram,
+        device=torch.device("cpu" if computes_in_ram else "cuda"),
+        share=ALONE,
+        updated_on_device=(),
+        mirrored=(),
     )
+    return traffic(plan, [80, 80])
 
 
 def test_traffic_of_pages_on_disk() -> None:

@@ -18,9 +18,9 @@ from infinity.formats.optimizer_rules import Rule
 from infinity.layout.shards import Share
 from infinity.planning import twin_flow
 from infinity.planning.budgets import resident_budget
+from infinity.planning.network import bytes_by_stage
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.planning.ranks import bytes_by_stage
 from infinity.planning.slab_layout import trainable_bytes
 from infinity.tiers import Tier
 

@@ -1,4 +1,6 @@
-"""Search: finds a placement that fits the budgets, and the smallest budgets that are enough. Pure.
+"""Homes: decides which tier is the home of each page, and finds the smallest budgets that are enough. Pure.
+
+For devices that run updates, infinity/planning/twin_flow.py then exchanges some homes.
 
 [Note: one order, two cuts]
 All pages stand in one line: first all parameter pages, then all gradient pages, then all optimizer pages,
@@ -89,36 +91,6 @@ way while others are read or added.
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A model to be placed, and the facts about its training that the placement depends on."""
-
-    surveyed: Survey
-    gradient_dtype: Callable[[torch.dtype], torch.dtype]
-    """Maps the dtype of a parameter page to that of its gradients; see `Precision.gradient_dtype`."""
-    rule: Rule | None
-    """The optimizer's rule; None for inference."""
-    accumulation: int | None
-    """Number of micro-batches in a step; None if unknown."""
-    ring: bool
-    """Whether the device has memory that the CPU cannot use, so that gradients leave it through a ring."""
-    commits: bool
-    """Whether the NVMe tier holds the durable images of pages."""
-    share: Share
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of pages in the order in which they get room, the fastest tiers first.
-
-        With one micro-batch, optimizer states come before gradients: both the read and the write of a byte of
-        states fall into the next forward, whereas a byte of gradients is written during the backward and read
-        in the next forward. Every further micro-batch reads and writes each byte of gradients once more.
-        """
-        if self.accumulation == 1:
-            return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
-        return tuple(Kind)
-
-
 class _Buffers(NamedTuple):
     """Bytes of working buffers."""
 
@@ -135,11 +107,11 @@ class _Buffers(NamedTuple):
 class Candidate:
     """One way to divide a model into units and chunks, with the bytes of its pages and working buffers."""
 
-    def __init__(self, subject: Subject, grouping: Grouping, chunk_elements: int) -> None:
+    def __init__(self, search: Search, grouping: Grouping, chunk_elements: int) -> None:
         """chunk_elements: length of a stripe in elements."""
         self.grouping, self.chunk_elements = grouping, chunk_elements
-        self._subject, self._share = subject, subject.share
-        rule, ranks, surveyed = subject.rule, subject.share.ranks, subject.surveyed
+        self._search, self._share = search, search.share
+        rule, ranks, surveyed = search.rule, search.share.ranks, search.surveyed
         units = [
             region_sizes([surveyed.parameters[index] for index in members], chunk_elements, ranks)
             for _, members in grouping
@@ -151,7 +123,7 @@ class Candidate:
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
-        self._has_ring = subject.ring and rule is not None
+        self._has_ring = search.ring and rule is not None
         longest = max((count for unit in units for region in unit for count, _ in region.counts()), default=0)
         self._exchange_block = 0 if ranks == 1 else round_up(longest * _LARGEST_ITEM, PAGE_ALIGNMENT)
         self._whole = [page_bytes(unit) for unit in units]
@@ -159,12 +131,12 @@ class Candidate:
         self._pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
         for unit in units:
             self._measure(unit)
-        self._durable = sum(map(self._images, range(len(units)), units)) if subject.commits else 0
+        self._durable = sum(map(self._images, range(len(units)), units)) if search.commits else 0
         """Bytes of the NVMe tier that the images of all pages take; 0 without commits."""
-        self._line = list(itertools.product(subject.kinds, range(len(units))))
+        self._line = list(itertools.product(search.kinds, range(len(units))))
         self._ends = [0, *itertools.accumulate(self._pages[kind][unit] for kind, unit in self._line)]
         """Item n is the bytes of the first n pages of the line."""
-        own = (Kind.GRADIENT,) if subject.commits else tuple(Kind)
+        own = (Kind.GRADIENT,) if search.commits else tuple(Kind)
         backwards = (self._pages[kind][unit] * (kind in own) for kind, unit in reversed(self._line))
         self._sunk = [*itertools.accumulate(backwards, initial=self._durable)][::-1]
         """Item n is the bytes that the NVMe tier needs if all pages but the first n of the line are at home
@@ -175,13 +147,13 @@ class Candidate:
 
     def _measure(self, unit: Sequence[RegionSize]) -> None:
         gradient = optimizer = together = 0
-        rule, share = self._subject.rule, self._share
+        rule, share = self._search.rule, self._share
         for region in unit:
             for count, times in region.counts():
                 update = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
                 self._transit_buffer = max(self._transit_buffer, min(update, _LARGEST_TRANSIT_BUFFER))
                 if rule is not None and region.trainable:
-                    itemsize = self._subject.gradient_dtype(region.dtype).itemsize
+                    itemsize = self._search.gradient_dtype(region.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = state_format(rule.arrays(region.dtype), count).nbytes
                     update += gradients + states
@@ -206,7 +178,7 @@ class Candidate:
         host, device, least = room.host, room.device, level.transit_buffers == 1
         staging = ring = 0
         moves = device is not None or (level.nvme and room.nvme > 0)
-        if self._subject.rule is not None and moves:  # else each page is updated at home
+        if self._search.rule is not None and moves:  # else each page is updated at home
             quarter = host // _STAGING_SHARE // PAGE_ALIGNMENT * PAGE_ALIGNMENT
             staging = max(2 * self.update_bytes, min(quarter, self._largest_unit))
             if level.updates is not None:
@@ -220,15 +192,10 @@ class Candidate:
             staging, transit, ring, exchange, staging + transit + ring + exchange + self._matrix_bytes
         )
 
-    @property
-    def least_near(self) -> int:
-        """The smallest device budget, in bytes, that is enough if the other tiers have unlimited room."""
-        return self._near(0, LEAST.pages) + self._has_ring * 2 * _SMALLEST_TRANSIT_BUFFER
-
-    @property
-    def most_nvme(self) -> int:
-        """Bytes of the NVMe tier that are enough for all pages to be at home there."""
-        return self._sunk[0]
+    def far_room(self, *, unified: bool, nvme: bool) -> Room:
+        """The least device memory, no host RAM, and NVMe for all pages. Parameters: as in `smallest`."""
+        near = self._near(0, LEAST.pages) + self._has_ring * 2 * _SMALLEST_TRANSIT_BUFFER
+        return Room(None if unified else near, 0, self._sunk[0] * nvme)
 
     def _resident(self, pages: int) -> list[int]:
         """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
@@ -349,7 +316,7 @@ class Candidate:
         ]
         together = (sum(away[unit] for unit in units) for units in self._together)
         return Placement(
-            layout=build(self._subject.surveyed, self.grouping, self.chunk_elements, self._share.ranks),
+            layout=build(self._search.surveyed, self.grouping, self.chunk_elements, self._share.ranks),
             homes=tuple(homes),
             chunk_update_bytes=self.update_bytes,
             staging_bytes=buffers.staging,
@@ -362,26 +329,53 @@ class Candidate:
         )
 
 
+@dataclass(kw_only=True, eq=False)
 class Search:
     """Searches for a placement among the ways to divide a model into units and chunks. Large units are tried
     before small units, and long chunks before short chunks.
     """
 
-    def __init__(self, subject: Subject, prefer: Division | None = None) -> None:
-        """prefer: a division to try before all others; ignored if it is of another model."""
-        surveyed = subject.surveyed
-        self._subject, self._prefer = subject, prefer
-        self._groupings, self._chunks = _groupings(surveyed), _chunk_lengths(surveyed)
-        several = subject.share.ranks > 1
-        self._long = _most_useful(surveyed, _LONG_CHUNK) if subject.ring or several else 0
+    surveyed: Survey
+    gradient_dtype: Callable[[torch.dtype], torch.dtype]
+    """Maps the dtype of a parameter page to that of its gradients; see `Precision.gradient_dtype`."""
+    rule: Rule | None
+    """The optimizer's rule; None for inference."""
+    accumulation: int | None
+    """Number of micro-batches in a step; None if unknown."""
+    ring: bool
+    """Whether the device has memory that the CPU cannot use, so that gradients leave it through a ring."""
+    commits: bool
+    """Whether the NVMe tier holds the durable images of pages."""
+    share: Share
+    prefer: Division | None = None
+    """A division to try before all others; ignored if it is of another model."""
+
+    def __post_init__(self) -> None:
+        self._groupings = _groupings(self.surveyed)
+        self._chunks = list(dict.fromkeys(_most_useful(self.surveyed, length) for length in _CHUNKS))
+        """The distinct chunk lengths to try, in elements, the longest first."""
+        several = self.share.ranks > 1
+        self._long = _most_useful(self.surveyed, _LONG_CHUNK) if self.ring or several else 0
         """Elements of a long chunk; 0 if long chunks are not tried."""
         self._long_share = _LONG_SHARE_OF_RANKS if several else _LONG_SHARE
         self._candidate = functools.cache(
-            lambda grouping, chunk: Candidate(subject, self._groupings[grouping], chunk)
+            lambda grouping, chunk: Candidate(self, self._groupings[grouping], chunk)
         )
-        alike = None if prefer is None else self._of(prefer)
+        alike = None if self.prefer is None else self._of(self.prefer)
         self._preferred = [] if alike is None else [alike]
         """The candidate that is tried before all others, if there is one."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of pages in the order in which they get room, the fastest tiers first.
+
+        With one micro-batch, optimizer states come before gradients: both the read and the write of a byte of
+        states fall into the next forward, whereas a byte of gradients is written during the backward and read
+        in the next forward. Every further micro-batch reads and writes each byte of gradients once more.
+        """
+        if self.accumulation == 1:
+            return (Kind.PARAMETER, Kind.OPTIMIZER, Kind.GRADIENT)
+        return tuple(Kind)
 
     def place(self, room: Room) -> Placement | None:
         """Find the first placement that fits `room`; None if there is none.
@@ -405,14 +399,14 @@ class Search:
 
     def prefers(self, placement: Placement) -> bool:
         """Whether a placement has the preferred division."""
-        return bool(self._preferred) and Division.of(placement.layout) == self._prefer
+        return bool(self._preferred) and Division.of(placement.layout) == self.prefer
 
     def needed(self, tier: Tier, room: Room) -> int | None:
         """The fewest bytes of `tier` with which `place` finds a placement, if the other tiers have the bytes
         that `room` gives them; None if no number of bytes is enough.
         """
         # Images may be smaller with long chunks, because there are fewer gaps between parameters.
-        long = self._subject.commits and tier is Tier.NVME
+        long = self.commits and tier is Tier.NVME
         candidates = self._useful(room) if long else self._without_long()
         return _least(each.needed(tier, room) for each in itertools.chain(self._preferred, candidates))
 
@@ -426,7 +420,7 @@ class Search:
         """
         found = []
         for candidate in itertools.chain(self._preferred, self._without_long()):
-            room = Room(None if unified else candidate.least_near, 0, candidate.most_nvme * nvme)
+            room = candidate.far_room(unified=unified, nvme=nvme)
             host = candidate.needed(Tier.HOST, room)
             if host is not None:
                 found.append((host + (room.device or 0), room.nvme, replace(room, host=host)))
@@ -457,8 +451,8 @@ class Search:
 
     def _of(self, division: Division) -> Candidate | None:
         """The candidate with this division; None if the division is of another model."""
-        grouping = division.grouping(self._subject.surveyed)
-        return None if grouping is None else Candidate(self._subject, grouping, division.chunk_elements)
+        grouping = division.grouping(self.surveyed)
+        return None if grouping is None else Candidate(self, grouping, division.chunk_elements)
 
 
 def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
@@ -487,11 +481,6 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
         sizes.append(size)
         size //= 2
     return list(dict.fromkeys(surveyed.group(size) for size in (*sizes, 1)))
-
-
-def _chunk_lengths(surveyed: Survey) -> list[int]:
-    """The distinct chunk lengths to try, in elements, the longest first."""
-    return list(dict.fromkeys(_most_useful(surveyed, length) for length in _CHUNKS))
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:

@@ -1,4 +1,4 @@
-"""Ranks: the bytes that one of several ranks keeps, receives and caches in a step. Pure.
+"""Network: the bytes that one of several ranks receives in a step, and those that it keeps. Pure.
 
 With N ranks, a rank keeps 1/N of whatever is divided, and receives the other (N-1)/N. With K ranks on each
 node, N-K ranks run on other nodes. Their parameters come to a node once for all of its ranks if it has a
@@ -10,17 +10,16 @@ were used longest ago give way, and are brought again.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infinity.config import format_size, round_up
+from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import state_format
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.plan_text import render
-from infinity.tiers import PAGE_ALIGNMENT
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:bit(?:/s)?|bps)", re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -103,7 +102,7 @@ def _crossings(plan: Plan, micro_batches: int) -> float:
     """
     if plan.share.stage < 3:
         return 1.0
-    kept = min(1.0, plan.node_cache_bytes / wanted_bytes(plan))
+    kept = min(1.0, plan.node_cache_bytes / plan.relayed_bytes)
     return 1 + (2 * micro_batches - 1) * (1 - kept)
 
 
@@ -178,37 +177,3 @@ def bytes_without_padding(plan: Plan) -> dict[Kind, int]:
             arrays = plan.rule.arrays(parameter.dtype)
             found[Kind.OPTIMIZER] += sum(state_format(arrays, parameter.numel).sizes)
     return found
-
-
-_SHARES = (4, 8, 16)
-"""If pages are on NVMe for lack of RAM, the cache takes at most the host budget divided by one of these
-numbers: the first for which the model is divided as without a cache, and the pool of resident pages is no
-smaller.
-"""
-_LEAST_BLOCKS = 4
-"""A cache has room for at least this number of exchange blocks, or for all wanted bytes if they are fewer."""
-
-
-def wanted_bytes(plan: Plan) -> int:
-    """Bytes of all parameters that this rank brings for its node; 0 if a cache would save no traffic.
-
-    A cache saves traffic if several ranks of the node need the same parameters, or if pages come more than
-    once a step.
-    """
-    share = plan.share
-    if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
-        return 0
-    return plan.relayed_bytes
-
-
-def least_bytes(plan: Plan) -> int:
-    """The fewest bytes for which a cache is made: `wanted_bytes` or `_LEAST_BLOCKS` exchange blocks,
-    whichever is less.
-    """
-    return min(wanted_bytes(plan), _LEAST_BLOCKS * plan.exchange_block_bytes)
-
-
-def shares_of_budget(wanted: int, budget: int) -> Iterator[int]:
-    """Yield bytes, multiples of 4096, that a cache may take of a host budget at the expense of pages."""
-    for share in _SHARES:
-        yield min(round_up(wanted, PAGE_ALIGNMENT), budget // share // PAGE_ALIGNMENT * PAGE_ALIGNMENT)
