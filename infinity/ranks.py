@@ -45,9 +45,9 @@ Present = Callable[[int, int, int, int], torch.Tensor]
 present values, which this rank must have at home: (count,) in memory order, in the parameter's dtype.
 """
 
-Part = Callable[[int, int, int], torch.Tensor]
-"""Function (number, first, count) that returns this rank's elements [first, first + count) of the tensor with
-a number: flat, contiguous and in RAM. Other threads may call it.
+Give = Callable[[int, int, int], torch.Tensor]
+"""Function (number, first, count) that returns this rank's values of elements [first, first + count) of
+tensor `number`: flat, contiguous and in RAM. Any thread may call it.
 """
 
 
@@ -99,7 +99,7 @@ class SingleVotes:
 
         Called by the commit's thread, without the runtime's lock. wanted: function that returns whether this
         rank's program waits for the commit now; the other ranks then complete the updates that their own
-        shares of the commit need. Returns None if all ranks are ready, else the error of a rank that is not.
+        rank commits need. Returns None if all ranks are ready, else the error of a rank that is not.
         Raises RankFailure if a rank is lost.
         """
         return None
@@ -214,9 +214,9 @@ class SingleRank(Closing):
         """
         return RemotePages()
 
-    def exchange(self, label: str, part: Part) -> SingleExchange:
-        """Begin an exchange. label: a name for the tensors, for errors. part: function that gives this rank's
-        elements.
+    def exchange(self, label: str, give: Give) -> SingleExchange:
+        """Begin an exchange. label: a name for the tensors, for errors. give: function that returns this
+        rank's elements.
         """
         return SingleExchange()
 

@@ -326,7 +326,7 @@ class Runtime(Closing):
         on. (`export` writes weights for other programs.)
 
         With several ranks all call this together, and an error of one is raised on all. Each rank keeps its
-        share of a commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
+        rank commit, with its own `state`. A copy is written by rank 0 alone, with rank 0's path, state,
         buffers and generators, and looks as if one rank had made it.
         """
         if path is None:

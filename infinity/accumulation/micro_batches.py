@@ -6,7 +6,7 @@ runs one micro-batch after the other, whatever the model is made of (residual st
 model whose order of units cannot be foreseen costs time, not correctness. A parameter's gradients are added
 in the order of the micro-batches, ((g0 + g1) + g2) + ..., as in the plain loop: of the micro-batches at the
 same part of the model, the one with the lowest number goes on first. If the order of units depends on data
-(experts), a gradient waits until that of each micro-batch with a lower number is added.
+(experts), a gradient waits until the gradients of all micro-batches with lower numbers are added.
 
 [Note: where a backward stops] A backward stops at the tensors that entered a module with pages of its own.
 The gradient of such a tensor is complete when the backward of this module, and of all modules after it, is
@@ -50,9 +50,9 @@ micro-batch in its group.
 """
 
 Expect = Callable[[int, Set[tuple[int, int]]], None]
-"""Function (number, parameters) that is called with the gradients that a micro-batch will compute.
+"""Function (number, parameters) that is told which gradients a micro-batch will compute.
 
-number: index of the micro-batch in its group. parameters: (unit, index of the parameter) of each.
+number: index of the micro-batch in its group. parameters: (unit, index of the parameter) of each gradient.
 """
 
 _FORWARD, _BACKWARD = 0, 1
@@ -221,9 +221,9 @@ class Group:
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
         """Stop the micro-batch of this thread before `module`, until `run` lets it go on.
 
-        units: the units of the module. If the forward uses all of them already, it does not stop. Called by a
-        forward pre-hook, with the arguments of the module. Does nothing in a backward, without grad mode, or
-        in a thread that runs no micro-batch.
+        units: the units of the module. If the forward used all of them just before, it does not stop. Called
+        by a forward pre-hook, with the arguments of the module. Does nothing in a backward, without grad
+        mode, or in a thread that runs no micro-batch.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():

@@ -216,9 +216,9 @@ class Accumulator:
     def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
         """The modules before which micro-batches stop, each with the units whose pages the module uses.
 
-        A module in `blocks` uses the units of all its parameters; any other module those of the parameters
-        that it holds itself. Left out are units whose parameter page is never evicted, and modules without
-        other units.
+        A module in `blocks` uses the units of all its parameters, and any other module the units of the
+        parameters that it holds itself. Units whose parameter page is never evicted do not count, and modules
+        without other units are not listed.
         """
         units: dict[nn.Module, set[int]] = {}
         modules = dict(named_modules(self.model, remove_duplicate=False))

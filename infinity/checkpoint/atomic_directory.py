@@ -7,9 +7,9 @@ may itself run inside an event loop. A file's content comes in pieces. One piece
 makes the next, and no other piece is in memory.
 
 [Note: all or nothing]
-All files are written into a temporary directory beside the target and synced, and the directory is renamed
-to the target. After an error or an interrupt, the writes under way are waited for, and the temporary
-directory is removed.
+All files are written into a temporary directory beside the target and synced, and the directory is renamed to
+the target. After an error or an interrupt, the writes under way are waited for, and the temporary directory
+is removed.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ async def _flush(file: Any) -> None:
 def check_destination(path: str | os.PathLike[str], purpose: str = "export to") -> Path:
     """Check that a new directory can be put at `path`, and return the path of the directory.
 
-    purpose: what the path is for, for the error message. Raises ConfigError if `path` is not a valid path,
-    if it is a file, or if it is a directory that is not empty or at which a file system is mounted. Raises
+    purpose: what the path is for, for the error message. Raises ConfigError if `path` is not a valid path, if
+    it is a file, or if it is a directory that is not empty or at which a file system is mounted. Raises
     StorageError if the system cannot look at `path`, or cannot make a directory there.
     """
     cure = "Give a directory that does not exist yet, or an empty one."
@@ -148,7 +148,7 @@ def check_room(target: Path, nbytes: int) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The path itself if it exists, else the nearest of its parents that does."""
+    """The path itself if it exists, else its nearest existing parent."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
@@ -200,8 +200,8 @@ def sync(path: Path) -> None:
 def storing(operation: str, path: Path) -> contextlib.AbstractContextManager[None]:
     """Context that turns OSError into StorageError.
 
-    If the file system is full, the error's advice is to free space or to take another file system.
-    operation: what was tried, as a verb for the error message, such as "write". path: the file or directory
-    that the message names.
+    If the file system is full, the error's advice is to free space or to take another file system. operation:
+    what was tried, as a verb for the error message, such as "write". path: the file or directory that the
+    message names.
     """
     return storage_errors(operation, path, cure={errno.ENOSPC: _FULL, errno.EDQUOT: _FULL})

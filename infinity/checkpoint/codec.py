@@ -1,12 +1,14 @@
 """Codec: Python values as JSON nodes, with the elements of tensors and arrays in tensors beside them.
 
-A node is what JSON has, or an object with one key that begins with "$": the kind of value; all kinds are in
-docs/file-format.md. Not kept are the device and `requires_grad` of a tensor, that two names meant one object,
-attributes of an OrderedDict, and whether an array could be written to.
+A node is a JSON value. For a value that JSON lacks it is an object with one key, which begins with "$" and
+names the kind of value; docs/file-format.md lists the kinds. The device and `requires_grad` of a tensor, the
+attributes of an OrderedDict and the flag by which an array is read-only are not kept. An object that has two
+names comes back as two objects.
 
 [Note: values from a file]
-No bytes are used twice, and an array has as many as are stored for it, so a file cannot ask for more memory
-than it has. Nothing that a file names is executed or imported. Bools are 0 or 1, as compiled code requires.
+Each stored byte belongs to at most one value, so a file cannot ask for more memory than its own size. Nothing
+that a file names is executed or imported. Bytes of bools other than 0 and 1, which compiled code could not
+bear, are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from infinity.layout.strides import is_dense
 
 Tensors = dict[str, torch.Tensor]
 DEEPEST = 64
-"""The most containers that may lie one in another."""
+"""The greatest depth of containers inside of containers."""
 _MAPPINGS = (dict, OrderedDict, Counter)
 _MEMBERS: dict[str, Any] = {each.__name__: each for each in (tuple, set, frozenset, *_MAPPINGS)}
 _ARRAYS = re.compile(r"[<>|][biufcmMSU][1-9]\d{0,8}(?:\[\d{0,9}[A-Za-z]{1,2}\])?")
@@ -36,11 +38,12 @@ _CURE = "Keep plain Python values, tensors and NumPy arrays: of others their sta
 
 
 def encode(value: Any, tensors: Tensors, where: Path = "state", depth: int = 0) -> Json:
-    """The JSON node of `value`. Elements of tensors and arrays are copied into `tensors`, flat, on the CPU.
+    """Return the JSON node of `value`, and copy the elements of its tensors and arrays into `tensors`, flat,
+    on the CPU.
 
-    where: names the value in errors. depth: the number of containers around it. Raises ConfigError, naming
-    the path of keys and the type, for a value that `decode` would not give back with its type, and for more
-    than DEEPEST containers one in another.
+    where: names the value in errors. depth: the number of containers around `value`. Raises ConfigError,
+    naming the path of keys and the type, for a value that `decode` would not give back with its type, and for
+    containers that are nested deeper than DEEPEST.
     """
     kind = type(value)
     finite = value is None or kind is bool or (kind is float and math.isfinite(value))
@@ -101,15 +104,16 @@ def _array(value: Any, tensors: Tensors) -> Json:
 
 
 def decode(node: Json, tensors: Tensors, where: Path = "state") -> Any:
-    """The value that `encode` turned into `node`. Its tensors are on the CPU, with memory of their own.
+    """Return the value of a node that `encode` has made. Its tensors are on the CPU, with memory of their
+    own.
 
-    where: names the value in errors. Raises CorruptState, naming the place, for a node that has no value.
+    where: names the value in errors. Raises CorruptState, naming the place, for a node that is not valid.
     """
     return _value(node, dict(tensors), where, 0)
 
 
 def _value(node: Json, left: Tensors, path: Path, depth: int) -> Any:
-    """left: tensors of which no value has been made. depth: the number of lists and objects around `node`."""
+    """left: stored tensors that no value uses yet. depth: the number of lists and objects around `node`."""
     if type(node) not in (list, dict):
         return node
     if depth == 3 * DEEPEST:  # what is in a dict may be in an object, a list and a list
@@ -158,7 +162,7 @@ def _decode_tensor(content: Json, left: Tensors) -> torch.Tensor:
 
 
 def _elements(name: str, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Bytes as an array of the dtype `name`; see [Note: values from a file]."""
+    """View bytes as an array of the dtype `name`. Raises ValueError; see [Note: values from a file]."""
     if not _ARRAYS.fullmatch(name) or (name == "|b1" and data.max(initial=0) > 1):
         raise ValueError("such arrays are not kept, or a truth value is neither 0 nor 1")
     return data.view(name)

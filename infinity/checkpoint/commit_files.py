@@ -1,14 +1,15 @@
-"""Commit files: the two files of a commit, from the first byte written to the last check when it is read.
+"""Commit files: writes the two files of a commit, and reads, checks and removes them.
 
-A commit of generation g is `commit-<g>.safetensors` (checksums, and tensors of encoded values) and
-`commit-<g>` (the manifest), in this order: the manifest has the length and the CRC-32C of the data file, so
-it is written last, and it appears under its name whole (see [Note: what a crash keeps] in
-infinity/system/disk_files.py). The format is in docs/file-format.md.
+A commit of generation g has the data file `commit-<g>.safetensors` (checksums, and tensors of encoded values)
+and the manifest `commit-<g>`. The manifest contains the length and the CRC-32C of the data file, so it is
+written second, and it appears under its name whole (see [Note: what a crash keeps] in
+infinity/system/disk_files.py). docs/file-format.md describes the format.
 
 [Note: block identities]
-The table of a data file has for each block the CRC-32C of its bytes, exclusive-or that of its identity: the
-commit, the array, the parameter, and the block's first element. So bytes that are exchanged between two
-places, or are those of another commit, do not pass, even if their entries in the table come with them.
+The table of a data file has an entry for each block: the CRC-32C of its bytes XOR the CRC-32C of its
+identity. The identity names the commit, the array, the parameter and the block's first element. So bytes that
+were exchanged between two places, or belong to another commit, do not pass the check, even if their entries
+of the table were moved with them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from infinity.tiers import NvmeTier
 
 MANIFEST_LIMIT = 1 << 30
-"""The most bytes of a manifest's file that are read; a larger file is no manifest."""
+"""Greatest size of a manifest in bytes. A larger file is refused."""
 
 _NAME = re.compile(r"commit-(0|[1-9][0-9]{0,17})")
 _TEMPORARY = re.compile(rf"\.{_NAME.pattern}\.tmp")
@@ -59,11 +60,11 @@ _CHECKSUMS = "checksums"
 
 @dataclass(frozen=True)
 class SavedCommit:
-    """What the files of one commit say: of one that was read and found whole, or of one to be written."""
+    """The content of a commit's two files, which were read and found whole, or are to be written."""
 
     manifest: Manifest
     checksums: npt.NDArray[np.uint32]
-    """The CRC-32Cs of blocks' bytes to which `StoredArray.checksum` refers; shape (n,)."""
+    """CRC-32Cs of the bytes of blocks, shape (n,). `StoredArray.checksum` is an index into them."""
     tensors: Tensors
     """The tensors to which encoded values in the manifest refer."""
     skipped: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class SavedCommit:
 
     @property
     def run(self) -> RunState:
-        """The state of the run that is in no page."""
+        """The state of the run outside of pages."""
         return RunState(self.manifest.run, self.tensors)
 
 
@@ -96,15 +97,15 @@ def write(
     *,
     tier: NvmeTier | None = None,
 ) -> None:
-    """Write a commit into `directory`; when this returns, it is durable.
+    """Write a commit into `directory`. When this returns, the commit is durable.
 
-    The pages that it describes must be durable before the call. A data file and a temporary file of this
-    generation, which a crash left behind, are replaced. tier: has the slabs, which are given the names of
-    committed ones; see [Note: the name of a slab says whose it is] in infinity/tiers/slab.py.
+    The pages that the commit describes must be durable before the call. A data file and a temporary file of
+    this generation, which a crash left, are replaced. tier: its slabs get the names of committed slabs; see
+    [Note: the name of a slab says whose it is] in infinity/tiers/slab.py.
 
     Raises StorageError, StorageFull if the disk is full, and StorageError (EEXIST) if there is a manifest of
-    this generation. After an error before the manifest has its name, neither file is left, and slabs have the
-    names of before. Raises ConfigError if the files could not be read again, for instance because a name has
+    this generation. After an error before the manifest has its name, neither file is left, and slabs have
+    their former names. Raises ConfigError if `read` would refuse the files, for instance because a name has
     half a surrogate pair.
     """
     generation = saved.manifest.generation
@@ -135,7 +136,7 @@ def _undo(
     directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None
 ) -> None:
     """Remove the data file and the temporary manifest of a commit whose manifest has not got its final name.
-    tier: its slabs get back their names of before; None if another commit needs them.
+    tier: its slabs get their former names; None if another commit needs the slabs.
     """
     if tier is not None:
         tier.uncommit()
@@ -151,11 +152,11 @@ def take_back(
     *,
     leave: bool = False,
 ) -> None:
-    """Take a commit that does not count back, and remove its files.
+    """Take the name of a commit's manifest away, so that the commit does not count, and remove its files.
 
-    tier: has the slabs, which get the names of new ones, if no other commit needs them; None otherwise.
-    leave: whether the temporary manifest stays for `unfinished_slabs`, which removes the slabs that it names.
-    Raises StorageError; the manifest may have its name then.
+    tier: its slabs get the names of uncommitted slabs; None if another commit needs the slabs. leave: whether
+    the temporary manifest stays, in which `unfinished_slabs` finds the names of slabs to remove. Raises
+    StorageError; the manifest may still have its name then.
     """
     files.rename(manifest_path(directory, generation), _temporary_path(directory, generation))
     files.sync_directory(directory)
@@ -165,8 +166,8 @@ def take_back(
 
 
 def contents(saved: SavedCommit) -> tuple[bytes, bytes]:
-    """The contents of a commit's data file and of its manifest. Raises ConfigError if they could not be read
-    again.
+    """Make the contents of a commit's data file and of its manifest. Raises ConfigError if `read` would
+    refuse them.
     """
     generation = saved.manifest.generation
     path = manifest_path("", generation)
@@ -183,22 +184,22 @@ def contents(saved: SavedCommit) -> tuple[bytes, bytes]:
 
 
 def data_bytes(saved: SavedCommit) -> bytes:
-    """The content of a data file: the checksums, bound to what they are of, and the tensors. Raises
-    CorruptState if arrays refer to checksums past the end of the table, or to more than there are.
+    """Make the content of a data file: the table of checksums ([Note: block identities]), and the tensors.
+    Raises CorruptState if arrays refer to checksums past the end of the table, or to one checksum twice.
     """
     bound = saved.checksums ^ _block_identities(saved.manifest, len(saved.checksums))
     return packed({_CHECKSUMS: torch.from_numpy(bound), **saved.tensors})
 
 
 def manifest_bytes(manifest: Manifest, data: bytes) -> bytes:
-    """The content of a manifest's file. data: the content of the commit's data file."""
+    """Make the content of a manifest's file. data: the content of the commit's data file."""
     body = dumps({"data": DataFile.of(data), **vars(manifest)})
     start = f"infinity-commit {FORMAT} {len(body)} ".encode()
     return b"".join((start, f"{crc32c(body, crc32c(start)):08x}\n".encode(), body))
 
 
 def generations(directory: str | os.PathLike[str]) -> list[int]:
-    """The generations of which a directory has a manifest, whole or not, in ascending order.
+    """List the generations whose manifests are in a directory, whole or not, in ascending order.
 
     Raises StorageError if the directory cannot be read.
     """
@@ -208,7 +209,7 @@ def generations(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def newest(directory: str | os.PathLike[str], files: DiskFiles) -> SavedCommit | None:
-    """The newest commit of a directory that is whole; None if there is no manifest at all.
+    """Read the newest whole commit of a directory. Returns None if there is no manifest at all.
 
     Newer commits that are not whole are passed over, and named in `SavedCommit.skipped`. Raises CorruptState,
     with the reason for each, if no commit is whole. Raises IncompatibleCheckpoint for a whole manifest of
@@ -228,11 +229,11 @@ def newest(directory: str | os.PathLike[str], files: DiskFiles) -> SavedCommit |
 def read(
     directory: str | os.PathLike[str], generation: int, files: DiskFiles, skipped: tuple[str, ...] = ()
 ) -> SavedCommit:
-    """The commit of this generation. skipped: `SavedCommit.skipped`.
+    """Read the commit of a generation. skipped: becomes `SavedCommit.skipped`.
 
     Raises CorruptState for files that are missing, not regular, or have other bytes than were written. Raises
-    IncompatibleCheckpoint for another format, or another version of what bytes of pages mean, and
-    StorageError for a file that cannot be read. Memory is bounded by a multiple of the files' sizes.
+    IncompatibleCheckpoint for another version of the format or of a codec (`CODECS`), and StorageError for a
+    file that cannot be read. Memory is bounded by a multiple of the files' sizes.
     """
     path, data = manifest_path(directory, generation), data_path(directory, generation)
     tree, entry = _tree(_content(path, files, MANIFEST_LIMIT), path)
@@ -240,7 +241,7 @@ def read(
 
 
 def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozenset[str]:
-    """UUIDs of the slabs of all commits of a directory that can be read. Raises StorageError."""
+    """List the UUIDs of the slabs of all readable commits in a directory. Raises StorageError."""
     found: set[str] = set()
     for generation in generations(directory):
         with contextlib.suppress(CorruptState, IncompatibleCheckpoint):
@@ -249,8 +250,8 @@ def named_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozense
 
 
 def unfinished_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> frozenset[str]:
-    """UUIDs of the slabs that a crash has left with the names of committed ones, and of which no commit
-    needs anything. None of them if there is a commit that cannot be read, as it may need any slab. Raises
+    """List the UUIDs of slabs that a crash has left under names of committed slabs, and that no commit needs.
+    The result is empty if a commit cannot be read, because that commit may need any slab. Raises
     StorageError.
     """
     found: set[str] = set()
@@ -268,18 +269,18 @@ def unfinished_slabs(directory: str | os.PathLike[str], files: DiskFiles) -> fro
 
 
 def _slabs(path: Path, files: DiskFiles) -> set[str]:
-    """UUIDs of the slabs that the manifest `path` names."""
+    """Read the UUIDs of the slabs that the manifest `path` names."""
     tree, _ = _tree(_content(path, files, MANIFEST_LIMIT), path)
     return {slab.uuid for slab in typed(tree, Manifest, path.name).volume.slabs}
 
 
 def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:
-    """The commit whose files have these bytes. path: that of the manifest. Raises as `read` does."""
+    """Make the commit whose files have these bytes. path: the manifest's. Raises the errors of `read`."""
     return _commit(*_tree(manifest, path), path, data, ())
 
 
 def _tree(content: bytes, path: Path) -> tuple[Json, DataFile]:
-    """The tree of a manifest, and its entry for the data file. content: of the file `path`."""
+    """Parse the content of the manifest `path`. Returns its tree, and apart its entry for the data file."""
     tree = parse(_manifest_text(content, path), path.name)
     if not isinstance(tree, dict) or "data" not in tree:
         raise corrupt(path.name, "lacks 'data'")
@@ -287,7 +288,7 @@ def _tree(content: bytes, path: Path) -> tuple[Json, DataFile]:
 
 
 def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tuple[str, ...]) -> SavedCommit:
-    """The commit with the tree of a manifest, which is the file `path`, and the content of the data file."""
+    """Make the commit of a manifest's tree and its data file's content, which is checked against `entry`."""
     where = f"{path.name}{data_path('', 0).suffix}"
     if DataFile.of(content) != entry:
         raise corrupt(where, "has other bytes than were written: its CRC-32C is another")
@@ -311,8 +312,8 @@ def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tu
 
 
 def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
-    """The CRC-32C of what each block is, by its index in the table of checksums: uint32 (count,). It is 0 at
-    an index to which no array refers.
+    """Compute the CRC-32C of each block's identity, by the index of the block's checksum in the table: uint32
+    (count,), 0 at an index to which no array refers.
     """
     found = np.zeros(count, dtype=np.uint32)
     referred = 0
@@ -337,20 +338,19 @@ def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
 
 
 def _label(manifest: Manifest, array: str, parameter: str) -> bytes:
-    """The identity of a block without the 8 bytes of its first element, with which it ends."""
+    """Make the identity of a block without its last 8 bytes, which are the index of its first element."""
     text = f"{manifest.generation}\n{manifest.created}\n{array}\n{parameter}\n"
     return text.encode("utf-8", "surrogatepass")
 
 
 def _followed(label: bytes) -> int:
-    """By what the CRC of `label` and any 8 bytes differs from that of the 8 bytes: a CRC is linear."""
+    """Compute crc(label + x) XOR crc(x), which is equal for all x of 8 bytes, because a CRC is linear."""
     return crc32c(bytes(8), crc32c(label)) ^ crc32c(bytes(8))
 
 
 def remove(directory: str | os.PathLike[str], generation: int, files: DiskFiles) -> None:
-    """Remove a commit: its manifest, and only when that is durable its data file.
-
-    Does nothing for files that are missing. Raises StorageError.
+    """Remove a commit's manifest durably, and then its data file. Files that are missing are ignored. Raises
+    StorageError.
     """
     files.remove(manifest_path(directory, generation))
     files.sync_directory(directory)
@@ -371,7 +371,7 @@ def remove_leftovers(directory: str | os.PathLike[str], files: DiskFiles) -> Non
 
 
 def _manifest_text(content: bytes, path: Path) -> bytes:
-    """The JSON text in the content of a manifest's file, whose checksum and version have been checked."""
+    """Check the checksum and version of a manifest's content, and return the JSON text in it."""
     line = _FIRST_LINE.match(content, 0, _LINE_LIMIT)
     if line is None:
         raise corrupt(path.name, "does not begin as a manifest")
@@ -390,7 +390,7 @@ def _manifest_text(content: bytes, path: Path) -> bytes:
 
 
 def _content(path: Path, files: DiskFiles, limit: int, *, exactly: bool = False) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes, or of exactly as many."""
+    """Read a regular file of at most `limit` bytes; exactly: of `limit` bytes."""
     try:
         with storage_errors("look at", path):
             found = os.lstat(path)

@@ -1,4 +1,4 @@
-"""Commit source: the arrays of a commit, read from the slabs of its parts whatever their chunks."""
+"""Commit source: reads the arrays of a commit from the slabs of its rank commits, whatever their chunks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, aligned_ram
 from infinity.tiers.path_lock import PathLock
 
 Read = Callable[[torch.Tensor, int], object]
-"""Function (memory, offset) that fills memory, uint8, with a part's volume from byte `offset` on, both in
-multiples of 4096 bytes. Raises StorageError, and CorruptState for a short file.
+"""Function (memory, offset) that fills `memory`, uint8, with the bytes of a rank commit's volume from byte
+`offset` on. The offset and the size of `memory` are multiples of 4096. Raises StorageError, and CorruptState
+if a file ends too early.
 """
 
 
-class ReadablePart(NamedTuple):
-    """A part of a commit, on this node or another one. A commit of one rank has one part."""
+class RankCommit(NamedTuple):
+    """A rank commit, and the function that reads its volume, on this node or over the network."""
 
     saved: SavedCommit
     read: Read
@@ -42,10 +43,10 @@ def open_slabs(
     shared: Mapping[Path, PathLock],
     faults: Faults | None = None,
 ) -> NvmeTier:
-    """Open the slabs of a part of a commit, to read arrays from them.
+    """Open the slabs of a rank commit, to read arrays from them.
 
     directories: where the slabs are looked for. shared: the locks of directories that the caller holds.
-    faults: of the I/O engines, for tests. Raises IncompatibleCheckpoint if a slab is missing.
+    faults: what the I/O engines shall inject, for tests. Raises IncompatibleCheckpoint if a slab is missing.
     """
     record = saved.manifest.volume
     return NvmeTier(
@@ -62,7 +63,7 @@ def open_slabs(
 def reader_of(tier: NvmeTier) -> Read:
     """Return a function that reads bytes of a tier's volume into memory.
 
-    tier: has adopted a commit's slabs, and has no leases; all its free bytes are leased for this.
+    tier: has adopted a commit's slabs, and has no leases. This call leases all its bytes.
     """
     lease = tier.lease(tier.free_bytes)
     return lambda memory, offset: tier.read(lease, memory, offset=offset).wait()
@@ -70,7 +71,7 @@ def reader_of(tier: NvmeTier) -> Read:
 
 @dataclass(frozen=True)
 class Damage:
-    """A range of a parameter's elements for which an array is not as it was committed."""
+    """A range of a parameter's elements for which an array does not have the committed bytes."""
 
     parameter: str
     """Canonical name of the parameter."""
@@ -84,39 +85,39 @@ class Damage:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of reading a range of an array."""
+    """What `CommitSource.check` has found in a range of an array."""
 
     nbytes: int
     damage: tuple[Damage, ...]
 
 
 class CommitSource:
-    """Reads arrays of a commit from its parts. Every block that is read is compared with its checksum.
+    """Reads arrays of a commit from its rank commits, and compares every block with its checksum.
 
     Elements of a parameter are counted in memory order: the order of their addresses in the tensor of the
     model that was saved. So an array does not depend on the pages, chunks and ranks of that run.
     """
 
-    def __init__(self, parts: Sequence[ReadablePart]) -> None:
-        """parts: those that are read; of two that have an element the first one is. What they say of
-        parameters, but for their ranges, is equal.
+    def __init__(self, rank_commits: Sequence[RankCommit]) -> None:
+        """rank_commits: those to read from; where two have an element, the earlier one is used. Except for
+        ranges, their manifests describe parameters equally.
         """
-        manifest = parts[0].saved.manifest
+        manifest = rank_commits[0].saved.manifest
         self.rule: OptimizerRule | None = manifest.rule
         """The optimizer of the saved run; None if the run had none."""
         self._generation = manifest.generation
-        self._parts = parts
+        self._rank_commits = rank_commits
         self._entries = {each.names[0]: each for each in manifest.parameters}
         self._ranges = [
-            {each.names[0]: each.ranges for each in part.saved.manifest.parameters} for part in parts
+            {each.names[0]: each.ranges for each in one.saved.manifest.parameters} for one in rank_commits
         ]
 
     def parameters(self) -> Mapping[str, ParameterEntry]:
-        """All parameters by their canonical names."""
+        """Return all parameters by their canonical names."""
         return self._entries
 
     def has(self, name: str, first: int, count: int) -> bool:
-        """Whether the parts have elements [first, first + count) of a parameter."""
+        """Whether the rank commits together have elements [first, first + count) of a parameter."""
         while count > 0:
             found = self._find(name, first)
             if found is None:
@@ -133,7 +134,7 @@ class CommitSource:
         multiple of 4096. count: 4096 divides it, or the range ends with the parameter. Values of a frozen
         parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the array is
         stored. Raises StorageError if the bytes cannot be read, CorruptState if they are not those that were
-        committed, IncompatibleCheckpoint for elements that no part has, and RankFailure.
+        committed, IncompatibleCheckpoint for elements that no rank commit has, and RankFailure.
         """
         entry = self._entries[name]
         at, end, pieces = first, first + count, []
@@ -141,42 +142,47 @@ class CommitSource:
             found = self._find(name, at)
             if found is None:
                 raise IncompatibleCheckpoint(
-                    f"Element {at} of {name} is in no part of commit {self._generation} that was read.",
+                    f"Element {at} of {name} is in no rank commit of commit-{self._generation} read here.",
                     "Load a copy of the run, which save(PATH) makes.",
                 )
-            part, within = found
+            rank_commit, within = found
             high = min(end, within.first + within.count)
-            pieces.append(self._read(part, entry, array, within, (at, high)))
+            pieces.append(self._read(rank_commit, entry, array, within, (at, high)))
             at = high
         dtype = entry.arrays(self.rule)[array].dtype
         return torch.cat(pieces).view(dtype) if pieces else torch.empty(0, dtype=dtype, device="cpu")
 
     def check(self, window: int) -> Iterator[Checked]:
-        """Read all arrays of all parts and compare them with their checksums; goes on after differences.
+        """Compare all arrays of all rank commits with their checksums, and go on after differences.
 
         Reads at most `window` elements at a time, a multiple of 4096, and yields a result after each read.
         """
-        for part, ranges in zip(self._parts, self._ranges, strict=True):
+        for rank_commit, ranges in zip(self._rank_commits, self._ranges, strict=True):
             for name, entry in self._entries.items():
                 for each in ranges[name]:
                     for array in each.arrays:
                         for first in range(each.first, each.first + each.count, window):
                             end = min(first + window, each.first + each.count)
-                            yield self._checked(part, entry, array, each, (first, end))
+                            yield self._checked(rank_commit, entry, array, each, (first, end))
 
-    def _find(self, name: str, element: int) -> tuple[ReadablePart, Range] | None:
-        """The first part that has an element of a parameter, and the range in which it lies."""
-        for part, ranges in zip(self._parts, self._ranges, strict=True):
+    def _find(self, name: str, element: int) -> tuple[RankCommit, Range] | None:
+        """Find the first rank commit that has an element of a parameter, and the range in which it lies."""
+        for rank_commit, ranges in zip(self._rank_commits, self._ranges, strict=True):
             at = bisect.bisect_right(ranges[name], element, key=lambda each: each.first) - 1
             if at >= 0 and element < ranges[name][at].first + ranges[name][at].count:
-                return part, ranges[name][at]
+                return rank_commit, ranges[name][at]
         return None
 
     def _checked(
-        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self,
+        rank_commit: RankCommit,
+        entry: ParameterEntry,
+        array: str,
+        within: Range,
+        elements: tuple[int, int],
     ) -> Checked:
         try:
-            found, wrong = self._compared(part, entry, array, within, elements)
+            found, wrong = self._compared(rank_commit, entry, array, within, elements)
         except StorageError as error:
             return Checked(0, (Damage(entry.names[0], array, *elements, error.cause),))
         damage = (
@@ -186,13 +192,20 @@ class CommitSource:
         return Checked(found.nbytes, tuple(damage))
 
     def _read(
-        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self,
+        rank_commit: RankCommit,
+        entry: ParameterEntry,
+        array: str,
+        within: Range,
+        elements: tuple[int, int],
     ) -> torch.Tensor:
-        """Do what `_compared` does for elements that need not be whole blocks. Raises CorruptState, too."""
+        """Read the bytes, uint8, of an array for elements of a parameter. Raises CorruptState if they differ
+        from their checksums, and the errors of `_compared`.
+        """
         first, end = elements
         low = first - (first - within.first) % BLOCK
         high = min(within.first + within.count, low + round_up(end - low, BLOCK))
-        found, wrong = self._compared(part, entry, array, within, (low, high))
+        found, wrong = self._compared(rank_commit, entry, array, within, (low, high))
         if wrong:
             first, end = wrong[0]
             raise CorruptState(
@@ -205,13 +218,18 @@ class CommitSource:
         return found[start : start + array_bytes(form, end - first)]
 
     def _compared(
-        self, part: ReadablePart, entry: ParameterEntry, array: str, within: Range, elements: tuple[int, int]
+        self,
+        rank_commit: RankCommit,
+        entry: ParameterEntry,
+        array: str,
+        within: Range,
+        elements: tuple[int, int],
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Read the bytes, uint8, of an array for elements [first, end) of a parameter, which must lie in
         `within` and be whole blocks of it.
 
-        Returns them with the ranges of elements whose bytes differ from their checksums. Raises CorruptState
-        if the commit does not have the array, and StorageError if the bytes cannot be read.
+        Returns the bytes, and the ranges of elements whose bytes differ from their checksums. Raises
+        CorruptState if the commit does not have the array, and StorageError if the bytes cannot be read.
         """
         first, end = elements
         stored = within.arrays.get(array)
@@ -224,17 +242,17 @@ class CommitSource:
         low, high = (stored.offset + array_bytes(form, at - within.first) for at in elements)
         start, stop = low // PAGE_ALIGNMENT * PAGE_ALIGNMENT, round_up(high, PAGE_ALIGNMENT)
         memory = aligned_ram(stop - start)
-        part.read(memory, start)
+        rank_commit.read(memory, start)
         found = memory[low - start : high - start]
         rows = np.array([(0, high - low, array_bytes(form, BLOCK))], dtype=np.int64)
         checksums = crc32c_blocks(found, rows)
         at = stored.checksum + (first - within.first) // BLOCK
-        wrong = np.flatnonzero(checksums != part.saved.checksums[at : at + len(checksums)]).tolist()
+        wrong = np.flatnonzero(checksums != rank_commit.saved.checksums[at : at + len(checksums)]).tolist()
         return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending ranges, with those joined that touch."""
+    """Join neighbouring ranges in a list of ascending ranges."""
     joined: list[tuple[int, int]] = []
     for first, end in ranges:
         if joined and joined[-1][1] == first:

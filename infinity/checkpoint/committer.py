@@ -2,7 +2,7 @@
 
 [Note: the order of a commit]
 1. `save` copies what is not in pages, and says which slot of each part the commit holds (the ledger).
-   Parts in device memory have been updated and written there before `save` returns.
+   Parts in device memory have been updated and written to their slots before `save` returns.
 2. The updates of the step run, as they would anyway, and write to these slots. Parts at home in memory that
    the CPU can use are written by the commit's thread.
 3. When these writes have ended: fdatasync of every slab.
@@ -10,20 +10,21 @@
    their directories; see [Note: the name of a slab says whose it is] in infinity/tiers/slab.py. The manifest
    is renamed to commit-<generation>, and the directory is synced. From here on a crash resumes from this
    commit.
-5. Only now are the slots free that the commit before held. Slabs that only commits before needed are removed,
-   and then their manifests: as long as one is there, the next run can find its slabs.
+5. Only now the slots that the previous commit held are free. Slabs that only earlier commits needed are
+   removed, and then the manifests of these commits: a manifest tells the next run which slabs to remove.
 
 [Note: failed commits]
-A commit that fails before its manifest has its name leaves the commit before as it was. Its slots are free
+A commit that fails before its manifest has its name leaves the previous commit as it was. Its slots are free
 again, and the run goes on. After a failed sync nobody knows what the disk holds: Linux reports the loss of
 written pages once and forgets them. So the runtime refuses further use then, and a new process resumes from
-the newest commit that is whole. If the manifest had its name already, that may be this commit or the one
-before, so the slots of both stay held.
+the newest commit that is whole. If the manifest had its name already, that may be this commit or the previous
+one, so the slots of both stay held.
 
 [Note: commits of ranks]
-With several ranks each commits its part, and no part counts unless all do. So between 4 and 5 a rank waits
-until all others have come as far. If one of them fails, this rank takes its manifest back, and its commit has
-failed, too. infinity/distributed/barrier.py says why a restart finds a commit that all ranks have.
+Each of several ranks makes its rank commit, and none of these counts unless all are durable. So between 4 and
+5 a rank waits until all others have done 4. If another rank fails, this rank takes the name of its manifest
+away, and its commit has failed, too. infinity/distributed/barrier.py says why a restart finds a commit that
+all ranks have.
 """
 
 from __future__ import annotations
@@ -82,15 +83,16 @@ class Committer:
         votes: SingleVotes,
         released: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """directory: where manifests go. recorder: makes them. lock: the runtime's lock. generation: number
-        of the newest commit in the directory, 0 if there is none. superseded: called once, after the first
-        commit of this runtime, to remove what it replaces; errors of storage are ignored. votes: make commits
-        together with the other ranks. released: makes a context without the lock, for waits for other ranks.
+        """directory: where manifests go. recorder: makes the manifests. lock: the runtime's lock. generation:
+        number of the newest commit in the directory, 0 if there is none. superseded: called once, after the
+        first commit of this runtime, to remove what that commit replaces; its StorageError is ignored. votes:
+        agrees with the other ranks on each commit. released: makes a context without the lock, for waits for
+        other ranks.
         """
         assert store.durable is not None
         self.directory = directory
         self.generation = generation
-        """Number of the newest commit in the directory that is durable or may be."""
+        """Number of the newest commit in the directory that is durable, or may be after an error."""
         self.last: Commit | None = None
         """The latest commit of this runtime."""
         self._thread: threading.Thread | None = None
@@ -130,9 +132,9 @@ class Committer:
     def save(self, state: object, *, rng: Mapping[str, Any] | None = None, identity: object = None) -> Commit:
         """Begin a commit of the state after the last step, and return it.
 
-        The commit before is completed first; its error is raised here if nobody has seen it. state:
-        the user's. rng: states of the random number generators, by default their present states. identity:
-        says which job this is. Raises ConfigError for a state that cannot be kept, and StorageError.
+        The previous commit is completed first, and its error is raised if it was not raised before. state:
+        the user's state. rng: states of the random number generators, by default their present states.
+        identity: identifies the job. Raises ConfigError for a state that cannot be kept, and StorageError.
         """
         before = self.last
         try:
@@ -151,7 +153,7 @@ class Committer:
         return commit
 
     def _begin(self) -> tuple[int, str]:
-        """Complete the commit before, and agree with all ranks on number and time of the next one."""
+        """Complete the previous commit, and agree with all ranks on number and time of the next commit."""
         failure: InfinityError | None = None
         try:
             self.complete()
@@ -165,7 +167,7 @@ class Committer:
     def _save(
         self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object
     ) -> Commit:
-        """Do what `save` does for a commit that all ranks begin, with this number and time."""
+        """Begin the commit of this number and time, which all ranks begin."""
         self._edits.sync_edits()
         for unit in self._in_device:
             self._scheduler.complete(unit)
@@ -195,10 +197,11 @@ class Committer:
         self._recorder.param_groups = param_groups
 
     def complete(self) -> None:
-        """Complete what the pending commit waits for, and wait until it is durable or has failed.
+        """Complete the updates for which the pending commit waits, and wait until it is durable or has
+        failed.
 
-        Raises StorageError if a read of an update failed, which the next call repeats. The commit is pending
-        still.
+        Raises StorageError if a read of an update failed. The commit is still pending then, and the next call
+        repeats the read.
         """
         commit = self.last
         if commit is not None and not commit.done:
@@ -207,10 +210,10 @@ class Committer:
                 commit.join()
 
     def wanted(self, generation: int) -> None:
-        """Complete what a commit still waits for, because another rank waits for it.
+        """Complete the updates for which a commit waits, because another rank waits for the commit.
 
-        This rank may not have begun the commit yet, and does it then when it has. If an update cannot be
-        read, the commit fails: nobody might repeat the read, and the other rank would wait for good.
+        If this rank has not begun the commit yet, they are completed when it begins. If a read of an update
+        fails, the commit fails, because nobody might repeat the read, and the other rank would wait forever.
         """
         self._wanted = generation
         if self.last is not None and self.last.generation == generation:
@@ -220,18 +223,18 @@ class Committer:
                 self._ledger.give_up(error.again())
 
     def give_up(self) -> None:
-        """Give up the pending commit, if its manifest is not being written yet; nobody is told of it.
+        """Give up the pending commit without an error, unless its manifest is being written already.
 
-        The commit before stays. Called where the process has to end at once.
+        The previous commit stays. Called where the process has to end at once.
         """
         if self.last is not None and not self.last.done:
             self.last.reported = True
             self._ledger.give_up()
 
     def close(self) -> None:
-        """Do what `complete` does, and raise the commit's error if nobody has seen it.
+        """Complete the pending commit, and raise its error if it was not raised before.
 
-        If an update that it waits for cannot be read, the commit fails by this error, which is raised.
+        If a read of an update fails, the commit fails, and the read's error is raised.
         """
         try:
             self.complete()
@@ -253,7 +256,7 @@ class Committer:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _complete_for(self, commit: Commit) -> None:
-        """Complete what a commit waits for, because this process waits for the commit."""
+        """Complete the updates for which a commit waits, because this process waits for the commit."""
         if self._health.forked:
             self._health.check()  # else it would wait for a thread that this process does not have
         with self._lock:
@@ -262,7 +265,7 @@ class Committer:
                 self._complete_updates(commit)
 
     def _complete_updates(self, commit: Commit) -> None:
-        """Do what only the holder of the lock can do for a commit that is pending."""
+        """Complete the updates for which a pending commit waits; give it up if the runtime is lost."""
         if commit.done:
             return
         try:
@@ -299,7 +302,7 @@ class Committer:
             self._ledger.end(commit, failure)
 
     def _outcome(self, commit: Commit, draft: SavedCommit) -> InfinityError | None:
-        """Make this rank's part durable. Returns the error by which the commit fails, on any rank."""
+        """Make the commit durable here, or take it back if a rank refuses it. Returns the error or None."""
         first = not self._durable.nvme.keep
         try:
             self._make_durable(commit, draft)
@@ -317,7 +320,7 @@ class Committer:
             except InfinityError as error:
                 self._health.lose(error)
             else:
-                commit.state = CommitState.WRITING  # its name is taken back
+                commit.state = CommitState.WRITING  # the manifest has lost its name
         return failure
 
     def _make_durable(self, commit: Commit, draft: SavedCommit) -> None:
@@ -341,7 +344,7 @@ class Committer:
             raise
 
     def _may_be_named(self, generation: int) -> bool:
-        """Whether a commit's manifest has its name, as far as one can see."""
+        """Whether a commit's manifest has its name, or the directory cannot be read."""
         try:
             return generation in commit_files.generations(self.directory)
         except InfinityError:
@@ -392,7 +395,8 @@ _committers: weakref.WeakSet[Committer] = weakref.WeakSet()
 def _close_at_exit(committer: Committer) -> None:
     """Have the pending commit completed if the process ends before the runtime is closed.
 
-    Called when the slabs are open. Handlers run in reverse order, so this one runs before slabs are removed.
+    Called when the slabs are open. Handlers of atexit run in reverse order, so this handler runs before the
+    one that removes slabs.
     """
     _committers.add(committer)
     atexit.unregister(_close_all)

@@ -2,10 +2,10 @@
 
 transformers saves many models in the format in which they were published: the experts of a mixture one by
 one, or under older names. Its table (transformers.conversion_mapping) says which tensors of a file become
-which of a model, and the table's operations (transformers.core_model_loading) do it, in both directions.
-transformers applies it to a whole state_dict; this file applies it to the tensors of one group at a time.
+which tensors of a model, and the table's operations (transformers.core_model_loading) convert them in both
+directions. transformers converts a whole state_dict; this file converts one group of tensors at a time.
 
-This is the only file that imports the table, so it is imported only where a model of transformers is.
+Only this file imports the table, and it is imported only for models of transformers.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Read = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class _Group:
-    """Tensors that are converted together: those of one or several parameters, with all of their sources."""
+    """Tensors that are converted together, into those of one or several parameters."""
 
     converter: Any
     """The table's WeightConverter. `convert` works on a copy of it."""
     first: str
-    """The name of the first tensor that the conversion gives; the names of the others follow from it."""
+    """Name of the first converted tensor; transformers derives the names of the others from it."""
     sources: list[tuple[str, str]] = field(default_factory=list)
     """Pairs (name of a tensor to convert, pattern of the converter that it matches), in their order."""
 
@@ -75,17 +75,17 @@ class _Group:
 
     @property
     def described(self) -> str:
-        """Text for an error message: the first tensor to convert, and how many match each pattern."""
+        """Text for an error message: the first tensor to convert, and how many tensors match each pattern."""
         count = collections.Counter(pattern for _, pattern in self.sources)
         each = ", ".join(f"{count[pattern]} of {pattern}" for pattern in self.converter.source_patterns)
         return f"{self.sources[0][0]} and its like ({each})"
 
 
 class _Groups:
-    """The converted tensors of several groups by name. One group's tensors are in RAM at a time."""
+    """Converts groups of tensors when they are read. One group's tensors are in RAM at a time."""
 
     def __init__(self, model: nn.Module, groups: Iterable[_Group], blank: Read, read: Read) -> None:
-        """blank, read: give a tensor to convert, without values on the meta device, and with them.
+        """blank: returns a tensor to convert on the meta device. read: returns it with its values.
 
         Raises ConfigError if an operation fails for tensors without values.
         """
@@ -100,8 +100,8 @@ class _Groups:
                 self.group[name], self.blank[name] = group, tensor
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a converted tensor, contiguous. The others of its group are kept until they are asked for,
-        or until one of another group is.
+        """Return a converted tensor, contiguous. The other tensors of its group are kept until they are read,
+        or until a tensor of another group is read.
         """
         if name not in self._held:
             self._held.clear()
@@ -116,11 +116,12 @@ class _Groups:
 class ConvertedWeights(Weights):
     """Weights in files, under the names and in the shapes that a model of transformers gives them.
 
-    A weight that the table does not convert, or to nothing that the model has, is as it is in the files.
+    A weight that the table does not convert, or converts to a tensor that the model lacks, is as in the
+    files.
     """
 
     def __init__(self, model: Any, weights: Weights) -> None:
-        """model: a PreTrainedModel. weights: in its own format, or as save_pretrained writes them.
+        """model: a PreTrainedModel. weights: in the model's own format, or as save_pretrained writes them.
 
         Raises ConfigError if transformers cannot convert a weight.
         """
@@ -161,8 +162,8 @@ class ConvertedWeights(Weights):
         return self._groups.blank[name].dtype if group else self._files.dtype(self._same[name])
 
     def read(self, name: str) -> torch.Tensor:
-        """Read the tensor `name`, as Weights.read does. Of a group of converted tensors RAM holds up to twice
-        the bytes. Raises ConfigError if an operation of transformers fails.
+        """Read the tensor `name`, as Weights.read does. RAM holds up to twice the bytes of a group of
+        converted tensors. Raises ConfigError if an operation of transformers fails.
         """
         return self._groups.read(name) if name in self._groups.group else self._files.read(self._same[name])
 
@@ -171,8 +172,8 @@ class ConvertedWeights(Weights):
         return self._same[name] if group is None else f"{name}, made from {group.described}"
 
     def keep_format(self) -> None:
-        """Leave with the model its path and what of the table was used, as from_pretrained does, for whoever
-        saves it.
+        """Store the path and the conversions that were used in the model, as from_pretrained does, so that
+        save_pretrained can convert back.
         """
         self._model.name_or_path = self._model.name_or_path or str(self.path)
         self._model._weight_conversions = [each for each in self._table if each.was_used()]
@@ -184,7 +185,7 @@ class ConvertedWeights(Weights):
 def as_saved(model: Any, entries: Sequence[Entry]) -> list[Entry]:
     """Return the tensors that save_pretrained would write in place of `entries`, the tensors of a model.
 
-    model: a PreTrainedModel. The table is the one with which the model was loaded, or else the one of its
+    model: a PreTrainedModel. The table with which the model was loaded is applied, or else the table of its
     class. Tensors of one group follow each other, so that each group is converted once. RAM holds up to twice
     the bytes of one group while its tensors are written.
 

@@ -1,15 +1,15 @@
-"""Copies: writes the run of a live runtime into a directory, and sets a runtime to a run written before.
+"""Copies: saves the run of a runtime into a directory, and loads such a copy of a run into a runtime.
 
-A copy is a commit of one rank in a directory of its own, with one slab, in which the arrays of all
-parameters lie one behind another in memory order. `CommitSource` reads it, `infinity checkpoint` looks at it,
-and resume= goes on from it. Commits of the runtime itself may be on or off.
+A copy is a commit of one rank in a directory of its own. It has one slab, in which the arrays of all
+parameters lie one behind another in memory order. `CommitSource` reads it, `infinity checkpoint` lists and
+verifies it, and resume= continues it. The runtime's own commits may be on or off.
 
 [Note: copies of ranks]
-Several ranks make one copy, which has no trace of their number. One of them writes it, and fetches what
-others have. Its RunState is the one in the copy. To load a copy, each rank reads what it keeps. Both calls
-consist of phases: no rank begins one before all have ended the phase before, and all raise an error if one
-does. So no rank serves or reads values that are about to be replaced, and none goes on if a copy is not
-whole.
+Several ranks make one copy, which does not depend on their number. Rank 0 writes it, and fetches what other
+ranks keep; rank 0's RunState is in the copy. To load a copy, each rank reads what it keeps. Saving and
+loading consist of phases: no rank begins a phase before all ranks have ended the previous one, and if a rank
+raises an error, all do. So no rank serves or reads values that are about to be replaced, and none goes on if
+a copy is not whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infinity.checkpoint import commit_files, tensor_files
 from infinity.checkpoint import manifest as form
 from infinity.checkpoint.atomic_directory import Writer, check_destination, check_room, published, storing
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, ReadablePart
+from infinity.checkpoint.commit_source import CommitSource, RankCommit
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.export import Source, model_entries
 from infinity.checkpoint.record import manifest_of, now, parameter_entry
@@ -56,7 +56,7 @@ from infinity.tiers.slab import slab_name
 from infinity.tiers.striping import SlabRecord, VolumeRecord
 
 _GENERATION = 1
-"""The number of a copy's commit. The first commit of a run that goes on in its directory has the next one."""
+"""Generation of a copy's commit. A run that continues in the copy's directory begins with generation 2."""
 
 
 class Copies:
@@ -76,7 +76,7 @@ class Copies:
         ranks: SingleRank,
     ) -> None:
         """source: the model with its pages. scheduler: None for inference. committer: None if commits are
-        off. ranks: connects with the other ranks. The rest: parts of the runtime.
+        off. ranks: connects with the other ranks. The other arguments: components of the runtime.
         """
         self._ranks = ranks
         self._source = source
@@ -169,7 +169,9 @@ class Copies:
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
-        """Context after an error in which the runtime is lost: its pages are a mixture of two runs."""
+        """Context that makes the runtime unusable after an error, because its pages are a mixture of two
+        runs.
+        """
         try:
             yield
         except Exception as error:
@@ -197,12 +199,12 @@ def write_copy(
 
     The directory appears whole or not at all, and only this user may read it. source: the model, with the
     components of its runtime that hold its parameters and states. pages: its parameter pages; no update may
-    be due or under way. run: what is in no page.
+    be due or under way. run: the state outside of pages.
 
-    RAM holds at most two parts of an array at a time, of up to 2**20 elements each, and `run`. Raises
-    ConfigError, before anything is written, if the path cannot be used, or if a parameter was added,
-    replaced, renamed or removed after the model was offloaded. Raises StorageFull or StorageError if a file
-    cannot be written or a page cannot be read. After an error `path` is as it was before.
+    RAM holds at most 2 x 2**20 elements of an array at a time, and `run`. Raises ConfigError, before anything
+    is written, if the path cannot be used, or if a parameter was added, replaced, renamed or removed after
+    the model was offloaded. Raises StorageFull or StorageError if a file cannot be written or a page cannot
+    be read. After an error `path` is as it was before.
     """
     target = check_destination(path, "save to")
     names = {entry.name for entry in model_entries(source, as_masters=False)}
@@ -255,7 +257,8 @@ class _Arrays:
         )
         self.nbytes = sum(form.array_bytes(*each) for each in arrays)
         self.entries: list[form.ParameterEntry] = []
-        """The parameters as the manifest has them, each with one range, once `content` has ended."""
+        """The parameters' entries for the manifest, each with one range; complete once `content` has ended.
+        """
         self.checksums: list[npt.NDArray[np.uint32]] = [np.zeros(0, dtype=np.uint32)]
         """The CRC-32Cs of the blocks that `content` has yielded."""
 
@@ -267,7 +270,7 @@ class _Arrays:
             for array in entry.arrays(self.rule).values() if entry.numel else ():
                 arrays[array.name] = form.StoredArray(at, count)
                 block = form.array_bytes(array, form.BLOCK)
-                for part in self._parts(page, index, array.name):
+                for part in self._tensors(page, index, array.name):
                     self._source.pager.lock.safe_point()
                     found = crc32c_blocks(part, np.array([(0, part.nbytes, block)], dtype=np.int64))
                     self.checksums.append(found)
@@ -277,8 +280,8 @@ class _Arrays:
             self.entries.append(replace(entry, ranges=ranges))
         yield memoryview(bytes(nbytes - at))
 
-    def _parts(self, page: ParameterPage, index: int, array: str) -> Iterable[torch.Tensor]:
-        """Yield an array in memory order, as uint8. All parts but the last consist of whole blocks."""
+    def _tensors(self, page: ParameterPage, index: int, array: str) -> Iterable[torch.Tensor]:
+        """Yield an array in memory order, as uint8 tensors. All but the last consist of whole blocks."""
         if array == form.VALUES:
             place = Place(self._source.pager, page, index)
             for part in self._source.parts(place, page.layout.parameters[index].dtype):
@@ -295,8 +298,8 @@ def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedComm
     """Open the copy in the directory `path`, which any number of processes may read. No file stays open.
 
     Raises ConfigError if there is no copy at `path`, IncompatibleCheckpoint if another version of the format
-    wrote it, or if it is a rank's part of a commit or has several slabs, and CorruptState if a file is
-    missing or not what it has to be. Raises StorageError if a file cannot be read.
+    wrote it, or if it is the commit of one of several ranks or has several slabs, and CorruptState if a file
+    is missing or not what it has to be. Raises StorageError if a file cannot be read.
     """
     directory = Path(path)
     saved = commit_files.newest(directory, files) if directory.is_dir() else None
@@ -307,7 +310,8 @@ def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedComm
     slabs = list(find_slabs(saved, [directory], files))
     if saved.manifest.world_size > 1 or len(slabs) > 1:
         raise IncompatibleCheckpoint(
-            f"{directory} has a part of a commit.", "Continue it by infinity.offload with resume=."
+            f"{directory} has a commit that is no copy of a run.",
+            "Continue it by infinity.offload with resume=.",
         )
     slab = slabs[0]
     if slab.path is None or slab.fault is not None:
@@ -320,7 +324,7 @@ def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedComm
             raise _damaged(where, f"it ends before byte {offset + memory.nbytes}")
         memory.numpy().data[:] = found
 
-    return saved, CommitSource([ReadablePart(saved, read)])
+    return saved, CommitSource([RankCommit(saved, read)])
 
 
 def _damaged(path: Path, what: str) -> CorruptState:

@@ -35,8 +35,8 @@ class Checkpoint(Closing):
         ranks: SingleRank,
     ) -> None:
         """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
-        commit lies that the run continues; None for a new run. files: reaches the disk. ranks:
-        connects with the other ranks, which all call this.
+        commit to continue lies; None for a new run. files: reaches the disk. ranks: connects with the other
+        ranks, which all make such an object.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
         a value that cannot be a path. Raises StorageError for a directory that cannot be used, or that
@@ -54,7 +54,7 @@ class Checkpoint(Closing):
         with ExitStack() as cleanup:
             cleanup.callback(unmake, made)
             there = None if resume is None else directory_of(resume, share)
-            # The part of a rank that runs on another node now is not here, and its directory is made.
+            # After a rank has moved to this node, its rank commit is not here, and its directory is made.
             inside = resume is not None and there is not None and Path(there) != Path(path_text(resume))
             if resume is not None and (not inside or os.path.lexists(resume)):
                 check_directory(resume)
@@ -84,25 +84,29 @@ class Checkpoint(Closing):
                 _check_unused(check_directory(given), self.directory)
             continued = 0 if self.saved is None or not self.continues else self.saved.manifest.generation
             self.generation = max([continued, *commit_files.generations(self.directory)])
-            """Number of the newest commit in `directory` or of the one that is continued; 0 for none."""
+            """Number of the newest commit in `directory`, or of the continued one if that is greater; 0 for
+            none.
+            """
             made.clear()
             self._cleanup = cleanup.pop_all()
 
     @property
     def saved(self) -> SavedCommit | None:
-        """What this rank continues of the commit; None for a new run."""
+        """The rank commit that this rank continues; None for a new run."""
         return None if self.continued is None else self.continued.saved
 
     @property
     def streamed_from(self) -> NvmeTier | None:
-        """The slabs of this rank's own part of the commit that the run continues, until a commit of this run
-        replaces it; None if the run has adopted them or continues none.
+        """The slabs of this rank's own rank commit from which the run was restored, until a commit of this
+        run replaces them; None if the run has adopted the slabs, or continues no commit.
         """
         own = None if self.continued is None else self.continued.own
         return None if own is None else own.tier
 
     def adopted(self, plan: Plan, budget: Budget) -> VolumeRecord | None:
-        """The slabs that a run by `plan` adopts from the commit that it continues; None: new ones."""
+        """Return the slabs that a run with this plan adopts from the continued commit; None: it makes new
+        ones.
+        """
         commit, saved = self.continued, self.saved
         if commit is None or saved is None or not (self.continues and commit.adoptable):
             return None
@@ -112,10 +116,10 @@ class Checkpoint(Closing):
         return volume if there and is_cut_alike(saved, plan) else None
 
     def begin(self, tier: NvmeTier) -> None:
-        """Remove what a crash left to no commit, and note the run's name, where it needs one.
+        """Remove files that a crash left and no commit needs, and write the run's name, if it has one.
 
-        tier: the run's, before its first commit; slabs are removed from the directories that it has locked.
-        Raises StorageError.
+        tier: the run's tier, before the first commit; it has locked the directories of slabs. Raises
+        StorageError.
         """
         self._own = frozenset(slab.uuid for slab in tier.slabs)
         self._removed_from = {**self.locks, **tier.locks}
@@ -124,11 +128,12 @@ class Checkpoint(Closing):
         write_run(self.directory, self._run, self.files)
 
     def superseded(self) -> None:
-        """Remove the slabs of the commits that the first commit of this run replaces; called after it, and
-        before their manifests are removed. Raises StorageError.
+        """Remove the slabs of all earlier commits in the directory, which the first commit of this run
+        replaces.
 
-        They are those of all commits in the directory. A rank whose part has come from another node may find
-        older commits here, of the time when it ran here.
+        Called after the first commit, and before the manifests of earlier commits are removed. A rank whose
+        rank commit came from another node may find commits of the time when it ran here before. Raises
+        StorageError.
         """
         commit = self.continued
         if commit is not None:
@@ -141,7 +146,7 @@ class Checkpoint(Closing):
         write_run(self.directory, None, self.files)
 
     def close(self) -> None:
-        """Release the locks. Slabs that the run was streamed from stay. A second call does nothing.
+        """Release the locks. Slabs from which the run was restored stay. A second call does nothing.
 
         Called after the tiers were closed.
         """

@@ -1,9 +1,10 @@
 """Export: writes a model to safetensors files in Hugging Face's layout.
 
-At any time RAM holds at most two parts of one tensor, or one whole parameter if its memory is not contiguous,
-or up to twice the bytes of a parameter that transformers saves in another format (conversion.py), or about
-three times the bytes of a layer whose adapters are merged. PEFT merges a copy of one layer at a time, and
-says which tensors an adapter's file has. It is not imported here: what has made such a model has done so.
+At any time RAM holds at most two ranges of one tensor, or one whole parameter if its memory is not
+contiguous, or up to twice the bytes of a parameter that transformers saves in another format (conversion.py),
+or about three times the bytes of a layer whose adapters are merged. PEFT merges a copy of one layer at a
+time, and says which tensors an adapter's file has. PEFT is not imported here, but found as imported by the
+program.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Source:
 
         The tensors have memory of their own. place: the parameter's page, and its index in the page. dtype:
         the parameter's own dtype, or float32. In float32 the elements are those of the parameter's fp32
-        master. The elements of a parameter without a master are converted to float32. average: whether they
-        are those of the running average of a trainable parameter's masters instead, in float32.
+        master. The elements of a parameter without a master are converted to float32. average: whether
+        trainable parameters yield the running averages of their masters instead, in float32.
         """
         page, index = place.page, place.index
         layout = page.layout.parameters[index]
@@ -114,7 +115,7 @@ class Source:
         return None if place.index in state.edited else state
 
     def _values(self, place: Place, part: Piece) -> torch.Tensor:
-        """Return a copy of a part of a parameter's values, flat in the order of memory."""
+        """Return a copy of a range of a parameter's values, flat in the order of memory."""
         self.pager.lock.safe_point()
         return self.pager.copied_values(place, part.start, part.count)
 
@@ -151,12 +152,12 @@ def export(
     called "default". merge: True writes the base model instead, with the active adapters merged into it; the
     values are those of PEFT's merge_and_unload.
 
-    RAM holds at most two parts of a tensor at a time, of up to 2**20 elements each. A parameter that is not
-    contiguous, such as channels_last, is held as a whole, and of parameters that transformers converts
-    together up to twice the bytes. A merge holds about three times the bytes of one layer. Raises
-    ConfigError, before anything is written, if an argument cannot be used or safetensors cannot hold a
-    tensor, and later if PEFT cannot merge a layer. Raises StorageFull, StorageError or BudgetError if the
-    export fails. After an error `path` is as it was before.
+    RAM holds at most 2 x 2**20 elements of a tensor at a time. A parameter that is not contiguous, such as
+    channels_last, is held as a whole, and of parameters that transformers converts together up to twice the
+    bytes. A merge holds about three times the bytes of one layer. Raises ConfigError, before anything is
+    written, if an argument cannot be used or safetensors cannot hold a tensor, and later if PEFT cannot merge
+    a layer. Raises StorageFull, StorageError or BudgetError if the export fails. After an error `path` is as
+    it was before.
     """
     limit = shard_bytes(shard)
     target, found = check_export(source, path, dtype=dtype, merge=merge)
@@ -179,8 +180,8 @@ def export(
 def check_export(
     source: Source, path: str | os.PathLike[str], *, dtype: str = "compute", merge: bool = False
 ) -> tuple[Path, list[Entry] | dict[str, tuple[Any, list[Entry]]]]:
-    """Check that `export` can write the model to `path`, as far as that is known before it is done. Returns
-    the path of the directory, and the tensors, or for adapters alone what `adapter_files` returns.
+    """Check that `export` can write the model to `path`, as far as this can be known before. Returns the path
+    of the directory, and the tensors to write; for adapters alone the result of `adapter_files`.
 
     Raises ConfigError, StorageError and StorageFull as `export` does.
     """
@@ -209,7 +210,7 @@ def check_export(
 
 
 def model_files(entries: Sequence[Entry], limit: int) -> dict[str, Iterable[bytes | memoryview]]:
-    """Return the name of each file that holds the model's tensors, and of their index -> the file's content.
+    """Return file name -> content, for the files of the model's tensors, and for the index of several files.
 
     entries: from `model_entries`. limit: the most bytes of tensors in a file that has several tensors.
     """
@@ -353,7 +354,9 @@ def merged(model: nn.Module, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _merge(layer: Any, key: str, name: str, known: Mapping[int, Entry]) -> Iterator[torch.Tensor]:
-    """Yield a tensor of a layer's base after the merge. known: the entries of tensors by id()."""
+    """Merge the adapters in a copy of `layer`, and yield the tensor `key` of its base layer. known: the
+    entries of tensors by id().
+    """
     memo: dict[int, Any] = {}
     for tensor in _tensors(layer).values():
         if id(tensor) in known:
@@ -375,7 +378,7 @@ def _merge(layer: Any, key: str, name: str, known: Mapping[int, Entry]) -> Itera
 
 
 def _trained(wrapper: Any) -> nn.Module:
-    """The copy of a module that stands in its place after merge_and_unload."""
+    """Return the module that replaces `wrapper` in merge_and_unload."""
     active = wrapper.active_adapters
     copies = wrapper.modules_to_save
     return copies[active[0]] if active and active[0] in copies else wrapper.original_module  # type: ignore

@@ -1,7 +1,6 @@
-"""Initial pages: the homes of a model's pages, and the values with which they begin.
+"""Initial pages: leases the homes of a model's pages, and fills them with initial values.
 
-These are the model's own values and the optimizer's states, those of files, those of a commit, or those of
-rank 0.
+The values come from the model and the optimizer, from files, from a commit, or from rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from infinity.planning.plan import Plan
 from infinity.ranks import Given, SingleRank
 
 Take = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""Function (parameter, first, count) that returns other values for elements [first, first + count) of a
+"""Function (parameter, first, count) that returns rank 0's values of elements [first, first + count) of a
 parameter, flat in the order of memory, in RAM.
 """
 
@@ -41,8 +40,9 @@ parameter, flat in the order of memory, in RAM.
 def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
     """Open the weights at `path` for a model, as `open_weights` does.
 
-    For a transformers model what save_pretrained writes is converted to the names and shapes that the model
-    has. Of a converted tensor up to twice the bytes are in RAM. Raises ConfigError if it cannot be converted.
+    For a transformers model, tensors as save_pretrained writes them are converted to the model's names and
+    shapes. RAM holds up to twice the bytes of a converted tensor. Raises ConfigError if one cannot be
+    converted.
     """
     weights, theirs = open_weights(path), transformers_model(model)
     if theirs is None:
@@ -53,10 +53,10 @@ def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
 
 
 class InitialPages:
-    """The homes of a model's pages, while a runtime is made."""
+    """The homes of a model's pages and their initial values, while a runtime is made."""
 
     def __init__(self, model: nn.Module, plan: Plan, store: Store, ranks: SingleRank) -> None:
-        """Lease all homes but those of gradients. ranks: connects with the other ranks."""
+        """Lease the homes of parameter and optimizer pages. ranks: connects with the other ranks."""
         self.ranks = ranks
         self.remote = ranks.remote_pages(store.node_cache)
         self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
@@ -79,11 +79,11 @@ class InitialPages:
             self.states = States(self._state_pages(), store, plan.rule, remote=self.remote)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters home, as far as this rank keeps them.
+        """Write the initial values of all parameters, or of the elements that this rank keeps, home.
 
-        weights: the file or directory with the values. None: take the values that the parameters have, or
-        run the initialisers of parameters on the meta device. heap: the heap guard, which returns freed
-        memory of the heap to the kernel. It is told how many bytes each parameter's values took.
+        weights: the file or directory with the values. None: take the values that the parameters have, or run
+        the initialisers of parameters on the meta device. heap: the heap guard, which returns freed memory of
+        the heap to the kernel. It is told how many bytes each parameter's values took.
         """
         with self.ranks.initial_values(self.model) as take:
             self._fill(weights, heap, take)
@@ -91,7 +91,7 @@ class InitialPages:
     def _fill(
         self, weights: str | os.PathLike[str] | None, heap: HeapGuard, take: Take | None = None
     ) -> None:
-        """take: gives the values of parameters that are not on the meta device; None: they are their own."""
+        """take: returns values for parameters that are not on the meta device; None: they keep their own."""
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
             unit, index = self.places[id(parameter)]
@@ -119,11 +119,11 @@ class InitialPages:
     def resume(
         self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
     ) -> None:
-        """Take over the parameters and states of the commit that a run continues.
+        """Restore the parameters and optimizer states from the commit that a run continues.
 
-        streamed: whether they are copied to new slabs; if not, the store has adopted the commit's. Raises
-        IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError. Warns of
-        parameters whose states are not the commit's.
+        streamed: whether they are copied to new slabs; False if the store has adopted the commit's slabs.
+        Raises IncompatibleCheckpoint if the model or the optimizer differs, CorruptState and StorageError.
+        Warns of parameters whose states were not restored.
         """
         commit, layout = checkpoint.continued, self.plan.layout
         assert commit is not None and self.states is not None and self.store.nvme is not None
@@ -139,17 +139,19 @@ class InitialPages:
             adopt_slabs(saved, self.homes, self.states, self.store)
 
     def _restore(self, source: CommitSource) -> None:
-        """Copy what this rank keeps of a commit. Chunks of other ranks are fetched from these later."""
-        own = not self.plan.share.whole_states
-        restored = restore(source, self.plan.layout, self.homes, self.states, self.store, own_parts=own)
+        """Copy what this rank keeps from a commit. Other ranks' chunks are pulled from their owners later."""
+        own_chunks = not self.plan.share.whole_states
+        restored = restore(
+            source, self.plan.layout, self.homes, self.states, self.store, own_chunks=own_chunks
+        )
         restored.warn(stacklevel=6)
 
     def adopt_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write the states that the optimizer has to the optimizer pages; over ranks, those of rank 0's
+        """Write the optimizer's states to the optimizer pages; with several ranks, those of rank 0's
         optimizer.
 
-        Called after `fill`, and before parameters are converted to paged parameters. Raises ConfigError if
-        a state does not fit its parameter.
+        Called after `fill`, and before parameters are converted to paged parameters. Raises ConfigError if a
+        state does not fit its parameter.
         """
         assert self.states is not None
         given: list[Given] = []
@@ -161,7 +163,7 @@ class InitialPages:
         self.ranks.write_states(self.states, given, self._present)
 
     def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
-        """Values [first, first + count) of a parameter in its page, which the home has in one range."""
+        """Return values [first, first + count) of a parameter, which must be one range of the home."""
         layout = self.plan.layout.units[unit]
         dtype = layout.parameters[index].dtype
         if not count:

@@ -1,11 +1,12 @@
-"""Manifest: what a commit says about a model's durable state and where its bytes lie in the volume.
+"""Manifest: the description of a model's committed state, and of where its bytes lie in the volume.
 
 A manifest is independent of how pages were cut: it gives ranges of each parameter's elements, so that a
 runtime with other units, chunks or homes can read it. Nothing in it names a path. Places are byte offsets in
 the volume, the bytes of all slabs as one striped series (infinity/tiers/striping.py).
 
-A manifest is read by `typed_json.typed`, which calls the methods `check`. They raise ValueError, with a text
-that begins with the name of a field, for what types do not say. What passes needs no further checks.
+`typed_json.typed` reads a manifest, and calls the methods `check` of its dataclasses. They check what type
+hints cannot say, and raise ValueError with a text that begins with the name of a field. A manifest that was
+read needs no further checks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FORMAT = 5
 CODECS = {"moments": 1, "rounding": 1}
 """Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
 BLOCK = 4096
-"""Number of elements of a parameter to which a checksum belongs, in every array."""
+"""Number of elements of a parameter that one checksum covers, in every array."""
 VALUES = "values"
 """The name of the array that holds a parameter's elements in the dtype of its page. The names of the other
 arrays are those of `StateArray`.
@@ -45,15 +46,15 @@ _TRAINABLE = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class DataFile:
-    """The file of tensors beside a JSON text, to which its encoded values refer."""
+    """A manifest's entry for its data file, the file of tensors to which encoded values refer."""
 
     nbytes: int
     crc32c: int
-    """The checksum of all its bytes."""
+    """The checksum of all bytes of the file."""
 
     @classmethod
     def of(cls, content: bytes) -> DataFile:
-        """The entry for a file with this content."""
+        """Make the entry for a file with this content."""
         return cls(len(content), crc32c(content))
 
 
@@ -68,18 +69,17 @@ class OptimizerRule:
     states: str
     """The format of moments: "fp32", "bf16" or "int8" (infinity/formats/encodings.py)."""
     averaged: int | None = None
-    """Number of steps of which running averages of masters have the values. With more than 0, all ranges of
-    trainable parameters have the array "average". None if the run keeps no averages.
+    """Number of steps that the running averages of masters include. If it is above 0, all ranges of trainable
+    parameters have the array "average". None if the run keeps no averages.
     """
 
     def check(self) -> None:
-        """See the module."""
         _check_choice("states", self.states, MOMENT_DTYPES)
         _check_unique("moments", self.moments)
 
     @staticmethod
     def of(states: States) -> OptimizerRule:
-        """The rule of a running model. states: the model's optimizer states."""
+        """Return the rule of a running model. states: the model's optimizer states."""
         rule = states.rule
         averaged = None if rule.average is None else states.averaged
         return OptimizerRule(rule.name, rule.moments, rule.states, averaged)
@@ -95,7 +95,6 @@ class PrecisionEntry:
     accumulate: str
 
     def check(self) -> None:
-        """See the module."""
         _check_choice("compute", self.compute, ("bf16", "fp16", "fp32"))
         _check_choice("states", self.states, MOMENT_DTYPES)
         _check_choice("accumulate", self.accumulate, ("fp32", "compute"))
@@ -103,7 +102,7 @@ class PrecisionEntry:
 
 @dataclass(frozen=True)
 class UnitEntry:
-    """The parameters that were fetched together."""
+    """A unit of the saved model."""
 
     name: str
     parameters: tuple[str, ...]
@@ -112,12 +111,12 @@ class UnitEntry:
 
 @dataclass(frozen=True)
 class StoredArray(Row):
-    """Where an array has its entries for a range of a parameter's elements."""
+    """Where an array lies for one range of a parameter's elements."""
 
     offset: int
     """Offset in the volume in bytes."""
     checksum: int
-    """Index of the first block's checksum in the data file's table. The other blocks' follow it."""
+    """Index of the first block's checksum in the data file's table. Those of later blocks follow it."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +127,14 @@ class Range(Row):
     """Index of the first element in the parameter: a multiple of BLOCK."""
     count: int
     arrays: Mapping[str, StoredArray]
-    """By array: "values", "master" or "remainder", the moments' names, with ".scale" for exponents, and
-    "average".
+    """Name of an array -> where it lies. The names are "values", "master" or "remainder", those of moments,
+    those of moments with ".scale" for exponents, and "average".
     """
 
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """A parameter: its meaning, and the ranges that hold it."""
+    """A parameter: its names and form, and the ranges of its elements."""
 
     names: tuple[str, ...]
     """All names under which the parameter is registered. The first is the canonical name."""
@@ -147,14 +146,15 @@ class ParameterEntry:
     step: int
     """Number of updates that the parameter has had."""
     moments: bool
-    """Whether the ranges have the moments."""
+    """Whether the optimizer has moments for the parameter, so that each range has their arrays."""
     edited: bool
-    """Whether the values were edited since the last update, so that a master that was split is void."""
+    """Whether user code has edited the values since the last update: "remainder" or "master" is out of date
+    then.
+    """
     ranges: tuple[Range, ...]
-    """Ranges that follow one another from element 0 to `numel`."""
+    """Ascending ranges. With one rank, each begins where the last one ended, from element 0 to `numel`."""
 
     def check(self) -> None:
-        """See the module."""
         if not self.names:
             raise ValueError("names is empty")
         _check_choice("dtype", self.dtype, TORCH_DTYPES)
@@ -177,20 +177,20 @@ class ParameterEntry:
         return found
 
     def state_arrays(self, rule: OptimizerRule | None) -> tuple[StateArray, ...]:
-        """The state arrays that each of the ranges has. rule: of the manifest."""
+        """Return the state arrays that each range has. rule: the manifest's."""
         if rule is None or not self.trainable:
             return ()
         moments = rule.moments if self.moments else ()
         return state_arrays(self.torch_dtype, moments, rule.states, average=bool(rule.averaged))
 
     def arrays(self, rule: OptimizerRule | None) -> Mapping[str, StateArray]:
-        """All arrays that each of the ranges has, by name. rule: of the manifest."""
+        """Return all arrays that each range has, by name. rule: the manifest's."""
         found = StateArray(VALUES, self.torch_dtype), *self.state_arrays(rule)
         return {each.name: each for each in found}
 
     def check_ranges(self, rule: OptimizerRule | None, volume_bytes: int, *, whole: bool) -> None:
-        """Raise ValueError, as `check` does, for ranges that are not those of the parameter, or whose arrays
-        go past the end of a volume of `volume_bytes` bytes.
+        """Raise ValueError, as `check` does, for ranges that overlap, do not fit the parameter, lack an
+        array, or go past the end of a volume of `volume_bytes` bytes.
 
         whole: whether the ranges cover the parameter, as they do with one rank. If they do not, those of a
         frozen parameter may begin anywhere: ranks divide frozen parameters by their bytes.
@@ -231,14 +231,13 @@ class LossScaleEntry:
     good_steps: int
 
     def check(self) -> None:
-        """See the module."""
         if self.value <= 0:
             raise ValueError(f"value is {self.value}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What belongs to a run and is in no page. Values of the type Json are as `codec.encode` returns them."""
+    """The state of a run outside of pages. Values of the type Json are results of `codec.encode`."""
 
     param_groups: tuple[ParamGroup, ...] = ()
     buffers: Mapping[str, Json] = field(default_factory=dict)
@@ -254,7 +253,6 @@ class RunRecord:
     """An encoded value that says which job this is, such as a digest of its data."""
 
     def check(self) -> None:
-        """See the module."""
         _check_unique("param_groups", self.grouped)
 
     @property
@@ -264,7 +262,7 @@ class RunRecord:
 
 
 class CommitName(NamedTuple):
-    """Identifies a commit; equal in the parts of all ranks. Names of one run sort in the order of its
+    """Identifies a commit, and is equal in all its rank commits. Names of one run sort in the order of its
     commits.
     """
 
@@ -274,12 +272,12 @@ class CommitName(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that a commit says."""
+    """The content of a manifest's file, without the entry for the data file."""
 
     generation: int
     created: str
-    """When the commit was made, in UTC and ISO 8601. Informative with one rank. With several, the parts of a
-    commit have the same generation and the same time, by which they are told from parts of other runs.
+    """When the commit was made, in UTC and ISO 8601. Informative with one rank. With several, the rank
+    commits of a commit have the same generation and the same time; those of other runs have other times.
     """
     versions: Mapping[str, str]
     """Versions by name ("infinity", "torch", "python"). Informative."""
@@ -301,7 +299,6 @@ class Manifest:
     world_size: int = 1
 
     def check(self) -> None:
-        """See the module."""
         if self.rank >= self.world_size:
             raise ValueError(f"rank is {self.rank}, and world_size {self.world_size}")
         if not self.chunk_elements or self.chunk_elements % BLOCK:
@@ -321,22 +318,22 @@ class Manifest:
 
     @property
     def name(self) -> CommitName:
-        """The name of the commit of which this is a part."""
+        """The name of the commit, which all its rank commits have."""
         return CommitName(self.generation, self.created)
 
 
 def named_commits(names: Collection[CommitName]) -> str:
-    """Words for commits, such as "commit-3 of 2026-01-01T00:00:00+00:00"; "none" for none."""
+    """Return words for commits, such as "commit-3 of 2026-01-01T00:00:00+00:00"; "none" if there is none."""
     return " and ".join(f"commit-{number} of {created}" for number, created in sorted(names)) or "none"
 
 
 def array_bytes(array: StateArray, count: int) -> int:
-    """Bytes of the entries of an array for `count` elements of a parameter."""
+    """Return the bytes of an array for `count` elements of a parameter."""
     return array.entries(0, count)[1] * array.dtype.itemsize
 
 
 def blocks(count: int) -> int:
-    """Number of checksums of a range of `count` elements in each array."""
+    """Return the number of blocks, each with a checksum, of an array for `count` elements of a parameter."""
     return -(-count // BLOCK)
 
 

@@ -1,8 +1,7 @@
-"""Record: what a commit says about a run, taken from its runtime at the moment of `save`.
+"""Record: makes the manifest and the tensors of a commit from a runtime.
 
-What never changes during a run (names, shapes, places) is listed once. A `save` copies what does change and
-is small: steps, options of param groups, buffers, generators and the user's state. The checksums and slots
-of parts come last, when the parts' bytes have reached the disk.
+At the moment of `save`, steps, options of param groups, buffers, generators and the user's state are copied.
+The slots and checksums of parts are added when the parts' bytes have reached the disk.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Recorder:
         scale: LossScale,
         volume: VolumeRecord,
     ) -> None:
-        """volume: the slabs in which the pages' places lie. The others: parts of the runtime."""
+        """volume: the slabs in which parts have their slots. The others: components of the runtime."""
         self._model = weakref.ref(model)  # a pending commit must not keep a runtime that nobody refers to
         self._plan = plan
         self._pages = pages
@@ -62,8 +61,8 @@ class Recorder:
     def draft(
         self, generation: int, created: str, state: object, rng: Mapping[str, Any], identity: object
     ) -> SavedCommit:
-        """Copy everything that is not in pages, without slots and checksums of parts. Raises ConfigError for
-        a value that cannot be kept.
+        """Make a commit that lacks only the ranges of parameters and the checksums. Raises ConfigError for a
+        value that cannot be kept.
 
         created: when the commit was begun, in UTC and ISO 8601.
         """
@@ -87,8 +86,8 @@ class Recorder:
         )
 
     def finish(self, draft: SavedCommit, commit: Commit) -> SavedCommit:
-        """Add where the arrays lie in the slots that `commit` holds, and their checksums, to what `draft` has
-        returned.
+        """Complete a result of `draft`: add the places of arrays in the slots that `commit` holds, and their
+        checksums.
         """
         tables: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
         found: dict[str, dict[int, list[Any]]] = {}
@@ -149,8 +148,8 @@ def manifest_of(
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest:
-    """The manifest of a run by `plan`, as this program writes it now. run: the state that is in no page. The
-    others: fields of the manifest.
+    """Make the manifest of a run. plan: the run's. run: the state outside of pages. The other arguments:
+    fields of the manifest.
     """
     precision = plan.precision
     return Manifest(
@@ -178,8 +177,8 @@ def manifest_of(
 
 
 def parameter_entry(layout: ParameterLayout, index: int, states: StatePage | None) -> form.ParameterEntry:
-    """What a manifest says of a parameter, without its ranges. index: of the parameter in the unit. states:
-    the unit's optimizer page; None for inference, where no parameter is trained.
+    """Make a parameter's entry in a manifest, without ranges. index: the parameter's index in the unit.
+    states: the unit's optimizer page; None for inference, where no parameter is trained.
     """
     trainable = layout.trainable and states is not None
     return form.ParameterEntry(
@@ -196,5 +195,5 @@ def parameter_entry(layout: ParameterLayout, index: int, states: StatePage | Non
 
 
 def now() -> str:
-    """The present time, in UTC and ISO 8601."""
+    """Return the present time, in UTC and ISO 8601."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")

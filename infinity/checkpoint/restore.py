@@ -1,19 +1,19 @@
-"""Restore: puts what a commit holds of parameters and their states into the pages of a runtime.
+"""Restore: sets the pages of a runtime to the parameters and optimizer states of a commit.
 
-If the pages of a run are cut as those of the commit that it continues, its slabs are adopted: pages at home
-on NVMe are used where they lie, and the others are read from there. Otherwise, and from a copy, all arrays
-are streamed.
+If the pages of a run are cut as in the commit that it continues, the run adopts the commit's slabs: pages at
+home on NVMe are used where they lie, and other pages are read from there. Otherwise, and from a copy of a
+run, all arrays are streamed.
 
 [Note: what may differ]
 Pages, chunks, units and homes may differ between the run that was saved and the one here. The names, shapes,
 dtypes and strides of parameters and the optimizer may not. A parameter that is trainable here, and was frozen
-or had no optimizer there, gets its values alone: they are its fp32 master, and its states begin anew. Of a
-parameter that was trained there and is frozen here only the values are taken.
+or had no optimizer there, gets only its values: they are its fp32 master, and its states begin anew. A
+parameter that was trained there and is frozen here gets only its values, too.
 
 [Note: a rank's ranges]
-One of several ranks restores what its homes have, and reads nothing else of the source: the states of the
-chunks that it updates, and the ranges of parameter pages that are at home here. A home with whole pages gets
-the chunks of other ranks, too, unless these restore them from the same commit, and are asked for them later.
+Each of several ranks reads only what its homes keep: the states of the chunks that it updates, and the ranges
+of parameter pages that are at home here. A home of whole pages gets the chunks of other ranks, too, unless
+these ranks restore their chunks from the same commit: then the chunks are pulled from them later.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, ReadablePart
+from infinity.checkpoint.commit_source import CommitSource, RankCommit
 from infinity.checkpoint.manifest import BLOCK, VALUES, OptimizerRule, ParameterEntry
 from infinity.errors import ConfigError, IncompatibleCheckpoint
 from infinity.formats.optimizer_rules import AVERAGE
@@ -50,14 +50,14 @@ from infinity.tiers.link import Transfer
 _READS = 8
 """Number of parts that are read to their homes in memory at a time."""
 WINDOW = 1 << 18
-"""Greatest number of elements in one of the parts in which an array is restored; a multiple of 4096."""
+"""The most elements of an array that are restored at a time; a multiple of 4096."""
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What could not be taken over as it was; see [Note: what may differ]."""
+    """The parameters whose optimizer states were not restored; see [Note: what may differ]."""
 
     fresh: tuple[str, ...]
     """Canonical names of the parameters whose states begin anew."""
@@ -91,8 +91,8 @@ def match(source: CommitSource, layout: ModelLayout, states: States | None) -> M
 
     A parameter and a saved one belong together if they have a name in common. layout, states: those of the
     running model; states is None for inference. Raises IncompatibleCheckpoint, with the name of the parameter
-    and both values, if parameters are missing on either side or differ in shape, dtype or strides, or if
-    the optimizer or the format of its moments differs.
+    and both values, if parameters are missing on either side or differ in shape, dtype or strides, or if the
+    optimizer or the format of its moments differs.
     """
     saved = source.parameters()
     by_name = {name: key for key, each in saved.items() for name in each.names}
@@ -128,8 +128,8 @@ def match(source: CommitSource, layout: ModelLayout, states: States | None) -> M
 def check_held(
     source: CommitSource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
 ) -> set[tuple[int, int]]:
-    """Find the parameters that cannot be restored because a commit holds their only place on disk: frozen
-    ones. The parameters are those of `restore`, and the result is its `besides`.
+    """Find the frozen parameters that cannot be restored, because a commit uses their only place on disk.
+    Takes arguments of `restore`, and returns its `besides`.
 
     Raises ConfigError if such a parameter has other values in the checkpoint, and the errors of `match`.
     """
@@ -163,18 +163,18 @@ def restore(
     store: Store,
     *,
     besides: Collection[tuple[int, int]] = (),
-    own_parts: bool = False,
+    own_chunks: bool = False,
 ) -> Restored:
     """Write the parameters and states of a checkpoint to the homes of their pages.
 
-    Works on pages at home alone: before the model's parameters are converted, or in a running model of which
-    no update or write is due or under way, and no page on its way. There `show` must follow.
+    Only homes are written. So this is called before the model's parameters are converted, or in a running
+    model while no update or write is due or under way and no page is on its way; there `show` must follow.
 
-    source: the checkpoint. layout, states, store: of the model; states is None for inference, and then no
+    source: the checkpoint. layout, states, store: the model's; states is None for inference, and then no
     states are restored. homes: unit -> home of its parameter page. besides: (unit, index of a parameter in
-    the unit) of the parameters that are left as they are. own_parts: whether chunks that other ranks update
-    are left as they are; see [Note: a rank's ranges]. [Note: what may differ] says what is taken over of a
-    checkpoint of other pages or frozen parameters, and what the result says.
+    the unit) of the parameters whose values are not written. own_chunks: whether only this rank's chunks of
+    trainable parameters are written; see [Note: a rank's ranges]. Returns the parameters whose states were
+    not restored; see [Note: what may differ].
 
     RAM holds some MiB. Raises the errors of `match` before anything is written. Raises StorageError,
     StorageFull, or CorruptState if an array cannot be read or written; then the contents of the pages are a
@@ -192,7 +192,7 @@ def restore(
             saved = found[unit, index]
             read = functools.partial(source.read, saved.names[0])
             if (unit, index) not in besides:
-                own = page.pieces(index) if page is not None and own_parts and each.trainable else None
+                own = page.pieces(index) if page is not None and own_chunks and each.trainable else None
                 for place, values in _values(source, saved, ranges_at_home(shard, index, own)):
                     store.patch(homes[unit], place, values)
             held = saved.state_arrays(source.rule) if states is not None else ()
@@ -216,9 +216,9 @@ def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> No
 
     Called after `restore` in a running model, where user code may hold views of such pages: it then sees the
     new values, and autograd refuses to go backward through the old ones. pages: all parameter pages, none of
-    them on its way. edits: the model's; it takes the new values for no edit. Raises StorageError if a home
-    cannot be read. Where homes have only this rank's parts of pages, these arrive anew when they are used
-    next (`PrefetchEngine.homes_replaced`).
+    them on its way. edits: the model's edit tracker, which shall not take the new values for edits. Raises
+    StorageError if a home cannot be read. Pages that are whole at no home arrive anew at their next use
+    (`PrefetchEngine.homes_replaced`).
     """
     for page in pages:
         memory, home = page.living(), page.home.memory
@@ -233,7 +233,7 @@ def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> No
 
 @dataclass(frozen=True, slots=True)
 class HomeElements:
-    """Elements of a parameter that its page's home has."""
+    """A range of a parameter's elements that is in its page's home."""
 
     first: int
     count: int
@@ -246,8 +246,8 @@ def ranges_at_home(
 ) -> Iterator[HomeElements]:
     """Yield the elements of a parameter that are at home on this rank, in memory order.
 
-    shard: of the parameter's page. index: of the parameter in its unit. pieces: those of its pieces, with
-    their chunks, of which elements are wanted; None: all.
+    shard: the shard of the parameter's page. index: the parameter's index in its unit. pieces: (chunk, piece)
+    of the pieces whose elements are wanted; None: all elements.
     """
     each, start = shard.layout.parameters[index], shard.layout.start(index)
     size = each.dtype.itemsize
@@ -260,7 +260,7 @@ def ranges_at_home(
 def _values(
     source: CommitSource, saved: ParameterEntry, ranges: Iterable[HomeElements]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the values of ranges of elements, in parts, as (place in the home in bytes, values)."""
+    """Read ranges of elements, WINDOW at a time. Yields (place in the home in bytes, values)."""
     for each in ranges:
         for done in range(0, each.count, WINDOW):
             place = each.place + done * saved.torch_dtype.itemsize
@@ -277,7 +277,9 @@ def _write(
     *,
     into: str | None = None,
 ) -> None:
-    """Write what this rank keeps of an array. into: AVERAGE if averages begin with these values."""
+    """Write this rank's elements of an array to an optimizer page. into: the array to write, if it is
+    another.
+    """
     for chunk_index, piece in page.pieces(parameter):
         for part in piece.parts(WINDOW):
             offset, _ = page.place(chunk_index, into or array, part)
@@ -302,7 +304,9 @@ def _note(page: StatePage, parameter: int, saved: ParameterEntry) -> None:
 
 
 def _begin(states: States, page: StatePage, store: Store) -> None:
-    """Record which chunks have moments or averages; parameters there without moments get initial ones."""
+    """Record which chunks have moments or averages, and write initial moments where only some parameters have
+    any.
+    """
     for chunk_index in page.kept:
         chunk = page.layout.chunks[chunk_index]
         page.begun[chunk_index] = states.keeps_averages or any(
@@ -363,7 +367,7 @@ def _check_optimizer(saved: OptimizerRule, here: OptimizerRule) -> None:
 
 
 def division_of(saved: SavedCommit) -> Division:
-    """The units and chunks of a commit, which a plan prefers."""
+    """Return the division of the model in a commit, which the next plan prefers."""
     units = tuple((unit.name, unit.parameters) for unit in saved.manifest.units)
     return Division(units, saved.manifest.chunk_elements)
 
@@ -398,7 +402,7 @@ def is_cut_alike(saved: SavedCommit, plan: Plan) -> bool:
 
 
 def _planned_parts(plan: Plan) -> Iterator[Part]:
-    """The parts that a rank commits by a plan, before they have homes."""
+    """Yield the parts that a rank has under a plan, without homes."""
     images, share, nowhere = plan.slab_layout, plan.share, Home.of_nothing()
     assert images is not None
     for unit, layout in enumerate(plan.layout.units):
@@ -410,7 +414,7 @@ def _planned_parts(plan: Plan) -> Iterator[Part]:
 
 
 class _HeldPart(NamedTuple):
-    """A part as a commit holds it."""
+    """Where a commit has the bytes of a part."""
 
     slot: int
     arrays: set[str]
@@ -428,7 +432,9 @@ class _StoredParts:
         }
 
     def held(self, part: Part) -> _HeldPart | None:
-        """What the commit has of a part; None if its arrays do not lie in one of the part's slots."""
+        """Find a part in the commit. Returns None if the commit has its arrays elsewhere than in one of its
+        slots.
+        """
         starts, arrays, blocks, at = set(), set(), [], 0
         for (start, nbytes, block), label in zip(part.segments.tolist(), part.labels, strict=True):
             count, within = -(-nbytes // block), self._ranges.get((label.parameter, label.first))
@@ -446,11 +452,11 @@ class _StoredParts:
 
 
 def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
-    """Whether a rank's part of a commit has all elements that the rank keeps by a plan. Parameters that
-    do not fit the commit are left to `restore`.
+    """Whether a rank commit has all elements that a rank with this plan keeps. Parameters that the commit
+    lacks or has in another shape do not count; `restore` refuses them.
     """
     by_name = {name: each for each in saved.manifest.parameters for name in each.names}
-    source = CommitSource([ReadablePart(saved, lambda memory, offset: None)])
+    source = CommitSource([RankCommit(saved, lambda memory, offset: None)])
     for unit in plan.layout.units:
         shard = PageShard(unit, plan.share)
         pieces = kept_pieces(unit, plan.share, whole=plan.share.whole_states)
@@ -468,7 +474,7 @@ def has_all_kept(saved: SavedCommit, plan: Plan) -> bool:
 
 
 def adopt_slabs(saved: SavedCommit, homes: Sequence[Home], states: States, store: Store) -> None:
-    """Take over the pages of a commit whose slabs the store has adopted; `is_cut_alike` holds.
+    """Set all pages to those of a commit whose slabs the store has adopted. `is_cut_alike` must be true.
 
     Pages at home on NVMe are neither read nor moved: they are checked when they are first read. Pages at home
     in memory are read and checked now. Parts that other ranks commit have no values afterwards. homes: unit
@@ -495,7 +501,7 @@ def adopt_slabs(saved: SavedCommit, homes: Sequence[Home], states: States, store
 
 
 def _note_parts(saved: SavedCommit, homes: Sequence[Home], states: States) -> None:
-    """Note what the commit's manifest says: steps, slots, and checksums."""
+    """Copy steps, slots and checksums from the commit to optimizer pages and parts."""
     entries, stored = {each.names[0]: each for each in saved.manifest.parameters}, _StoredParts(saved)
     table = saved.checksums.astype(np.int64)
     assert saved.manifest.rule is not None

@@ -1,4 +1,4 @@
-"""Run state: what belongs to a run and is in no page, as it is kept in commits and in copies of runs.
+"""Run state: the state of a run outside of pages, as commits and copies of runs keep it.
 
 It consists of the options of param groups, buffers, extra states of modules, the loss scale, the random
 number generators, and the user's state.
@@ -29,13 +29,13 @@ _SAME = "Load it into the model, the optimizer and the precision with which it w
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run, encoded, with the tensors to which the encoded values refer."""
+    """The state of a run outside of pages, encoded, with the tensors to which the encoded values refer."""
 
     record: form.RunRecord
     tensors: Tensors = field(repr=False)
 
     def check(self, path: Path) -> None:
-        """Decode every value once, and drop it. path: of the record, for errors. Raises CorruptState."""
+        """Check that all values can be decoded. path: the record's place, for errors. Raises CorruptState."""
         record = self.record
         for index, group in enumerate(record.param_groups):
             place = ((path, ".param_groups"), index)
@@ -94,7 +94,7 @@ class RunState:
                 )
 
     def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Set the options of param groups, in place. `check_groups` has compared them."""
+        """Set the options of param groups, in place. Call `check_groups` before."""
         for group, saved in zip(groups, self.record.param_groups, strict=True):
             options = decode(saved.options, self.tensors, "param_groups")
             parameters = group["params"]
@@ -102,9 +102,9 @@ class RunState:
             group.update({**options, "params": parameters})
 
     def set_module_state(self, model: nn.Module, scale: LossScale, device: torch.device) -> None:
-        """Set buffers, extra states and the loss scale. `check_buffers` has compared the buffers.
+        """Set buffers, extra states and the loss scale. Call `check_buffers` before.
 
-        device: where buffers go that are on the meta device.
+        device: where buffers that are on the meta device are made.
         """
         buffers, places = self._buffers(), registered(model)
         for name, buffer in list(named_buffers(model)):
@@ -147,10 +147,10 @@ def capture(
     rng: Mapping[str, Any],
     identity: object = None,
 ) -> RunState:
-    """Copy all that belongs to a run and is in no page. Called under the runtime's lock.
+    """Copy the state of a run outside of pages. Called under the runtime's lock.
 
-    param_groups: of the user's optimizer, over paged parameters. state: the user's. rng: states of the random
-    number generators, from `generators`. identity: says which job this is. Raises ConfigError for a value
+    param_groups: the user's optimizer's, over paged parameters. state: the user's state. rng: states of the
+    random number generators, from `generators`. identity: identifies the job. Raises ConfigError for a value
     that cannot be kept.
     """
     tensors: Tensors = {}
@@ -184,8 +184,8 @@ def group_names(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def generators() -> dict[str, Any]:
-    """Copies of the states of all random number generators: torch's on the CPU and on each CUDA device, those
-    of numpy and of Python.
+    """Copy the states of all random number generators: torch's on the CPU and on each CUDA device, numpy's
+    and Python's.
     """
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {

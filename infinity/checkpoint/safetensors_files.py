@@ -69,7 +69,7 @@ class Weights:
         return name
 
     def keep_format(self) -> None:
-        """Leave the weights' format with the model that they have filled, for whoever saves the model."""
+        """Store the weights' format in the model that they have filled, if a later save needs it."""
 
     def read(self, name: str) -> torch.Tensor:
         """Read the tensor `name`: contiguous, on the CPU.
@@ -204,7 +204,7 @@ class Assignment:
     parameters: tuple[tuple[nn.Parameter, str], ...]
     """Pairs (parameter, name of its weight), one for each distinct parameter, in the model's order.
 
-    Adapters of PEFT are left out if the weights are those of their base."""
+    Adapters of PEFT are not listed if the weights are those of the base model alone."""
 
     buffers: tuple[tuple[torch.Tensor, str], ...]
     """Pairs (persistent buffer, name of its weight), one for each distinct buffer, in the model's order."""
@@ -212,7 +212,7 @@ class Assignment:
     unexpected: tuple[str, ...]
     """Names of weights that fill no tensor of the model, sorted.
 
-    A weight is left out if its name is one of the names of a tensor, which another weight has filled.
+    A weight that has a name of a tied tensor, which another weight fills, is not listed.
     """
 
 
@@ -288,7 +288,7 @@ def persistent(model: nn.Module) -> dict[int, Registered]:
 
 
 def loadable(model: nn.Module) -> dict[int, Registered]:
-    """Return `persistent(model)`, with names in the base model behind those in the model itself."""
+    """Return `persistent(model)`; with adapters, tensors have their names in the base model, too."""
     found, base = persistent(model), base_names(model)
     for key, entry in found.items():
         entry.names.extend(name for name in base.get(key, ()) if name not in entry.names)
@@ -348,8 +348,7 @@ def load(model: nn.Module, weights: Weights, fill: Fill, device: torch.device) -
     the parameter's shape, in the dtype of the weight. Adapters of PEFT that have no weight keep their values;
     on the meta device they are initialised (infinity/model/adapters.py). Weights of persistent buffers are
     copied into the buffers; a buffer on the meta device is replaced by a real buffer on `device`. Buffers on
-    the meta device that have no weight are initialised by their modules, as in
-    infinity/model/materialize.py.
+    the meta device that have no weight are initialised by their modules, as in infinity/model/materialize.py.
 
     Raises the errors of `match`, before anything is filled. Raises ConfigError if nothing initialises a
     buffer, and StorageError if a file cannot be read.

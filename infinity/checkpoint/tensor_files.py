@@ -25,7 +25,7 @@ from infinity.config import Size, parse_size
 from infinity.errors import ConfigError
 
 WINDOW = 1 << 20
-"""Greatest number of elements in one of the parts in which a tensor is read and written."""
+"""The most elements of a tensor that are read or written at a time."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -45,10 +45,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""torch's dtypes by their names in safetensors: all that files of tensors can have here."""
+"""torch's dtypes by their names in safetensors. Files are read and written with these dtypes only."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""The name in safetensors of each of these dtypes."""
+"""The names in safetensors by torch's dtypes: the inverse of DTYPES."""
 
 _BYTES = (
     *("complex32", "complex128"),
@@ -57,10 +57,10 @@ _BYTES = (
 TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in NAMES} | {
     name: getattr(torch, name) for name in _BYTES if hasattr(torch, name)
 }
-"""These dtypes, and those of tensors that commits keep as bytes, by torch's names."""
+"""The dtypes of DTYPES, and those that commits store as bytes, by torch's names."""
 
 TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-"""The name that torch gives each of these dtypes."""
+"""torch's names by dtypes: the inverse of TORCH_DTYPES."""
 
 METADATA = "__metadata__"
 """The key of the metadata in a safetensors header; every other key is the name of a tensor."""
@@ -117,7 +117,7 @@ def in_logical_order(view: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def whole(entry: Entry) -> torch.Tensor:
-    """Return a tensor to be written as a contiguous tensor in RAM."""
+    """Return the tensor of an entry, contiguous and in RAM."""
     made = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     flat, done = made.view(-1), 0
     for part in entry.parts():
@@ -161,7 +161,7 @@ def content(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
 
 
 def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """The bytes of a safetensors file with these tensors, which are contiguous and on the CPU."""
+    """Return the bytes of a safetensors file with these tensors."""
     entries = [
         Entry(name, each.dtype, tuple(each.shape), each.nbytes, functools.partial(in_logical_order, each))
         for name, each in tensors.items()
@@ -170,7 +170,7 @@ def packed(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def unpacked(content: bytes, where: str) -> dict[str, torch.Tensor]:
-    """The tensors in the content of a safetensors file, by name, on the CPU.
+    """Return the tensors in the content of a safetensors file, by name, on the CPU.
 
     where: names the file in errors. Raises CorruptState if the content is not in the format of safetensors.
     """
@@ -200,7 +200,7 @@ def shard_index(entries: Sequence[Entry], files: dict[str, list[Entry]]) -> byte
 
 
 def _header(entries: Sequence[Entry]) -> bytes:
-    """The header of a safetensors file, behind 8 bytes with its length."""
+    """Return 8 bytes with the length of a safetensors file's header, and then the header."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     offset = 0
     for entry in entries:

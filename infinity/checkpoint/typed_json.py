@@ -1,8 +1,8 @@
-"""Typed JSON: dataclasses as JSON, and strict reading of JSON that nobody vouches for.
+"""Typed JSON: dataclasses as JSON, and strict reading of JSON from files that may be damaged.
 
-`parse` refuses what JSON parsers usually let pass. `typed` compares a tree with type hints: every field must
-be there with its type, and no other field. It raises CorruptState with the path of what is wrong. Memory is
-bounded by a multiple of the text's size.
+`parse` also refuses repeated keys, NaN and Infinity. `typed` compares a tree with type hints: every field
+must be there with its type, and no other field. It raises CorruptState with the path of the wrong place.
+Memory is bounded by a multiple of the text's size.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from infinity.errors import CorruptState
 
 CURE = "Use an older commit, or restore the checkpoint's directory from a copy."
 LARGEST = (1 << 63) - 1
-"""The largest integer that `typed` takes, and that is exact in the readers of other languages."""
+"""The largest integer that `typed` accepts: one of 64 bits with a sign, which all languages can read."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair, which no UTF-8 text has."""
+"""Pattern of half a surrogate pair, which UTF-8 text cannot contain."""
 
 Json = Any
 """What `json.dumps` takes: None, bool, int, float, str, list, or dict with str keys."""
 Path = Any
-"""A place in a tree: the root's name, or (path of what is around it, key). The key is an index of a list, a
-key of a mapping as a tuple of one, or a text such as ".name" for a field.
+"""A place in a tree: the root's name, or (path of the list or object around the place, key). The key is an
+index of a list, a key of a mapping as a tuple of one, or a text such as ".name" for a field.
 """
 _Typed = TypeVar("_Typed")
 _Reader = Callable[[Any, Path], Any]
 
 
 class Row:
-    """Base of dataclasses that are written as lists of their fields, for there are many of each."""
+    """Base class of dataclasses that are written as lists of their fields, which takes less space."""
 
 
 def corrupt(path: Path, what: str) -> CorruptState:
-    """The error for a place of a file that is wrong. what: a clause about the place."""
+    """Make the error for a wrong place in a file. what: a predicate, of which the place is the subject."""
     return CorruptState(f"{shown(path)} {what}.", CURE)
 
 
 def shown(path: Path) -> str:
-    """The text of a path, such as "commit-7.units[0].name"."""
+    """Return the text of a path, such as "commit-7.units[0].name"."""
     text = ""
     while type(path) is tuple:
         path, key = path
@@ -52,7 +52,7 @@ def shown(path: Path) -> str:
 
 
 def short(value: object) -> str:
-    """The text of a plain value for an error, cut to 80 characters."""
+    """Return the text of a plain value for an error, cut to 80 characters."""
     try:
         text = ascii(value)
     except ValueError:  # Python refuses to write very large integers in decimal digits
@@ -61,7 +61,7 @@ def short(value: object) -> str:
 
 
 def dumps(value: Any) -> bytes:
-    """JSON in ASCII on one line: dataclasses as objects, or as lists if they are rows."""
+    """Write JSON in ASCII on one line: dataclasses as objects, or as lists if they are rows."""
     return json.dumps(value, default=_fields, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -71,7 +71,7 @@ def _fields(value: Any) -> Any:
 
 
 def parse(data: bytes, where: str) -> Json:
-    """The tree of a JSON text in UTF-8. where: names the text in errors. Raises CorruptState, also if an
+    """Read the tree of a JSON text in UTF-8. where: names the text in errors. Raises CorruptState, also if an
     object has a key twice or a number is NaN or Infinity.
     """
     try:
@@ -92,12 +92,12 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def typed(content: Json, hint: type[_Typed], path: Path) -> _Typed:
-    """`content` as a value of the type `hint`, for which its types are replaced where JSON lacks them.
+    """Convert `content` to the type `hint`: lists to tuples or rows, objects to dataclasses or mappings.
 
     hint: a dataclass, int, float, bool, str, Json, or a Mapping from str, a tuple or an Optional of them. An
     int is from 0 to LARGEST, a float finite and written with a point, a str without half a surrogate pair. If
     a class has a method `check()`, it is called; it raises ValueError with a text that begins with the name
-    of a field. path: of `content`. Raises CorruptState, naming the place.
+    of a field. path: the place of `content`, for errors. Raises CorruptState.
     """
     of: Any = hint
     found: _Typed = _reader(of)(content, path)
@@ -106,7 +106,7 @@ def typed(content: Json, hint: type[_Typed], path: Path) -> _Typed:
 
 @functools.cache
 def _reader(hint: Any) -> _Reader:
-    """The function that does for one hint what `typed` does."""
+    """Make the function (content, path) that converts content to the type `hint`, as `typed` says."""
     origin, arguments = get_origin(hint), get_args(hint)
     if dataclasses.is_dataclass(hint):
         hints = get_type_hints(hint)
@@ -154,14 +154,14 @@ def _text(content: Json, path: Path) -> str:
 
 
 def _row(readers: list[_Reader], content: Json, path: Path) -> tuple[Any, ...]:
-    """The entries of a list that has an entry for each of `readers`."""
+    """Read a list that has one entry for each of `readers`."""
     if len(_of(list, content, path)) != len(readers):
         raise corrupt(path, f"has {len(content)} entries, not {len(readers)}")
     return tuple([read(content[index], (path, index)) for index, read in enumerate(readers)])
 
 
 def _dataclass(kind: Any, readers: Mapping[str, _Reader], content: Json, path: Path) -> Any:
-    """A dataclass of the type `kind`. readers: by the name of the field."""
+    """Read a dataclass of the type `kind`. readers: name of a field -> its reader."""
     if issubclass(kind, Row):
         found = kind(*_row(list(readers.values()), content, path))
     else:

@@ -1,4 +1,4 @@
-"""Verification: what lies in a checkpoint's directory, and whether it has the bytes that were committed."""
+"""Verification: lists the commits in a checkpoint's directory, and checks that their bytes are undamaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import Checked, CommitSource, ReadablePart, open_slabs, reader_of
+from infinity.checkpoint.commit_source import Checked, CommitSource, RankCommit, open_slabs, reader_of
 from infinity.checkpoint.continued_commit import rank_directories, rank_of
 from infinity.checkpoint.manifest import CommitName, array_bytes
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError
@@ -42,14 +42,14 @@ class FoundSlab:
     nbytes: int
     """Bytes of its file, as the commit recorded them."""
     path: str | None
-    """None if it lies in none of the directories."""
+    """None if it lies in none of the directories, or in several."""
     fault: str | None
-    """Why the commit cannot be read from it; None if it has the length that it has to have."""
+    """Why the commit cannot be read from the slab; None if the slab is long enough."""
 
 
 @dataclass(frozen=True)
 class ListedCommit:
-    """A commit as its files describe it; no page was read."""
+    """A commit whose manifest and data file were read, but none of its pages."""
 
     generation: int
     saved: SavedCommit | None
@@ -67,7 +67,7 @@ class ListedCommit:
 def list_commits(
     directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]], files: DiskFiles
 ) -> list[ListedCommit]:
-    """The commits of a directory in ascending order. others: directories where slabs may lie, too.
+    """List the commits of a directory in ascending order. others: more directories where slabs may lie.
 
     Nothing is locked, so a run may be in progress: a commit that it replaces meanwhile is left out. Raises
     StorageError for a directory that cannot be read.
@@ -85,33 +85,35 @@ def list_commits(
     return found
 
 
-class RankCommits(NamedTuple):
-    """The commits in one rank's directory."""
+class RankDirectory(NamedTuple):
+    """A rank's directory, and the rank commits in it."""
 
     directory: Path
     commits: list[ListedCommit]
     """In ascending order."""
 
     def names(self, *, slabs: bool) -> set[CommitName]:
-        """The commits whose own files are whole here. slabs: and of which all slabs were found."""
+        """Return the names of those whose files are whole. slabs: whether all slabs must have been found,
+        too.
+        """
         saved = (each.saved for each in self.commits if each.whole or not slabs)
         return {each.manifest.name for each in saved if each is not None}
 
 
 def list_ranks(
     directory: str | os.PathLike[str], others: Sequence[str | os.PathLike[str]], files: DiskFiles
-) -> dict[int, RankCommits]:
-    """The commits of all ranks whose directories lie in a directory, by rank; none of one rank's directory.
+) -> dict[int, RankDirectory]:
+    """List the commits of all ranks whose directories lie in `directory`, by rank.
 
-    others, errors: as for `list_commits`.
+    others: more directories where slabs may lie. Raises StorageError for a directory that cannot be read.
     """
     found = sorted(rank_directories(directory).items())
-    return {rank: RankCommits(path, list_commits(path, others, files)) for rank, path in found}
+    return {rank: RankDirectory(path, list_commits(path, others, files)) for rank, path in found}
 
 
-def absent(ranks: Mapping[int, RankCommits]) -> list[int]:
-    """The ranks of which the newest readable parts speak and that have no directory there, as on another
-    node.
+def absent(ranks: Mapping[int, RankDirectory]) -> list[int]:
+    """List the ranks without a directory here, such as those of another node. How many ranks there must be is
+    taken from the newest readable rank commits.
     """
     sizes = [
         each.saved.manifest.world_size
@@ -122,13 +124,15 @@ def absent(ranks: Mapping[int, RankCommits]) -> list[int]:
     return [rank for rank in range(max(sizes, default=0)) if rank not in ranks]
 
 
-def newest_of_all(ranks: Mapping[int, RankCommits], *, slabs: bool) -> CommitName | None:
-    """The newest commit of which all these ranks have a part, as `RankCommits.names` says."""
+def newest_of_all(ranks: Mapping[int, RankDirectory], *, slabs: bool) -> CommitName | None:
+    """Return the newest commit of which all these ranks have rank commits. slabs: as in
+    `RankDirectory.names`.
+    """
     return max(set.intersection(*(each.names(slabs=slabs) for each in ranks.values())), default=None)
 
 
 def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles) -> Iterator[FoundSlab]:
-    """Look for the slabs of a commit in directories."""
+    """Look for each slab of a commit in directories."""
     for slab in saved.manifest.volume.slabs:
         there = slab_paths(directories, saved.manifest.rank, slab.uuid)
         if len(there) != 1:
@@ -145,7 +149,7 @@ def find_slabs(saved: SavedCommit, directories: Sequence[Path], files: DiskFiles
 
 
 class Verification(Closing):
-    """A commit that is read whole. The directories are locked as long as this object is open."""
+    """Checks all arrays of a commit. The directories are locked as long as this object is open."""
 
     def __init__(
         self,
@@ -156,8 +160,8 @@ class Verification(Closing):
         generation: int | None = None,
         faults: Faults | None = None,
     ) -> None:
-        """others: directories where slabs may lie, too. generation: of the commit; None: the newest whole.
-        faults: of the I/O engines, for tests.
+        """others: more directories where slabs may lie. generation: the commit's; None: the newest whole
+        commit's. faults: what the I/O engines shall inject, for tests.
 
         Raises StorageError with errno EBUSY, naming the process, if a run is in progress there. Raises
         ConfigError if there is no such commit, CorruptState if it is not whole, and IncompatibleCheckpoint
@@ -184,7 +188,7 @@ class Verification(Closing):
                     "Give the directory where it lies with --slabs.",
                 )
             tier = open_slabs(self.saved, paths, files, locks, faults)
-            self._source = CommitSource([ReadablePart(self.saved, reader_of(cleanup.enter_context(tier)))])
+            self._source = CommitSource([RankCommit(self.saved, reader_of(cleanup.enter_context(tier)))])
             self._cleanup = cleanup.pop_all()
 
     @property
@@ -199,7 +203,8 @@ class Verification(Closing):
         )
 
     def check(self) -> Iterator[Checked]:
-        """Read every place of the commit, and compare it with its checksums; yields what each read has found.
+        """Read all arrays of the commit, and compare them with their checksums; yields what each read has
+        found.
 
         Raises no error for damage or for a place that cannot be read, but goes on.
         """
@@ -215,7 +220,7 @@ def _directories(directory: str | os.PathLike[str], others: Sequence[str | os.Pa
 
 
 def _locked(path: Path, rank: int, files: DiskFiles) -> PathLock:
-    """Lock a directory for a rank. Raises as PathLock does, with a cure for those who only want to read."""
+    """Lock a directory for a rank. If it is in use, the error's cure is for callers that only read."""
     try:
         return PathLock(path, rank=rank, files=files)
     except StorageError as error:

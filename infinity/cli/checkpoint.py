@@ -144,10 +144,10 @@ def _step(saved: SavedCommit) -> int | None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Read all bytes of a commit, or of each rank's share of one, and print what is damaged.
+    """Read all bytes of a commit, or of its rank commits in the directories of ranks, and print damage.
 
     Without --generation, it is the newest commit that a restart would continue. Returns 1 if anything is
-    damaged, else 0. Raises CorruptState if the ranks' shares are of different commits.
+    damaged, else 0. Raises CorruptState if the ranks have no whole commit in common.
     """
     out, directory, files = Output(options), options.directory, injected_files()
     several = not generations(check_directory(directory))
@@ -160,7 +160,7 @@ def run_verify(options: argparse.Namespace) -> int:
                 f"rank {rank} has {named_commits(each.names(slabs=False))}" for rank, each in ranks.items()
             )
             raise CorruptState(
-                f"There is no commit in {directory} of which all ranks have whole parts: {'; '.join(told)}.",
+                f"There is no commit in {directory} whose rank commits are all whole: {'; '.join(told)}.",
                 "Give the directory of --checkpoint, or of checkpoint=, of one run.",
             )
         generation = newest.generation
@@ -174,7 +174,7 @@ def run_verify(options: argparse.Namespace) -> int:
         times = sorted({each.saved.manifest.created for each in opened.values()})
         if len(times) > 1:
             raise CorruptState(
-                f"The parts of commit-{generation} in {directory} are of several commits, which were made at "
+                f"The rank commits numbered {generation} in {directory} are of several commits, made at "
                 f"{', '.join(times)}.",
                 "Give each rank the directory that it had in one run.",
             )

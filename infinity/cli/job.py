@@ -231,8 +231,8 @@ def open_checkpoint(options: argparse.Namespace, ranks: SingleRank) -> Checkpoin
 
 
 def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
-    """This rank's share of the commit that a run with these options would continue; if it is not here,
-    another rank's share, for which the plan is the same. None if the run would begin anew. Nothing is locked
+    """This rank's rank commit that a run with these options would continue; if it is not here,
+    another rank's, for which the plan is the same. None if the run would begin anew. Nothing is locked
     or changed.
     """
     if options.checkpoint is None or not options.resume:

@@ -59,9 +59,7 @@ def segment_tuples(segments: Sequence[Segment]) -> list[tuple[int, int, int, int
 
 
 class Page:
-    """The arrays of one job of a thread pool. `elements` is the length of all, `owners` the objects that own
-    their memory.
-    """
+    """The arrays of a job of a thread pool. `elements` is their common length; `owners` own their memory."""
 
     def __init__(self) -> None:
         self.elements = 0

@@ -115,7 +115,7 @@ def runnable_isas() -> tuple[str, ...]:
 
 
 class Ticket(Generic[_R]):
-    """A handle of a job of a pool. The job is finished even if the caller drops the ticket."""
+    """A handle to wait for a job of a pool. The job is finished even if the caller drops the ticket."""
 
     def __init__(
         self,

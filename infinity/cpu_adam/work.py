@@ -214,7 +214,7 @@ class Update:
     entry i // CODE_BLOCK is that of element i.
     """
     second_scale: Array | None = None
-    """As `first_scale`, for the second moment."""
+    """The biased exponents of the second moment's int8 codes, in the form of `first_scale`."""
     scale: float = 1.0
     """The factor by which gradients are multiplied, for unscaling (loss scale) and clipping together."""
     average: Array | None = None

@@ -1,22 +1,22 @@
 """Barriers: calls that all ranks make together. Each rank tells all others that it has come to the call.
 
-A commit of several ranks counts if every rank's share of it is durable; otherwise no share counts.
+A commit of several ranks counts if every rank commit is durable; otherwise none counts.
 `CommitVotes` decides this.
 
 [Note: two phases]
-1. Each rank makes its share of the commit durable: its pages, and its manifest under its final name. The
+1. Each rank makes its rank commit durable: its pages, and its manifest under its final name. The
    slots of the previous commit stay as they are.
 2. Each rank tells all others that it is ready, or why it is not. Once a rank has heard that all are ready,
    the commit counts, and the rank frees the slots that only the previous commit holds.
 
-So at any time there is a commit of which every rank's share is whole: a rank frees slots of the previous
+So at any time there is a commit of which every rank commit is whole: a rank frees slots of the previous
 commit only when it knows that all ranks have the new one. A restart continues the newest commit that all
 ranks have (infinity/checkpoint/continued_commit.py). No rank decides for the others, so no lost rank has to
 be asked.
 
 If one rank is not ready, the commit fails on all. The others then take back their manifests before they free
-the commit's slots, so that no restart finds shares of a failed commit among whole ones. For the same reason,
-numbers of commits are never used twice.
+the commit's slots, so that no restart finds rank commits of a failed commit among whole ones. For the
+same reason, numbers of commits are never used twice.
 
 [Note: one vote]
 A rank votes once for each commit: a second vote could reach some ranks after they have freed slots, and

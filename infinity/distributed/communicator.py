@@ -35,7 +35,7 @@ from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
 from infinity.pages.optimizer_page import States
 from infinity.planning.plan import Plan
-from infinity.ranks import Given, Part, Present, SingleRank
+from infinity.ranks import Give, Given, Present, SingleRank
 from infinity.system import launcher, machine
 from infinity.system.launcher import RankLocation
 from infinity.telemetry.timeline import Timeline
@@ -183,8 +183,8 @@ class Communicator(SingleRank):
         self.remote = RemoteParts(self.wire, self.share, cache)
         return self.remote
 
-    def exchange(self, label: str, part: Part) -> Exchange:
-        return Exchange(self, label, part)
+    def exchange(self, label: str, give: Give) -> Exchange:
+        return Exchange(self, label, give)
 
     def initial_values(
         self, model: torch.nn.Module

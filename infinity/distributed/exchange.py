@@ -2,7 +2,7 @@
 
 All ranks start with the parameters, buffers and optimizer states of rank 0, whatever their own are. Rank 0
 gives them from its model and optimizer. Each other rank asks for the ranges that it keeps, and gets no more.
-Ranks also take shares of a commit from each other in this way.
+Ranks also take rank commits from each other in this way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.distributed.transfers import Delivery
 from infinity.formats.encodings import rounds_to
 from infinity.layout.strides import in_memory_order
 from infinity.pages.optimizer_page import States
-from infinity.ranks import Given, Part, Present, SingleExchange
+from infinity.ranks import Give, Given, Present, SingleExchange
 
 if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
@@ -40,13 +40,13 @@ class Exchange(SingleExchange):
     Tensors are named by numbers. The service thread gives ranges of this rank's tensors.
     """
 
-    def __init__(self, communicator: Communicator, label: str, part: Part) -> None:
-        """label: what the tensors are, such as "initial values", for counters and errors. part: gives what
+    def __init__(self, communicator: Communicator, label: str, give: Give) -> None:
+        """label: what the tensors are, such as "initial values", for counters and errors. give: returns what
         this rank has.
         """
         self._communicator = communicator
         self._label = label
-        self._number = communicator.service_thread.open_exchange(label, part)
+        self._number = communicator.service_thread.open_exchange(label, give)
 
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0

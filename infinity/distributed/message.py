@@ -68,12 +68,12 @@ class MessageKind(enum.IntEnum):
 
     VOTE = 18
     """Fields: the number of the agreement that began a commit, and the error that keeps the sender from
-    making its share of the commit durable; None if it is durable.
+    making its rank commit durable; None if it is durable.
     """
 
     DRIVE = 19
     """Fields: the number of a commit. The sender's training waits for it, so the receiver completes the
-    updates that its own share still needs.
+    updates that its own rank commit still needs.
     """
     REDIRECT = 20
     """Fields: the delivery's number. The sender has no room to relay the bytes: their owner must be asked."""

@@ -19,7 +19,7 @@ from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.remote_parts import NodeCache
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
-from infinity.ranks import Part
+from infinity.ranks import Give
 from infinity.system.lock import RuntimeLock
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class ServiceThread:
         self._liveness = liveness
         self._kept: list[tuple[int, Message]] = []
         """(source, message) of each message that cannot be handled yet."""
-        self._parts: dict[int, tuple[str, Part]] = {}
-        """Number of an exchange -> its label, and what gives this rank's part, while it goes on."""
+        self._exchanged: dict[int, tuple[str, Give]] = {}
+        """Number of an exchange -> its label, and the function that returns what this rank gives."""
         self._exchanges = self._given = 0
         self._attached = False
         self._service: PageService | None = None
@@ -55,16 +55,16 @@ class ServiceThread:
         self._thread = threading.Thread(target=self._run, name="infinity service thread", daemon=True)
         self._thread.start()
 
-    def open_exchange(self, label: str, part: Part) -> int:
+    def open_exchange(self, label: str, give: Give) -> int:
         """Begin to answer requests in the next exchange. Returns its number, equal on all ranks."""
         self._exchanges += 1
-        self._parts[self._exchanges] = label, part
+        self._exchanged[self._exchanges] = label, give
         self._look_again()
         return self._exchanges
 
     def close_exchange(self) -> None:
-        """Forget this rank's exchange, which all ranks have ended."""
-        self._parts.clear()
+        """Forget this exchange, which all ranks have ended."""
+        self._exchanged.clear()
 
     def has_given(self) -> bool:
         """Whether this rank has given anything in an exchange since the last call."""
@@ -169,9 +169,9 @@ class ServiceThread:
         if exchange > self._exchanges:
             self._kept.append((source, message))
         elif source >= 0:
-            label, part = self._parts[exchange]
+            label, give = self._exchanged[exchange]
             try:
-                self._wire.deliver(source, delivery, [part(*wanted).view(torch.uint8)], label)
+                self._wire.deliver(source, delivery, [give(*wanted).view(torch.uint8)], label)
             except InfinityError as error:
                 self._wire.refuse(source, delivery, error)
             self._given += 1

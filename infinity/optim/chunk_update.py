@@ -1,9 +1,9 @@
 """Chunk update: the update of one chunk, from reading its inputs to writing its results home.
 
-The inputs are the chunk's slice of the parameter page, its gradient and its optimizer states. Inputs that
-are in host RAM are used in place. The others are read into staging, which is acquired for all of them or for
-none. On a device that shares the host's RAM, parameters are updated in the page that the model computes
-with, whether it is resident or still arriving. So the parameters are read once for both uses.
+The inputs are the chunk's slice of the parameter page, its gradient and its optimizer states. Inputs that are
+in host RAM are used in place. The others are read into staging, which is acquired for all of them or for
+none. On a device that shares the host's RAM, parameters are updated in the page that the model computes with,
+whether it is resident or still arriving. So the parameters are read once for both uses.
 
 [Note: back and lost] A read that fails changes nothing. The update is READY again (or IDLE, if it was not
 decided), and its bytes are read again when a caller waits for the unit. A write that fails loses the only
@@ -174,9 +174,9 @@ class ChunkUpdate:
     def present(self) -> Present | None:
         """Return the copy of the parameter page with which the model computes, if this copy is in host RAM.
 
-        A copy that is still being read into host RAM counts too. Returns None if there is no such copy, or
-        if the model computes in device memory or with the bytes of the page's home. Another thread may drop
-        the last view of the copy at any moment, which frees its bytes. So a caller that asks for staging
+        A copy that is still being read into host RAM counts too. Returns None if there is no such copy, or if
+        the model computes in device memory or with the bytes of the page's home. Another thread may drop the
+        last view of the copy at any moment, which frees its bytes. So a caller that asks for staging
         according to this result must keep the result until the update has the staging.
         """
         if self.page.home.in_place or not self._store.device.shares_host:
@@ -346,7 +346,7 @@ class ChunkUpdate:
     def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the update to the update threads: READING -> COMPUTING.
 
-        One that never needs staging goes READY -> COMPUTING; for any other, `gather` has returned before.
+        An update that never needs staging goes READY -> COMPUTING; for any other, call `gather` before.
         awaited: whether the caller is about to wait for the ticket and take part in the computation then.
         Raises the error by which the gradient was lost on its way down from a device.
         """
@@ -434,7 +434,7 @@ class ChunkUpdate:
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
     def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
-        """Find the parameter slice in RAM, or begin to read it into `memory`, whose rest is returned."""
+        """Find the parameter slice in RAM, or begin to read it into `memory`, and return its rest."""
         home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
@@ -456,7 +456,7 @@ class ChunkUpdate:
         return NOTHING if found is None else found
 
     def _take_at_home(self) -> None:
-        """Wait for the gradient, and use the inputs in their homes. Raises what `compute` raises."""
+        """Wait for the gradient, and use the inputs in their homes. Raises the error of a lost gradient."""
         self._gradient_page.settle(self.chunk_index)
         if self._at_home is None:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -552,7 +552,9 @@ class ChunkUpdate:
         )
 
     def _reads_gradient(self, decision: Decision) -> bool:
-        """Whether the update needs the chunk's stored gradient: not all that it uses of it are zeros."""
+        """Whether the update reads the chunk's stored gradient, because not all gradients that it uses are
+        zeros.
+        """
         chosen, zeros = decision.parameters, decision.zeros
         return not zeros or any(
             each.parameter in chosen and each.parameter not in zeros for each in self.chunk.pieces

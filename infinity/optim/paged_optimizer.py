@@ -31,11 +31,11 @@ _RETIRED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 class OptimizerCore(Protocol):
     """The part of the runtime that updates parameters and keeps their states (infinity/training_step.py).
 
-    Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step"
-    (a float32 scalar; not for SGD) and the optimizer's moments, such as "exp_avg" (float32, in the
-    parameter's shape and strides). If the parameter is not float32, the state also has "master", the fp32
-    master of the parameter (float32, in the parameter's shape and strides). An SGD momentum buffer that no
-    update has written yet is left out.
+    Parameters are compared by identity. The state of a parameter is a mapping. As in torch, it has "step" (a
+    float32 scalar; not for SGD) and the optimizer's moments, such as "exp_avg" (float32, in the parameter's
+    shape and strides). If the parameter is not float32, the state also has "master", the fp32 master of the
+    parameter (float32, in the parameter's shape and strides). An SGD momentum buffer that no update has
+    written yet is left out.
     """
 
     def step(self) -> bool: ...
@@ -49,13 +49,13 @@ class OptimizerCore(Protocol):
     def write_state(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
         """Replace the state of a parameter. With {} the parameter's next update counts as its first.
 
-        The moments may have any strides, device and floating dtype. The entry "master" is used only if all
-        of its elements round to the parameter's present values, so that loading an optimizer's state never
+        The moments may have any strides, device and floating dtype. The entry "master" is used only if all of
+        its elements round to the parameter's present values, so that loading an optimizer's state never
         changes a parameter.
         """
 
     def before_loading(self, states: Sequence[tuple[Tensor, Mapping[str, Tensor]]]) -> None:
-        """Called before states are replaced by `write_state`, and before anything else is.
+        """Called before `write_state` replaces states, and before any other change.
 
         states: all parameters whose states will be replaced, and their new states. Raises RankDivergence if
         another rank is about to write other states.
@@ -67,8 +67,8 @@ class OptimizerCore(Protocol):
 
 
 class PagedState(MutableMapping[Tensor, dict[str, Tensor]]):
-    """The mapping `PagedOptimizer.state`: parameter -> copies of the entries of its state. Every access
-    makes new copies from the pages.
+    """The mapping `PagedOptimizer.state`: parameter -> copies of the entries of its state. Every access makes
+    new copies from the pages.
 
     An edit of a copy is written to the pages (infinity/optim/state_copies.py). The mapping contains the
     parameters that have a state. As in torch, the state of any other parameter of the optimizer reads as {}.
@@ -139,10 +139,9 @@ class PagedOptimizer(torch.optim.Optimizer):
     """An optimizer that takes the place of the user's optimizer. It has the same param groups, defaults and
     hooks.
 
-    The states are kept in pages. A learning-rate scheduler may be made for this optimizer or for the
-    user's. `state_dict()` has the form of the user's optimizer, with moments in fp32. The state of a
-    parameter that is not fp32 also has an fp32 "master", an entry that torch's optimizers load and save
-    without using it.
+    The states are kept in pages. A learning-rate scheduler may be made for this optimizer or for the user's.
+    `state_dict()` has the form of the user's optimizer, with moments in fp32. The state of a parameter that
+    is not fp32 also has an fp32 "master", an entry that torch's optimizers load and save without using it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rule: Rule, backend: OptimizerCore) -> None:
@@ -176,7 +175,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's param groups, live: their options and lists of parameters may be changed between steps.
 
-        A list that is assigned gives its groups to the present list, which schedulers and the runtime hold.
+        Assigning a list replaces the groups in the present list, because schedulers and the runtime hold
+        that.
         """
         groups: list[dict[str, Any]] | None = vars(self).get("param_groups")
         if groups is None:  # of a wrapper that takes attributes from this optimizer, as Lightning's
@@ -189,11 +189,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True: accelerate asks this in `prepare`, and leaves an optimizer of which it is True as it is. It
-        would wrap any other, and copy all its states out and in again.
+        """True, so that accelerate's `prepare` leaves this optimizer as it is. It would wrap any other, and
+        copy all states out and in again.
 
-        From then on `step` and `zero_grad` do what its wrapper would do in `accelerator.accumulate`. Raises
-        ConfigError if accelerate scales losses for fp16, which its wrapper would undo.
+        Once accelerate has asked, `step` and `zero_grad` do what its wrapper would do in
+        `accelerator.accumulate`. Raises ConfigError if accelerate scales losses for fp16, which only its
+        wrapper would undo.
         """
         if _accelerate_state("AcceleratorState").get("_mixed_precision") == "fp16":
             raise ConfigError(
@@ -211,7 +212,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> PagedOptimizer:
-        """This optimizer, where accelerate looks for what its own have wrapped; AttributeError elsewhere."""
+        """This optimizer, if accelerate has prepared it: accelerate looks here for the optimizer that its
+        wrapper has. Raises AttributeError otherwise.
+        """
         if not self._accelerated:
             raise AttributeError("A PagedOptimizer wraps no optimizer.")
         return self
@@ -318,8 +321,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         """Check the param groups of a state dict, and return new groups: the saved options with this
         optimizer's parameters.
 
-        saved: the param groups of the state dict. Raises the errors of `Rule.check`, and ConfigError if
-        there are more or fewer groups than this optimizer has, or more or fewer parameters in one of them.
+        saved: the param groups of the state dict. Raises the errors of `Rule.check`, and ConfigError if there
+        are more or fewer groups than this optimizer has, or more or fewer parameters in one of them.
         """
         if len(saved) != len(self.param_groups):
             raise ConfigError(
@@ -345,8 +348,7 @@ class PagedOptimizer(torch.optim.Optimizer):
     def _loaded_states(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Tensor]]:
         """Check the states of a state dict, and return them: id(parameter of this optimizer) -> its state.
 
-        Parameters without a state in the state dict are left out. Raises ConfigError if a state does not
-        fit.
+        Parameters without a state in the state dict are left out. Raises ConfigError if a state does not fit.
         """
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         owners = dict(zip(saved, _parameters(self), strict=True))
@@ -386,8 +388,8 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     """Free the states of an optimizer that a PagedOptimizer has replaced. From now on the replaced
     optimizer's methods raise ConfigError.
 
-    The replaced optimizer's `param_groups` stay alive. Schedulers made for it, before or after this call,
-    go on working.
+    The replaced optimizer's `param_groups` stay alive. Schedulers made for it, before or after this call, go
+    on working.
     """
     for name in _RETIRED:
         setattr(optimizer, name, _refusal(name))
@@ -395,7 +397,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _accelerate_state(name: str) -> dict[str, Any]:
-    """What all objects of accelerate's state `name` share; {} where accelerate is not in use."""
+    """Return the attributes that all objects of accelerate's class `name` share; {} if it is not in use."""
     found = getattr(sys.modules.get("accelerate.state"), name, None)
     return {} if found is None else found._shared_state
 

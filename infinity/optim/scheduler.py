@@ -125,7 +125,9 @@ class UpdateScheduler(Updates):
         self._ahead = self._make_read_ahead()
 
     def _make_read_ahead(self) -> ReadAhead | None:
-        """None if no states are on disk, updates are "sync", or a step's backwards were not declared."""
+        """Make the ReadAhead; None if no states are on disk, updates are "sync", or no accumulation was
+        declared.
+        """
         plan = self._store.plan
         on_disk = any(update.states_on_disk for each in self._units for update in each.chunks)
         whole = plan.rule is not None and plan.rule.matrix  # no chunk update uses the states
@@ -171,8 +173,8 @@ class UpdateScheduler(Updates):
         """Add one rank's new gradient of a piece of a parameter to the sum that this rank keeps.
 
         The first gradient since gradients were cleared begins the sum. gradient: (piece.count,) in host RAM.
-        last: whether it is the last one that the piece gets from a micro-batch of all ranks. Raises the
-        errors of `accumulate`.
+        last: whether it is the last gradient that the piece gets from one micro-batch of all ranks. Raises
+        the errors of `accumulate`.
         """
         gradients = self._gradients
         with gradients.adding_piece(unit, piece, last=last) as page:
@@ -195,9 +197,9 @@ class UpdateScheduler(Updates):
         """Update every parameter that has a gradient and a param group: now, or before its next use.
 
         options: the options of the param groups, such as the learning rate. order: units in the order in
-        which the next forward is expected to use them. exposed: function of a unit's index; True if user
-        code has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError
-        is raised, some chunks have been updated and others have not.
+        which the next forward is expected to use them. exposed: function of a unit's index; True if user code
+        has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError is
+        raised, some chunks have been updated and others have not.
         """
         later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
         for unit in later:
@@ -293,7 +295,7 @@ class UpdateScheduler(Updates):
                 self.advance()  # the next updates take the free room, so that the disk has no pause
 
     def _complete_for_user(self, unit: int) -> None:
-        """Do what `complete` does, and wait for writes from memory that user code has views of."""
+        """Complete a unit, and wait for writes from memory of which user code has views."""
         self.complete(unit)
         self._store.settle_for_user(self._pages[unit].home)
 
@@ -306,13 +308,13 @@ class UpdateScheduler(Updates):
                         yield unit, update.chunk_index
 
     def complete_all(self) -> None:
-        """Do what `complete` does for all units whose update is pending. Raises StorageError."""
+        """Complete all units whose update is pending. Raises StorageError."""
         for unit, group in enumerate(self._units):
             if group.left:
                 self.complete(unit)
 
     def complete_awaited(self) -> None:
-        """Do what `complete` does for all units with an update for which the pending commit waits.
+        """Complete all units with an update for which the pending commit waits.
 
         Does nothing if the commit was given up.
         """
@@ -352,8 +354,8 @@ class UpdateScheduler(Updates):
             self._read_ahead(self._ahead)
 
     def finish_copies(self) -> None:
-        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of
-        the parameter page that it writes.
+        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of the
+        parameter page that it writes.
         """
         while self._copies:
             self._copies.popleft()[1].wait()
@@ -416,9 +418,7 @@ class UpdateScheduler(Updates):
         return self._store.ledger.blocks((update.unit, update.chunk_index))
 
     def _free_place(self, update: ChunkUpdate) -> ChunkUpdate:
-        """Wait for the pending commit if the update, which is returned, has no slot on disk for its
-        results.
-        """
+        """Wait for the pending commit if the update has no slot on disk for its results. Returns `update`."""
         if self._held_up(update):
             self._cancel_all()  # no staging is held meanwhile
             self._store.ledger.wait()
@@ -467,9 +467,10 @@ class UpdateScheduler(Updates):
                 self.advance()
 
     def _can_begin(self, unit: int) -> bool:
-        """Whether the update of a unit can begin before a caller waits for the unit: not after a failed read,
-        and not while the memory in which it would update the parameters, where the model computes, has no
-        page.
+        """Whether the update of a unit may begin before a caller waits for the unit.
+
+        It may not after a failed read. It may not either if it would change the parameters where the model
+        computes, and the page is away.
         """
         if self._units[unit].unread:
             return False
@@ -525,7 +526,7 @@ class UpdateScheduler(Updates):
         self._store.meter.submitted(ticket, update.numel)
 
     def _compute_quietly(self, update: ChunkUpdate) -> None:
-        """Submit an update whose reads have ended. After a failed one it is tried again by `complete`."""
+        """Submit an update whose reads have ended. After a failed read, `complete` tries the update again."""
         try:
             update.gather()
         except InfinityError:
@@ -543,8 +544,9 @@ class UpdateScheduler(Updates):
         update.write()
 
     def _end(self, update: ChunkUpdate) -> None:
-        """Wait for the reads and the computation of an active update, and begin its writes. After a failed
-        read it is READY again; of states that were read ahead such a failure is not raised.
+        """Wait for the reads and the computation of an active update, and begin its writes.
+
+        After a failed read the update is READY again. The error is raised unless states had been read ahead.
         """
         if update.state is UpdateState.READING:
             try:
@@ -562,7 +564,7 @@ class UpdateScheduler(Updates):
         self._ended(update)
 
     def _end_quietly(self, update: ChunkUpdate) -> None:
-        """Do what `_end` does, but after a failed read do not raise: the update is READY again then."""
+        """End an update as `_end` does, but raise nothing after a failed read."""
         try:
             self._end(update)
         except InfinityError:
@@ -583,7 +585,7 @@ class UpdateScheduler(Updates):
                 self._copies.append((update.unit, copy))
 
     def _put_back(self, update: ChunkUpdate) -> None:
-        """Make an update whose read failed the first of all READY updates again."""
+        """Put an update whose read failed back, before all other READY updates."""
         update.put_back()
         self._active.remove(update)
         queue = self._ready.pop(update.unit, deque())
@@ -596,8 +598,8 @@ class UpdateScheduler(Updates):
         """Lease `nbytes` bytes of staging for a gradient, and return them as a uint8 tensor.
 
         Waits until staging has room, and takes staging from others if it must; see [Note: room]. Raises
-        StorageError if a read or write that this call waits for fails. Raises BudgetError if there is no
-        room although nothing is left to wait for, because user code still holds tensors over staging.
+        StorageError if a read or write that this call waits for fails. Raises BudgetError if there is no room
+        although nothing is left to wait for, because user code still holds tensors over staging.
         """
         while (memory := self._try_take(nbytes)) is None:
             if not self._make_room():
@@ -620,7 +622,7 @@ class UpdateScheduler(Updates):
         return True
 
     def _acquire(self, update: ChunkUpdate) -> None:
-        """Do what `_try_acquire` does, and make room until it succeeds. Raises the errors of `take`."""
+        """Call `_try_acquire`, and make room until it succeeds. Raises the errors of `take`."""
         while not self._try_acquire(update):
             if self._make_room(update):
                 continue
@@ -748,8 +750,8 @@ class ReadAhead:
         updates are lazy.
         """
         self._next: deque[int] = deque()
-        """Units whose states are still to be read ahead, in the order in which the backward brings
-        gradients. Used only if updates are eager.
+        """Units whose states are still to be read ahead, in the order in which the backward brings gradients.
+        Used only if updates are eager.
         """
         self._cleared = False
         """Whether the gradients of the last step have been dropped, as by zero_grad(). The method `stepped`
@@ -793,8 +795,8 @@ class ReadAhead:
     def candidates(self, pending: Callable[[int], bool]) -> Iterator[Sequence[ChunkUpdate]]:
         """Yield groups of updates whose states are to be read ahead next, in the order in which to read.
 
-        The caller begins to read all of a group before it asks for the next group, or stops for lack of
-        room. pending: function of a unit's index; True while an update of the unit has not ended.
+        The caller begins to read all of a group before it asks for the next group, or stops for lack of room.
+        pending: function of a unit's index; True while an update of the unit has not ended.
         """
         return self._before_gradients(pending) if self._eager else self._after_gradients()
 

@@ -1,4 +1,4 @@
-"""State copies: copies of a state, as `runtime.optimizer.state[p]` returns them, whose edits go to its pages.
+"""State copies: what `runtime.optimizer.state[p]` returns. Edits of these copies are written to pages.
 
 An edit in place, of a tensor or of a view of it, reads the state anew, and replaces the edited entry. If that
 entry has changed since it was copied, ConfigError is raised: torch would have changed the newer values.
@@ -134,7 +134,7 @@ def plain(value: Any) -> Any:
 
 
 _OF_DATA: dict[Any, Any] = {_GET_DATA: Tensor.detach, _SET_DATA: Tensor.copy_}
-"""Functions that are called in the place of others, which part the version of `data` from the copy's."""
+"""What to call in the place of the getter and the setter of `data`, which do not count the copy's version."""
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

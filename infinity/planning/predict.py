@@ -264,7 +264,10 @@ def predict(moved: StepBytes, speeds: MachineRates, compute: float, micro_batche
         least=sum(spent.values()),
         most=sum(busy.values()),
         limited_by=max(spent, key=spent.__getitem__),
-        **busy,
+        compute=busy["compute"],
+        disk=busy["disk"],
+        update=busy["update"],
+        link=busy["link"],
     )
 
 

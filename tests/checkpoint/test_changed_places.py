@@ -25,7 +25,7 @@ from zoo import entry as zoo_entry
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import Tensors
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, Damage, ReadablePart, reader_of
+from infinity.checkpoint.commit_source import CommitSource, Damage, RankCommit, reader_of
 from infinity.checkpoint.manifest import array_bytes
 from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checksum import crc32c
@@ -101,7 +101,7 @@ def opened(saved: SavedCommit, path: Path) -> Iterator[CommitSource]:
     """Open the slab of a commit, to check it."""
     record = saved.manifest.volume
     with NvmeTier({str(path.parent): 1 << 40}, record.nbytes, adopt=record) as tier:
-        yield CommitSource([ReadablePart(saved, reader_of(tier))])
+        yield CommitSource([RankCommit(saved, reader_of(tier))])
 
 
 def check_all(saved: SavedCommit, source: CommitSource) -> list[Damage]:

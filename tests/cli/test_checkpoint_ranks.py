@@ -146,9 +146,9 @@ def test_parts_of_several_runs(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert said(capsys, "ls", run).splitlines()[-1] == "no commit is whole on ranks 0, 1"
     line, _, error = run_error(capsys, ["checkpoint", "verify", "--json", str(run)], 1)
     assert error["error"] == "CorruptState"
-    assert "of which all ranks have whole parts: rank 0 has commit-2 of " in line
+    assert "whose rank commits are all whole: rank 0 has commit-2 of " in line
     line, _, _ = run_error(capsys, ["checkpoint", "verify", "--json", str(run), "--generation", "2"], 1)
-    assert f"The parts of commit-2 in {run} are of several commits" in line
+    assert f"The rank commits numbered 2 in {run} are of several commits" in line
 
 
 def test_a_rank_on_another_node(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

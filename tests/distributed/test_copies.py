@@ -1,5 +1,5 @@
-"""Tests of copies of runs over ranks: any number of ranks makes a copy, and any number goes on from it. Parts
-of commits that ranks stream into new slabs are restored in the same way.
+"""Tests of copies of runs over ranks: any number of ranks makes a copy, and any number goes on from it. Rank
+commits that are streamed into new slabs are restored in the same way.
 """
 
 from __future__ import annotations

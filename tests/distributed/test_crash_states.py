@@ -1,4 +1,4 @@
-"""Tests of commits of two nodes against every crash: each leaves a commit of which all parts are whole.
+"""Tests of commits of two nodes against every crash: each leaves a commit whose rank commits are all whole.
 
 Runs of two ranks are recorded, each on a node with a disk of its own. The nodes lose power, each at a moment
 of its own, and what their disks may hold then is read as a restart reads it. It must be the last commit of
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from commit_parts import PartsLoader
 from crash_cuts import Cuts
 from crash_states import Disk
+from rank_commits import RanksLoader
 from ranked_commits import MORE, Job, undisturbed
 from recorded_ranks import Recorded, Run, record, resume
 
@@ -50,20 +50,20 @@ QUICK = tuple(RUNS)[::2]
 MANY = 40_000 // (len(RUNS) * len(ORDERS))
 
 
-def look(run: Run, made: Sequence[Recorded], root: Path, *, count: int, every: int) -> list[PartsLoader]:
+def look(run: Run, made: Sequence[Recorded], root: Path, *, count: int, every: int) -> list[RanksLoader]:
     """Look at crash states of a run, and keep one of every so many. root: of the run's directory."""
     loaders = []
     for ordered in ORDERS:
         cuts = Cuts([Disk(each.events, each.base, ordered_names=ordered) for each in made])
         kept = root / f"kept, {ordered}"
-        loader = PartsLoader(run.job, run.nodes, root=root / "run", keeps=kept, every=every)
+        loader = RanksLoader(run.job, run.nodes, root=root / "run", keeps=kept, every=every)
         assert cuts.first_violation(loader, root / "state", count=count, seed=ordered) is None
         assert loader.looked >= 0.9 * count
         loaders.append(loader)
     return loaders
 
 
-def train_on(kept: Sequence[tuple[Run, PartsLoader, Path, int]]) -> None:
+def train_on(kept: Sequence[tuple[Run, RanksLoader, Path, int]]) -> None:
     """Resume runs from states that were kept, and compare what they train with the undisturbed run."""
     found = resume([(run, root) for run, _, root, _ in kept])
     for losses, (run, loader, root, step) in zip(found, kept, strict=True):
@@ -83,7 +83,7 @@ def test_every_crash_leaves_a_commit_of_all_ranks(tmp_path: Path) -> None:
         loaders += found
     assert len(kept) == len(QUICK)
     train_on(kept)
-    # Commits were met that had been begun and were there, and that were not, and parts of several commits.
+    # Commits were met that had been begun and were there, and that were not, and ranks with different ones.
     there = {loaded > counted for each in loaders for counted, loaded, begun in each.found if begun > counted}
     assert there == {False, True}
     assert any(each.apart for each in loaders)

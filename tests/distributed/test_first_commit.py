@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commit_parts import Meeting
+from rank_commits import Meeting
 
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.continued_commit import commits_to_continue, write_run
@@ -57,7 +57,7 @@ def started(nodes: Sequence[Path]) -> list[bool]:
     return [each.result() for each in calls]
 
 
-def parts(*nodes: Path) -> list[str]:
+def committed(*nodes: Path) -> list[str]:
     return sorted(path.name for node in set(nodes) for path in node.rglob("commit-*"))
 
 
@@ -65,11 +65,11 @@ def test_ranks_without_a_directory_begin_anew(tmp_path: Path) -> None:
     assert started([tmp_path / "new"] * 2) == [False, False]
 
 
-def test_ranks_go_on_where_all_have_parts(tmp_path: Path) -> None:
+def test_ranks_go_on_where_all_have_rank_commits(tmp_path: Path) -> None:
     for rank in range(2):
         rank_directory(tmp_path, rank, RUN, 1)
     assert started([tmp_path] * 2) == [True, True]
-    assert len(parts(tmp_path)) == 4
+    assert len(committed(tmp_path)) == 4
 
 
 def test_parts_of_exchanged_nodes_are_found(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_ranks_begin_anew_after_a_death_in_the_first_commit(order: int, tmp_path
     directory = rank_directory(nodes[0], 0, RUN, 2)
     rank_directory(nodes[1], 1, RUN)
     assert started(nodes[::order]) == [False, False]
-    assert parts(*nodes) == ["commit-2.safetensors"]
+    assert committed(*nodes) == ["commit-2.safetensors"]
     assert (directory / ".commit-2.tmp").exists(), "the next run removes the slabs that it names"
 
 
@@ -104,7 +104,7 @@ def test_parts_that_may_have_counted_stay(mine: str | None, other: str | None, t
     rank_directory(tmp_path, 1, other)
     with pytest.raises(IncompatibleCheckpoint, match=r"commits of some ranks in .*, and none of rank-1"):
         started([tmp_path] * 2)
-    assert len(parts(tmp_path)) == 2
+    assert len(committed(tmp_path)) == 2
 
 
 def test_parts_of_a_run_that_goes_on_stay(tmp_path: Path) -> None:
@@ -113,4 +113,4 @@ def test_parts_of_a_run_that_goes_on_stay(tmp_path: Path) -> None:
     with PathLock(directory, rank=0, files=FILES), pytest.raises(StorageError) as caught:
         started([tmp_path] * 2)
     assert caught.value.errno == errno.EBUSY
-    assert len(parts(tmp_path)) == 2
+    assert len(committed(tmp_path)) == 2

@@ -16,7 +16,7 @@ from infinity.aio import StripeMap
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import decode
 from infinity.checkpoint.commit_files import SavedCommit
-from infinity.checkpoint.commit_source import CommitSource, ReadablePart
+from infinity.checkpoint.commit_source import CommitSource, RankCommit
 from infinity.checkpoint.manifest import VALUES
 from infinity.errors import CorruptState, InfinityError
 from infinity.formats.encodings import split
@@ -155,10 +155,10 @@ def wrong_scalars(saved: SavedCommit, shot: Shot) -> list[str]:
     ]
 
 
-def missing_elements(parts: Sequence[SavedCommit]) -> list[str]:
-    """Which parameters have elements that none of the parts of a commit has."""
+def missing_elements(rank_commits: Sequence[SavedCommit]) -> list[str]:
+    """Which parameters have elements that none of the rank commits of a commit has."""
     missing = []
-    for entries in zip(*(saved.manifest.parameters for saved in parts), strict=True):
+    for entries in zip(*(saved.manifest.parameters for saved in rank_commits), strict=True):
         end = 0
         for each in sorted((each.first, each.count) for entry in entries for each in entry.ranges):
             end = max(end, sum(each)) if each[0] <= end else end
@@ -174,7 +174,7 @@ def wrong_arrays(saved: SavedCommit, directories: Sequence[Path], shot: Shot) ->
     """
     files = SlabFiles(saved, directories)
     try:
-        return _wrong_arrays(saved, CommitSource([ReadablePart(saved, files.read)]), shot)
+        return _wrong_arrays(saved, CommitSource([RankCommit(saved, files.read)]), shot)
     finally:
         files.close()
 

@@ -1,4 +1,4 @@
-"""Programs of ranks that save and load copies of their run, some of which fail, or stream parts of commits;
+"""Programs of ranks that save and load copies of their run, some of which fail, or stream rank commits;
 see tests/distributed/test_copies.py.
 """
 
@@ -89,7 +89,7 @@ def _edited_and_copied(number: int, partition: str | None) -> list[Any]:
         time.sleep(0.05)
     told += [runtime.load(where / "edited"), training.digest(), float(view.norm())]
     if RANK == 0:
-        told.append(training.digest())  # one rank alone reads parts of others
+        told.append(training.digest())  # one rank alone reads rank commits of others
         told.append(float(runtime.optimizer.state[training.model.last.weight]["exp_avg"].norm()))
     told.append(step(training, 1))
     runtime.save(where / "stepped")

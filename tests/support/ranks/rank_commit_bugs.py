@@ -122,10 +122,10 @@ def resumed_name_not_synced(patch: Patch) -> None:
 
 BUGS: Mapping[str, Bug] = {
     "a commit counts at once": counts_at_once,
-    "voted before the part was written": voted_before_the_part_was_written,
+    "voted before the rank commit was written": voted_before_the_part_was_written,
     "voted before the name was synced": voted_before_the_name_was_synced,
-    "old parts removed before others voted": old_parts_removed_before_others_voted,
-    "refused part left": refused_part_left,
-    "refused part taken back without a sync": refused_part_taken_back_without_a_sync,
+    "old rank commits removed before others voted": old_parts_removed_before_others_voted,
+    "refused rank commit left": refused_part_left,
+    "refused rank commit taken back without a sync": refused_part_taken_back_without_a_sync,
     "resumed name not synced": resumed_name_not_synced,
 }

@@ -93,7 +93,7 @@ class Node(NamedTuple):
 
     @property
     def directories(self) -> list[Path]:
-        """The directories that have files: those of ranks' parts of the commits, and that of pages."""
+        """The directories that have files: those of rank commits, and that of pages."""
         return [each for each in (*sorted(self.commits.iterdir()), self.pages) if each.is_dir()]
 
     def enter(self) -> None:

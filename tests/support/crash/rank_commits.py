@@ -1,4 +1,4 @@
-"""Commit parts: whether the files that a crash left to several ranks hold the commit that they must."""
+"""Rank commits: whether the files that a crash left to several ranks hold the commit that they must."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Places = Mapping[str, Path]
 """Recorded directory -> where its files are."""
 
 
-class FoundPart(NamedTuple):
-    """A rank's part of a commit."""
+class FoundOnNode(NamedTuple):
+    """A rank commit that was found on a node."""
 
     node: int
     """The node where it lies."""
@@ -53,11 +53,11 @@ class Meeting:
             raise
 
 
-def newest_parts(places: Sequence[Places], nodes: Sequence[int]) -> list[FoundPart]:
-    """The parts of the commit that a restart continues, by rank.
+def newest_rank_commits(places: Sequence[Places], nodes: Sequence[int]) -> list[FoundOnNode]:
+    """The rank commits of the commit that a restart continues, by rank.
 
     places: node -> those of its directories. nodes: rank -> the node where it is started. Raises the errors
-    of `find_parts`.
+    of `find_commit`.
     """
     meeting, calls = Meeting(len(nodes)), []
     with ThreadPoolExecutor(len(nodes)) as threads:
@@ -66,18 +66,19 @@ def newest_parts(places: Sequence[Places], nodes: Sequence[int]) -> list[FoundPa
             names = {f"rank-{each}": path for each, path in here.items()}
             arguments = (names, next(iter(here.values())), FILES, rank)
             calls.append(
-                threads.submit(meeting.attend, rank, continued_commit.find_parts, *arguments, node=node)
+                threads.submit(meeting.attend, rank, continued_commit.find_commit, *arguments, node=node)
             )
     # A rank that was left alone has a BrokenBarrierError, and the one that left it has the reason.
     calls.sort(key=lambda call: isinstance(call.exception(), threading.BrokenBarrierError))
     found = [call.result() for call in calls]
     return [
-        FoundPart(nodes[holder], found[holder].read[rank][1]) for rank, holder in enumerate(found[0].holders)
+        FoundOnNode(nodes[holder], found[holder].read[rank][1])
+        for rank, holder in enumerate(found[0].holders)
     ]
 
 
 def rank_directories(places: Places) -> dict[int, Path]:
-    """The directories of ranks' parts on a node, by rank."""
+    """The directories of rank commits on a node, by rank."""
     named = ((Path(recorded).name, there) for recorded, there in places.items())
     return {int(name.removeprefix("rank-")): there for name, there in named if name.startswith("rank-")}
 
@@ -97,7 +98,7 @@ def reached(marks: Sequence[Sequence[str]]) -> tuple[int, dict[int, int]]:
     return durable, steps
 
 
-class PartsLoader:
+class RanksLoader:
     """Looks at crash states of all nodes (a `crash_cuts.Check`), and counts what it found."""
 
     def __init__(
@@ -122,7 +123,7 @@ class PartsLoader:
         self.found: set[tuple[int, int, int]] = set()
         """(generation that counted, that was loaded, that was begun) of all states."""
         self.looked = self.apart = 0
-        """The number of states, and of those in which the newest parts of ranks belong to several commits."""
+        """The number of states, and of those in which the newest rank commits belong to several commits."""
         self.kept: list[tuple[Path, int]] = []
         """The runs that were copied: directory, and the step of the commit."""
 
@@ -134,34 +135,34 @@ class PartsLoader:
         newest = {max(commit_files.generations(each), default=0) for each in directories}
         self.apart += len(newest) > 1
         try:
-            parts = self._newest(places, durable)
-            generation = parts[0].saved.manifest.generation if parts else 0
+            found = self._newest(places, durable)
+            generation = found[0].saved.manifest.generation if found else 0
             self.found.add((durable, generation, begun))
-            manifests = [each.saved.manifest for each in parts]
+            manifests = [each.saved.manifest for each in found]
             if len({each.name for each in manifests}) > 1:
-                return f"The parts are of the commits {[each.generation for each in manifests]}."
+                return f"The rank commits are of the commits {[each.generation for each in manifests]}."
             if not durable <= generation <= begun:
                 return f"Commit {generation} is loaded; {durable} counted, and {begun} was begun."
-            wrong = self._wrong(parts, places, steps[generation]) if parts else None
-            if parts and wrong is None and self._keeps is not None and self.looked % self._every == 0:
+            wrong = self._wrong(found, places, steps[generation]) if found else None
+            if found and wrong is None and self._keeps is not None and self.looked % self._every == 0:
                 self.kept.append((self._copied(places), steps[generation]))
             return wrong
         except InfinityError as error:
             return f"{type(error).__name__}: {error}"
 
-    def _newest(self, places: Sequence[Places], durable: int) -> list[FoundPart]:
-        """The parts that a restart continues; none if it says that there are none, and no commit counted."""
+    def _newest(self, places: Sequence[Places], durable: int) -> list[FoundOnNode]:
+        """The rank commits that a restart continues; none if it finds none, and no commit counted."""
         try:
-            return newest_parts(places, self._nodes)
+            return newest_rank_commits(places, self._nodes)
         except (ConfigError, CorruptState, IncompatibleCheckpoint):
             if durable:
                 raise
             return []
 
-    def _wrong(self, parts: Sequence[FoundPart], places: Sequence[Places], step: int) -> str | None:
+    def _wrong(self, found: Sequence[FoundOnNode], places: Sequence[Places], step: int) -> str | None:
         """What differs from the undisturbed run's state after a step."""
-        wrong = missing_elements([each.saved for each in parts])
-        for rank, (node, saved) in enumerate(parts):
+        wrong = missing_elements([each.saved for each in found])
+        for rank, (node, saved) in enumerate(found):
             shot = expected(self._job, rank, step)
             directory = rank_directories(places[node])[rank]
             wrong += [f"rank {rank}: {each}" for each in self._wrong_scalars(saved, directory, shot)]
@@ -193,4 +194,4 @@ class PartsLoader:
         places = [
             {str(each): each for each in Node(root, node).directories} for node in range(len(self._nodes))
         ]
-        return self._wrong(newest_parts(places, self._nodes), places, step)
+        return self._wrong(newest_rank_commits(places, self._nodes), places, step)
