@@ -103,11 +103,19 @@ class PathLock(Closing):
                 files.lock(descriptor, self.path)
                 if is_at(descriptor, self.path):
                     return descriptor
-            except BaseException as error:
+            except StorageError as error:
                 holder = _holder(descriptor)
                 os.close(descriptor)
-                if isinstance(error, StorageError) and error.errno in (errno.EAGAIN, errno.EACCES):
+                if error.errno in (errno.EAGAIN, errno.EACCES):
                     raise self._in_use(holder) from error
+                raise
+            except BaseException:  # a signal's handler raised it, before or after the lock was taken
+                try:
+                    files.lock(descriptor, self.path)
+                except StorageError:
+                    os.close(descriptor)
+                else:
+                    _release(descriptor, self.path, files, os.getpid())
                 raise
             os.close(descriptor)
 
