@@ -11,11 +11,11 @@ import functools
 import hashlib
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +26,9 @@ from infinity.system.cache import cache_file, read_bytes, write_bytes
 from infinity.tiers.driver import cuda_driver
 
 _MAJORS = (13, 12, 11)
+
+Launch = Callable[[int, int, bytes], None]
+"""Function that queues a kernel: (number of blocks, threads of each, bytes of the kernel's argument)."""
 
 
 class Nvrtc:
@@ -204,7 +207,7 @@ class Kernels:
         CPU are compiled with the package, for all kinds.
         """
         self.device = device
-        self._modules: dict[frozenset[UpdateKind], dict[str, _Function]] = {}
+        self._modules: dict[frozenset[UpdateKind], dict[str, Launch]] = {}
         self.require(kinds)
 
     def require(self, kinds: Iterable[UpdateKind]) -> None:
@@ -222,9 +225,9 @@ class Kernels:
         struct of csrc/cpu_adam/device.hpp. kinds: the kinds of the updates in the launch. Raises the errors
         of `require`.
         """
-        self._functions(kinds)[name].launch(-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
+        self._functions(kinds)[name](-(-warps * _WARP // _BLOCK), _BLOCK, arguments)
 
-    def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+    def _functions(self, kinds: frozenset[UpdateKind]) -> dict[str, Launch]:
         """Find or load a CUDA module with kernels for all `kinds`. Returns its kernels by name."""
         for known, functions in self._modules.items():
             if kinds <= known or self.device.type == "cpu":
@@ -232,12 +235,12 @@ class Kernels:
         self._modules[kinds] = self._loaded(kinds)
         return self._modules[kinds]
 
-    def _loaded(self, kinds: frozenset[UpdateKind]) -> dict[str, _Function]:
+    def _loaded(self, kinds: frozenset[UpdateKind]) -> dict[str, Launch]:
         if self.device.type == "cpu":
-            return {name: _HostFunction(name) for name in KERNELS}
+            return {name: _host_kernel(name) for name in KERNELS}
         major, minor = torch.cuda.get_device_capability(self.device)
         module = cuda_driver(_number(self.device)).module(image(kinds, f"sm_{major}{minor}"))
-        return {name: _CudaFunction(module.function(name), self.device) for name in KERNELS}
+        return {name: _device_kernel(module.function(name), self.device) for name in KERNELS}
 
 
 def can_compile() -> bool:
@@ -288,31 +291,20 @@ def host_library() -> Path:
     return _PACKAGE / "libinfinity_host_kernels.so"
 
 
-class _Function(Protocol):
-    def launch(self, grid: int, block: int, arguments: bytes) -> None: ...
+def _host_kernel(name: str) -> Launch:
+    """Return a kernel of the shared library for the CPU. A launch returns after the kernel has run."""
+    function = getattr(ctypes.CDLL(str(host_library())), name)
+    function.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
+    function.restype = None
+    return lambda grid, block, arguments: function(arguments, grid, block)
 
 
-class _HostFunction:
-    """A kernel in the shared library for the CPU. A launch returns after the kernel has run."""
+def _device_kernel(function: _driver.Function, device: torch.device) -> Launch:
+    def launch(grid: int, block: int, arguments: bytes) -> None:
+        queue = torch.cuda.current_stream(device).cuda_stream
+        function.launch(cuda_driver(_number(device)).foreign(queue), grid, block, arguments)
 
-    def __init__(self, name: str) -> None:
-        self._function = getattr(ctypes.CDLL(str(host_library())), name)
-        self._function.argtypes = (ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint)
-        self._function.restype = None
-
-    def launch(self, grid: int, block: int, arguments: bytes) -> None:
-        self._function(arguments, grid, block)
-
-
-class _CudaFunction:
-    def __init__(self, function: _driver.Function, device: torch.device) -> None:
-        self._function = function
-        self._device = device
-
-    def launch(self, grid: int, block: int, arguments: bytes) -> None:
-        queue = torch.cuda.current_stream(self._device).cuda_stream
-        stream = cuda_driver(_number(self._device)).foreign(queue)
-        self._function.launch(stream, grid, block, arguments)
+    return launch
 
 
 def _number(device: torch.device) -> int:

@@ -39,8 +39,8 @@ class InputCast:
     """Casts the arguments of a model's forward that `Precision.inputs` names; "keep" casts nothing."""
 
     def __init__(self, model: nn.Module, precision: Precision, *, warn: bool = True) -> None:
-        """warn: whether to warn of lost values. Raises ConfigError if a pattern of `precision.inputs` matches
-        no argument of the model's forward.
+        """warn: whether to warn if a cast changes values. Raises ConfigError if a pattern of
+        `precision.inputs` matches no argument of the model's forward.
         """
         self._inputs = precision.inputs
         self.dtype = precision.compute_dtype

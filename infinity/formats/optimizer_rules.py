@@ -95,10 +95,6 @@ def scale_of(moment: str) -> str:
     return f"{moment}.scale"
 
 
-def state_format(arrays: Sequence[StateArray], count: int) -> StateFormat:
-    return StateFormat(tuple(arrays), count)
-
-
 def state_arrays(
     dtype: torch.dtype, moments: Sequence[str], states: str, *, average: bool = False
 ) -> tuple[StateArray, ...]:

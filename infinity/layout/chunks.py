@@ -39,31 +39,21 @@ choice in every page.
 
 
 @dataclass(frozen=True)
-class ParameterLayout:
+class ParameterLayout(SurveyedParameter):
     """The place of one parameter in the parameter page of its unit.
 
     Elements are counted in memory order: the order of their addresses in the user's tensor.
     """
 
-    names: tuple[str, ...]
-    """All names under which the parameter is registered. The first name is the canonical name."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    """Strides of the user's tensor in elements. The tensor is dense, with its dimensions in any order."""
-    dtype: torch.dtype
-    """The dtype of the parameter's elements in the page."""
-    numel: int
     region: int
     """Index of the parameter's region in `UnitLayout.regions`."""
     offset: int
     """Distance in elements from the region's start to the parameter's first element."""
-    trainable: bool
-    """The value of the parameter's `requires_grad` when `survey` read the model."""
 
 
 @dataclass(frozen=True)
-class Region:
-    """The range of a parameter page that holds the unit's trainable, or frozen, parameters of one dtype.
+class RegionSize:
+    """The size of a range of a parameter page: the unit's trainable, or frozen, parameters of one dtype.
 
     The parameters are laid one behind the other.
     """
@@ -74,12 +64,36 @@ class Region:
     """Length of the region in elements, including gaps between parameters and, with several ranks, the
     padding behind the last of them.
     """
-    byte_offset: int
-    """Distance in bytes from the start of the parameter page to the region; a multiple of 4096."""
     chunk_elements: int
     """Length in elements of the region's chunks, except those of its last stripe; see [Note: stripes]. In a
     frozen region, which has no chunks: the length that chunks would have.
     """
+    ranks: int
+    """Number of chunks in a stripe; see [Note: stripes]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the region takes in the page; a multiple of 4096, and of 4096 bytes for each rank."""
+        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT * self.ranks)
+
+    def counts(self) -> Iterator[tuple[int, int]]:
+        """Yield (length in elements, number of chunks that have this length) for the region's chunks.
+
+        For a frozen region, these are the chunks that it would have.
+        """
+        stripes, rest = divmod(self.elements, self.chunk_elements * self.ranks)
+        if stripes:
+            yield self.chunk_elements, stripes * self.ranks
+        if rest:
+            yield rest // self.ranks, self.ranks
+
+
+@dataclass(frozen=True)
+class Region(RegionSize):
+    """A region of a parameter page."""
+
+    byte_offset: int
+    """Distance in bytes from the start of the parameter page to the region; a multiple of 4096."""
 
 
 @dataclass(frozen=True)
@@ -180,34 +194,6 @@ class ModelLayout:
         return {path: tuple(units) for path, units in found.items()}
 
 
-@dataclass(frozen=True)
-class RegionSize:
-    """A region of a parameter page, as in `Region`, but without the region's offset in the page."""
-
-    dtype: torch.dtype
-    trainable: bool
-    elements: int
-    chunk_elements: int
-    ranks: int = 1
-    """Number of chunks in a stripe; see [Note: stripes]."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the region takes in the page; a multiple of 4096, and of 4096 bytes for each rank."""
-        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT * self.ranks)
-
-    def counts(self) -> Iterator[tuple[int, int]]:
-        """Yield (length in elements, number of chunks that have this length) for the region's chunks.
-
-        For a frozen region, these are the chunks that it would have.
-        """
-        stripes, rest = divmod(self.elements, self.chunk_elements * self.ranks)
-        if stripes:
-            yield self.chunk_elements, stripes * self.ranks
-        if rest:
-            yield rest // self.ranks, self.ranks
-
-
 def page_bytes(regions: Sequence[RegionSize]) -> int:
     """Size in bytes of the parameter page that holds these regions; at least 4096."""
     return max(PAGE_ALIGNMENT, sum(region.nbytes for region in regions))
@@ -269,7 +255,7 @@ def _place(
 
     A place is (index of the region, offset of the parameter in the region in elements).
     """
-    length = chunk_elements if ranks == 1 else max(BLOCK, chunk_elements // ranks // BLOCK * BLOCK)
+    length = max(BLOCK, chunk_elements // ranks // BLOCK * BLOCK)
     regions: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(parameters):
         regions.setdefault((parameter.dtype, parameter.trainable), []).append(index)
@@ -293,7 +279,7 @@ def _place(
 def _in_stripes(numels: Sequence[int], alignment: int, length: int, ranks: int) -> tuple[int, list[int]]:
     """Lay the parameters of a trainable region one behind the other; see [Note: stripes].
 
-    numels: the parameters' numbers of elements. alignment: that of each parameter's start, in elements.
+    numels: the parameters' numbers of elements. alignment: alignment of a parameter's start, in elements.
     length: length of the chunks in elements, except those of the last stripe. Returns the region's length
     with padding, and the offsets of the parameters, in elements.
     """
@@ -357,21 +343,12 @@ def _build_unit(
 ) -> UnitLayout:
     found, places = _place(members, chunk_elements, ranks)
     parameters = tuple(
-        ParameterLayout(
-            names=member.names,
-            shape=member.shape,
-            stride=member.stride,
-            dtype=member.dtype,
-            numel=member.numel,
-            region=region,
-            offset=offset,
-            trainable=member.trainable,
-        )
+        ParameterLayout(**vars(member), region=region, offset=offset)
         for member, (region, offset) in zip(members, places, strict=True)
     )
     regions, byte_offset = [], 0
     for size in found:
-        regions.append(Region(size.dtype, size.trainable, size.elements, byte_offset, size.chunk_elements))
+        regions.append(Region(**vars(size), byte_offset=byte_offset))
         byte_offset += size.nbytes
     chunks = (chunk for index in range(len(found)) for chunk in _chunks(parameters, index, found[index]))
     return UnitLayout(name, parameters, tuple(regions), tuple(chunks), page_bytes(found))

@@ -165,31 +165,21 @@ class PageShard:
 
     def __init__(self, layout: UnitLayout, share: Share) -> None:
         """layout: the unit, laid out for `share.ranks` ranks."""
-        self._layout = layout
+        self.layout = layout
+        self.share = share
         self._spans = spans(layout, share.ranks)
-        self._share = share
-
-    @property
-    def layout(self) -> UnitLayout:
-        """The layout of the unit."""
-        return self._layout
-
-    @property
-    def share(self) -> Share:
-        """The rank's place among the ranks, and what they divide."""
-        return self._share
 
     @property
     def nbytes(self) -> int:
         """Bytes of the home."""
-        if self._share.whole_parameters:
-            return self._layout.nbytes
-        return part_bytes(self._layout, self._share.ranks)
+        if self.share.whole_parameters:
+            return self.layout.nbytes
+        return part_bytes(self.layout, self.share.ranks)
 
     @functools.cached_property
     def own(self) -> tuple[HomeRange, ...]:
         """The ranges that this rank owns, in page order."""
-        whole, rank = self._share.whole_parameters, self._share.rank
+        whole, rank = self.share.whole_parameters, self.share.rank
         return tuple(
             HomeRange(span.start, span.start if whole else span.at, span.nbytes)
             for span in self._spans
@@ -199,7 +189,7 @@ class PageShard:
     @functools.cached_property
     def held(self) -> tuple[HomeRange, ...]:
         """The ranges that the home holds, in page order: the whole page as one range, or else `own`."""
-        return (HomeRange(0, 0, self._layout.nbytes),) if self._share.whole_parameters else self.own
+        return (HomeRange(0, 0, self.layout.nbytes),) if self.share.whole_parameters else self.own
 
     @functools.cached_property
     def others(self) -> dict[int, tuple[Span, ...]]:
@@ -208,8 +198,8 @@ class PageShard:
         The home lacks them, unless it holds the whole page.
         """
         found = {}
-        for rank in range(self._share.ranks):
-            if rank != self._share.rank:
+        for rank in range(self.share.ranks):
+            if rank != self.share.rank:
                 found[rank] = tuple(span for span in self._spans if span.owner == rank)
         return found
 
@@ -218,7 +208,7 @@ class PageShard:
         """The spans that other ranks update: their chunks, without frozen parameters."""
         trained = [
             (each.byte_offset, each.byte_offset + each.elements * each.dtype.itemsize)
-            for each in self._layout.regions
+            for each in self.layout.regions
             if each.trainable
         ]
         return tuple(
@@ -233,7 +223,7 @@ class PageShard:
 
         chunk_index: index of the chunk in the unit.
         """
-        start = self._layout.chunk_start(chunk_index)
+        start = self.layout.chunk_start(chunk_index)
         found = self.pieces(start, PAGE_ALIGNMENT)
         assert found, f"the home does not hold chunk {chunk_index}"
         return found[0].home_start
@@ -245,7 +235,7 @@ class PageShard:
         lie inside the page.
         """
         end = start + nbytes
-        assert 0 <= start <= end <= self._layout.nbytes, (start, nbytes)
+        assert 0 <= start <= end <= self.layout.nbytes, (start, nbytes)
         found = []
         first = bisect.bisect_right(self.held, start, key=lambda each: each.page_start + each.nbytes)
         for each in self.held[first:]:

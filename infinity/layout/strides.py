@@ -56,15 +56,6 @@ def same_order(shape: Sequence[int], first: Sequence[int], second: Sequence[int]
     return all(size == 1 or one == other for size, one, other in triples)
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides in elements of a contiguous tensor of this shape. Shapes without elements may get zeros."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether the elements of a tensor fill one range of memory without gaps or overlap, in any order."""
     if 0 in shape:

@@ -43,12 +43,17 @@ class SurveyedParameter:
     """The properties of a parameter that determine its layout."""
 
     names: tuple[str, ...]
+    """All names under which the parameter is registered. The first name is the canonical name."""
     shape: torch.Size
     stride: tuple[int, ...]
+    """Strides of the user's tensor in elements. The tensor is dense, with its dimensions in any order."""
     dtype: torch.dtype
     """The dtype of the parameter's elements in the page."""
     numel: int
     trainable: bool
+    """The value of the parameter's `requires_grad` when `survey` read the model. True also for all adapters
+    of PEFT: one of them is trained at a time.
+    """
 
     @property
     def nbytes(self) -> int:

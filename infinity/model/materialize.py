@@ -46,8 +46,8 @@ class Registered:
     """The tensor's names in state_dict(); the first is the canonical name."""
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Register `tensor` in all of `places`. Module.__setattr__ is bypassed, because nn.LSTM's would
-        rebuild the LSTM's list of flat weights.
+        """Register `tensor` in all of `places`. Module.__setattr__ is bypassed, because that of nn.LSTM
+        would rebuild the list of flat weights.
         """
         for place, key in self.places:
             place[key] = tensor

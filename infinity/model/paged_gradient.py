@@ -13,43 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import ConfigError
 
+if TYPE_CHECKING:
+    from infinity.training_step import TrainingStep
+
 _aten: Any = torch.ops.aten
-
-
-class StoredGradients(Protocol):
-    """The gradients of all parameters, by (index of the unit, index of the parameter in it).
-    `infinity.training_step.TrainingStep` implements it.
-    """
-
-    def has_gradient(self, unit: int, parameter: int) -> bool: ...
-
-    def gradient_age(self, unit: int, parameter: int) -> int:
-        """A number that changes whenever a parameter's gradient is dropped or replaced."""
-        ...
-
-    def drop_gradient(self, unit: int, parameter: int, *, zeros: bool) -> None:
-        """Drop a parameter's gradient. zeros: replace it by a gradient of zeros."""
-
-    def set_gradient(self, unit: int, parameter: int, value: torch.Tensor) -> None:
-        """Replace a parameter's gradient by a copy of `value`, which has the parameter's shape."""
-
-    def read_gradient(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """Copy a parameter's gradient to RAM and return the copy; None if there is no gradient."""
-        ...
-
-    def gradient_norm(self, unit: int, parameter: int) -> float:
-        """The 2-norm of a parameter's gradient. It is finite if and only if all elements are."""
-        ...
-
-    def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
-        """Multiply a parameter's gradient by `factor`."""
 
 
 class PagedGradient(torch.Tensor):
@@ -57,7 +31,7 @@ class PagedGradient(torch.Tensor):
 
     _name: str
     """The parameter's name, for errors."""
-    _stored: StoredGradients
+    _stored: TrainingStep
     _key: tuple[int, int]
     """(index of the unit, index of the parameter in it)."""
     _age: int
@@ -66,7 +40,7 @@ class PagedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, name: str, stored: StoredGradients, key: tuple[int, int]
+        cls, like: torch.Tensor, name: str, stored: TrainingStep, key: tuple[int, int]
     ) -> PagedGradient:
         """like: a tensor with the gradient's shape, strides, dtype and device. name: the parameter's name.
         key: (index of the unit, index of the parameter in it).
@@ -79,7 +53,7 @@ class PagedGradient(torch.Tensor):
         gradient._age = stored.gradient_age(*key)
         return gradient
 
-    def is_of(self, stored: StoredGradients | None, key: tuple[int, int]) -> bool:
+    def is_of(self, stored: TrainingStep | None, key: tuple[int, int]) -> bool:
         """Whether this object represents the parameter's present gradient."""
         same = self._stored is stored and self._key == key and self._view is None
         return same and self._stored.gradient_age(*key) == self._age
@@ -115,7 +89,7 @@ class PagedGradient(torch.Tensor):
         found._view = view
         return found
 
-    def _present(self) -> StoredGradients:
+    def _present(self) -> TrainingStep:
         if not self.is_of(self._stored, self._key) or not self._stored.has_gradient(*self._key):
             raise self._gone()
         return self._stored

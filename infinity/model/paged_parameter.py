@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,58 +23,18 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import ConfigError
 from infinity.formats.casts import EQUAL_DTYPES, cast_operands
-from infinity.gradients.loss_scale import LossScale
-from infinity.model.paged_gradient import PagedGradient, StoredGradients
+from infinity.model.paged_gradient import PagedGradient
 from infinity.pages.parameter_page import ParameterPage
 
-
-class PageAccess(Protocol):
-    """What paged parameters call in their runtime. `infinity.model.pager.Pager` implements it."""
-
-    scale: LossScale
-    gradients: StoredGradients | None
-    """None for inference."""
-
-    def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
-
-        The pages stay resident until the function returns. places: the places of the paged parameters among
-        the arguments.
-        """
-
-    def copy(self, place: Place, device: str | None = None) -> torch.Tensor:
-        """Return a copy of the parameter's values on `device`; None: on the parameter's own device."""
-
-    @property
-    def inside(self) -> bool:
-        """Whether this thread is in the root module's forward, or in a backward."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether there is an optimizer, so that trained parameters have fp32 masters."""
-
-    def reads_masters(self, place: Place) -> bool:
-        """Whether this thread's reads of the parameter give its fp32 master, as in `Runtime.masters`."""
-
-    def master(
-        self, place: Place, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Return a copy of the parameter's fp32 master, or of its values if it has no master."""
-
-    def exported_data(self, place: Place) -> torch.Tensor:
-        """Return the value of `p.data`: a view of the parameter, with a version counter of its own. The
-        runtime notices edits through this view.
-        """
-
-    def replace_data(self, place: Place, value: torch.Tensor) -> None:
-        """Carry out `p.data = value` by copying `value` into the parameter's page."""
+if TYPE_CHECKING:
+    from infinity.model.pager import Pager
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
     """Where a parameter's values are: the page that holds them, and the pager that fetches this page."""
 
-    pager: PageAccess
+    pager: Pager
     page: ParameterPage
     index: int
     """Index of the parameter in the `UnitLayout.parameters` of the page's unit."""

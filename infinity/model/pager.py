@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -18,7 +18,6 @@ from infinity.activations.saved_tensors import PageReference, SavedBytes, has_me
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.gradients.loss_scale import LossScale
-from infinity.model.paged_gradient import StoredGradients
 from infinity.model.paged_parameter import PagedParameter, Place, is_rounded
 from infinity.model.transforms import in_transform, with_views
 from infinity.pages.edits import EditTracker
@@ -28,6 +27,9 @@ from infinity.prefetch.engine import PrefetchEngine
 from infinity.prefetch.trace import AccessKind
 from infinity.system.lock import RuntimeLock
 from infinity.telemetry.stats import Phase
+
+if TYPE_CHECKING:
+    from infinity.training_step import TrainingStep
 
 
 class OpenCalls:
@@ -122,7 +124,8 @@ class Pager:
         """The open calls of state_dict. In them `p.detach()` of a paged parameter returns a copy in RAM."""
         self.scale = scale
         self.refuse = health.check
-        self.gradients: StoredGradients | None = None
+        self.gradients: TrainingStep | None = None
+        """The gradients of the model's parameters; None for inference."""
         self.read_master: Callable[[Place], torch.Tensor] | None = None
         """Function that copies a parameter's fp32 master or values to RAM, in fp32; None for inference."""
         self._exact = threading.local()
@@ -138,7 +141,10 @@ class Pager:
             self.prefetch_engine.demand(units, _kind_now())
 
     def run(self, function: Callable[..., Any], places: Sequence[Place], args: Any, kwargs: Any) -> Any:
-        """See PageAccess.run. Edits through a view in the result are noticed, too. Raises BudgetError if the
+        """Fetch the pages of `places`, then run `function(*args, **kwargs)` and return its result.
+
+        The pages stay resident until the function returns. Later edits through a view in the result are
+        noticed. places: the places of the paged parameters among the arguments. Raises BudgetError if the
         pages do not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
@@ -235,6 +241,7 @@ class Pager:
         return result
 
     def reads_masters(self, place: Place) -> bool:
+        """Whether this thread's reads of the parameter give its fp32 master, as in `masters`."""
         return self._reads_masters and is_rounded(place)
 
     @property
@@ -256,13 +263,14 @@ class Pager:
 
     @property
     def trains(self) -> bool:
+        """Whether there is an optimizer, so that trained parameters have fp32 masters."""
         return self.read_master is not None
 
     def master(
         self, place: Place, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """See PageAccess. Raises BudgetError if the copy, of the parameter's shape and strides, does not
-        fit.
+        """Return a copy of a parameter's fp32 master, or of its values if it has no master. Raises
+        BudgetError if the copy, of the parameter's shape and strides, does not fit.
         """
         found = self.copy(place, "cpu") if self.read_master is None else self.read_master(place)
         if found.dtype == dtype and found.device == torch.device(device):
@@ -271,6 +279,7 @@ class Pager:
 
     @property
     def inside(self) -> bool:
+        """Whether this thread is in the root module's forward, or in a backward."""
         return bool(self.forwards) or torch._C._current_graph_task_id() != -1
 
     @property
@@ -357,7 +366,9 @@ class Pager:
         return self.prefetch_engine.store.fetch(page.home, start, numel * size).view(layout.dtype)
 
     def exported_data(self, place: Place) -> torch.Tensor:
-        """See PageAccess. In a call of state_dict, the value is a copy in RAM."""
+        """Return the value of `p.data`: a view of the parameter, with a version counter of its own, through
+        which the runtime notices edits. In a call of state_dict, return a copy in RAM.
+        """
         with self.lock:
             self.refuse()
             if self.reads_masters(place):
@@ -375,6 +386,7 @@ class Pager:
             return data
 
     def replace_data(self, place: Place, value: torch.Tensor) -> None:
+        """Carry out `p.data = value` by copying `value` into the parameter's page."""
         with self.lock:
             self.refuse()
             if self.reads_masters(place):

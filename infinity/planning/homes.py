@@ -36,7 +36,7 @@ import torch
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.muon import bytes_in_ram
-from infinity.formats.optimizer_rules import Rule, state_format
+from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Division, RegionSize, build, page_bytes, region_sizes
 from infinity.layout.shards import Share
 from infinity.layout.units import Grouping, Survey
@@ -155,7 +155,7 @@ class Candidate:
                 if rule is not None and region.trainable:
                     itemsize = self._search.gradient_dtype(region.dtype).itemsize
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
-                    states = state_format(rule.arrays(region.dtype), count).nbytes
+                    states = StateFormat(rule.arrays(region.dtype), count).nbytes
                     update += gradients + states
                     updated = share.kept(times, whole=share.whole_states)
                     gradient += share.kept(times, whole=share.whole_gradients) * gradients

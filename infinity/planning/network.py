@@ -16,7 +16,7 @@ from typing import Any
 
 from infinity.config import format_size
 from infinity.errors import ConfigError
-from infinity.formats.optimizer_rules import state_format
+from infinity.formats.optimizer_rules import StateFormat
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.planning.plan_text import render
@@ -175,5 +175,5 @@ def bytes_without_padding(plan: Plan) -> dict[Kind, int]:
                 continue
             found[Kind.GRADIENT] += parameter.numel * plan.gradient_dtype(parameter.dtype).itemsize
             arrays = plan.rule.arrays(parameter.dtype)
-            found[Kind.OPTIMIZER] += sum(state_format(arrays, parameter.numel).sizes)
+            found[Kind.OPTIMIZER] += sum(StateFormat(arrays, parameter.numel).sizes)
     return found

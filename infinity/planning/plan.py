@@ -17,7 +17,7 @@ import torch
 from infinity.config import Precision, round_up
 from infinity.device_update.table import workspace_of
 from infinity.formats.muon import bytes_in_ram
-from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
+from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement
@@ -133,7 +133,7 @@ class Plan(Placement):
         layout = self.layout.units[unit]
         dtype = layout.regions[layout.chunks[chunk].region].dtype
         arrays = self.rule.arrays(dtype) if self.rule else ()
-        return state_format(arrays, layout.chunks[chunk].count)
+        return StateFormat(arrays, layout.chunks[chunk].count)
 
     @functools.cached_property
     def updated_on_device(self) -> frozenset[int]:

@@ -13,7 +13,7 @@ import torch
 
 from infinity import ConfigError, UnsupportedOptimizer
 from infinity.cpu_adam import SGD, Adagrad, Adam, AdamW
-from infinity.formats.optimizer_rules import Rule, StateArray, state_format
+from infinity.formats.optimizer_rules import Rule, StateArray, StateFormat
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2, "maximize": True}
 SGD_OPTIONS = {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01, "maximize": True}
@@ -192,11 +192,11 @@ def test_arrays_hold_what_a_parameter_dtype_lacks_of_fp32() -> None:
 
 def test_arrays_start_on_multiples_of_4096_bytes() -> None:
     arrays = Rule.of(optimizer("AdamW")).arrays(torch.bfloat16)
-    made = state_format(arrays, 2049)
+    made = StateFormat(arrays, 2049)
     assert (made.offsets, made.nbytes) == ((0, 8192, 20480), 32768)
-    made = state_format(arrays, 2048)
+    made = StateFormat(arrays, 2048)
     assert (made.offsets, made.nbytes) == ((0, 4096, 12288), 20480)
-    assert state_format((), 5).nbytes == 0
+    assert StateFormat((), 5).nbytes == 0
 
 
 def test_moments_begin_as_torch_fills_them() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infinity.config import Precision
-from infinity.formats.optimizer_rules import Rule, StateFormat, state_format
+from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import ModelLayout, UnitLayout, build
 from infinity.layout.shards import ALONE, PageShard
 from infinity.layout.units import survey
@@ -66,7 +66,7 @@ def durable_pages(
     layout = build(surveyed, surveyed.group(unit_bytes), chunk)
     formats = [
         [
-            state_format(rule.arrays(unit.regions[each.region].dtype) if rule else (), each.count)
+            StateFormat(rule.arrays(unit.regions[each.region].dtype) if rule else (), each.count)
             for each in unit.chunks
         ]
         for unit in layout.units
