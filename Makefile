@@ -13,10 +13,11 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find infinity csrc -name '*.py'
 train: $(VENV)/installed
 	infinity train --budget-host 256MiB --budget-nvme .:1GiB
 
-test: $(VENV)/with-test
+# Where lint has run, the package is there with the extra for tests, too, and is not built once more.
+test: $(firstword $(wildcard $(VENV)/with-test,dev) $(VENV)/with-test)
 	pytest
 
-lint: $(VENV)/with-test $(VENV)/with-dev
+lint: $(VENV)/with-test,dev
 	ruff check .
 	ruff format --check .
 	mypy

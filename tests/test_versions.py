@@ -83,7 +83,7 @@ def test_hooks_and_make_lint_format_the_same_native_files() -> None:
 
 
 def test_make_lint_installs_the_extra_that_has_the_pins() -> None:
-    assert re.search(r"^lint:.*/with-dev", MAKEFILE.read_text(), re.MULTILINE)
+    assert re.search(r"^lint:.*/with-test,dev", MAKEFILE.read_text(), re.MULTILINE)
 
 
 @pytest.mark.skipif(not CI.exists(), reason="an sdist comes without .ci")
