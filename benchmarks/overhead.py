@@ -67,7 +67,7 @@ from torch import nn
 
 import infinity
 from infinity.cpu_adam import BLOCK
-from infinity.planning import search
+from infinity.planning import homes
 from infinity.planning.placement import Kind, WorkingRoom
 from infinity.tiers import Tier
 
@@ -182,9 +182,9 @@ def forced() -> Iterator[None]:
     """
     rooms = (WorkingRoom(PAGES, updates=STAGED, transit_buffers=STAGED),)
     with (
-        mock.patch.object(search, "_groupings", lambda surveyed: [surveyed.group(1)]),
-        mock.patch.object(search, "_chunk_lengths", lambda surveyed: [BLOCK]),
-        mock.patch.object(search, "WORKING_ROOMS", rooms),
+        mock.patch.object(homes, "_groupings", lambda surveyed: [surveyed.group(1)]),
+        mock.patch.object(homes, "_CHUNKS", (BLOCK,)),
+        mock.patch.object(homes, "WORKING_ROOMS", rooms),
     ):
         yield
 

@@ -20,7 +20,7 @@ from infinity.checkpoint import tensor_files
 from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.manifest import ParameterEntry
 from infinity.errors import IncompatibleCheckpoint
-from infinity.planning import search
+from infinity.planning import homes
 
 __all__ = ["watchdog"]
 
@@ -38,7 +38,7 @@ CASES = [
 
 def chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """Have plans made with chunks of this many elements, or fewer if the model is smaller."""
-    monkeypatch.setattr(search, "_CHUNKS", (length,))
+    monkeypatch.setattr(homes, "_CHUNKS", (length,))
 
 
 @pytest.mark.sweep

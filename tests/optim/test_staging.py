@@ -15,7 +15,7 @@ import infinity
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.parameter_page import ParameterPage, Presence
-from infinity.planning import search
+from infinity.planning import homes
 from infinity.planning.placement import WorkingRoom
 
 PAGES = 4
@@ -57,7 +57,7 @@ def test_a_page_whose_last_view_goes_while_room_is_sought_is_not_counted_on(
     parameters must have the bits of a run without this, and at least one evicted page must have been freed
     in this way.
     """
-    monkeypatch.setattr(search, "WORKING_ROOMS", (WorkingRoom(PAGES, updates=2, transit_buffers=1),))
+    monkeypatch.setattr(homes, "WORKING_ROOMS", (WorkingRoom(PAGES, updates=2, transit_buffers=1),))
     plain = trained(tmp_path / "plain")
     seen: dict[int, Any] = {}
     asking: list[ChunkUpdate] = []

@@ -30,7 +30,7 @@ from infinity.checkpoint.restore import division_of
 from infinity.config import Precision
 from infinity.layout.chunks import Division
 from infinity.layout.units import survey
-from infinity.planning import search
+from infinity.planning import homes
 from infinity.system.disk_files import DiskFiles
 from infinity.tiers import nvme
 from infinity.tiers.slab import slab_name
@@ -275,7 +275,7 @@ def _offloaded(case: Case, setting: Setting, place: Place, *, resume: bool) -> I
         prefer = None
         if case.through == "copy":
             if setting.cut == "chunks":
-                inside.enter_context(mock.patch.object(search, "_CHUNKS", (2 * 4096,)))
+                inside.enter_context(mock.patch.object(homes, "_CHUNKS", (2 * 4096,)))
         elif resume:
             saved = commit_files.newest(place.commits, DiskFiles())
             assert saved is not None
