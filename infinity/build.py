@@ -95,9 +95,9 @@ def carry_out(
     """Move the parameters and states of `model` into pages as `plan` says; return the model's runtime.
 
     plan: a plan made for the same model, optimizer and budget. optimizer, weights: as in `infinity.offload`.
-    checkpoint: the directory of commits and the commit to continue; None if commits are off. It is closed
-    with the runtime, or if this call fails. ranks: connects with the other ranks, and is closed with the
-    runtime.
+    checkpoint: the directory of commits and the commit to continue; None if commits are off. ranks: connects
+    with the other ranks. `checkpoint` and `ranks` are closed with the runtime; `checkpoint` also if this call
+    fails.
     """
     heap, filling = _guard(plan), _limited(plan)
     with ExitStack() as cleanup:
@@ -311,9 +311,9 @@ def _guard(plan: Plan) -> HeapGuard:
     """Make a runtime's heap guard, which limits the process's resident memory by trimming the heap.
 
     If the model computes on the CPU and the plan knows the activations, the limit is the process's present
-    resident memory plus the RAM budget, less a margin. Otherwise there is no limit. If the plan does not know
-    the activations, memory in use exceeds the budget anyway. Trims all through every step could not keep the
-    budget either: an eager step of 309M parameters with 1540 MiB took 1.2 times as long.
+    resident memory plus the RAM budget, less a margin. Otherwise there is no limit. With unknown activations,
+    the memory in use can exceed the budget. The guard would then trim the heap again and again without
+    reaching the limit: an eager step of 309M parameters with 1540 MiB took 1.2 times as long.
     """
     if plan.device.type != "cpu" or plan.activations is None:
         return HeapGuard(None)

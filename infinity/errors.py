@@ -140,8 +140,8 @@ class StorageFull(StorageError):
 class CorruptState(InfinityError, ValueError):
     """A file does not have the bytes that were written to it: a checksum or a format is wrong.
 
-    `path` and `offset` (in bytes) say where in its slabs a runtime has read wrong bytes. They are None if the
-    file belongs to a checkpoint; `cause` then names the file.
+    If a runtime has read wrong bytes from one of its own slabs, `path` is the slab and `offset` the place of
+    the bytes in it. If the file belongs to a checkpoint, both are None, and `cause` names the file.
     """
 
     def __init__(self, cause: str, cure: str, *, path: str | None = None, offset: int | None = None) -> None:
@@ -214,10 +214,11 @@ def storage_error(
 
 
 def other_bytes(path: str, offset: int, what: str | None) -> CorruptState:
-    """Make the error for a read of 4096 bytes that this process has written or read before, with other
-    content.
+    """Make the error for 4096 bytes of a file that do not read as this process has written or read them
+    before.
 
-    path, offset: the file, and the position of the 4096 bytes in it. what: words for their content, or None.
+    path: the file. offset: position of the 4096 bytes in the file. what: words that say what the bytes hold,
+    or None.
     """
     return CorruptState(
         f"{path} has other bytes at byte {offset} than were written there"

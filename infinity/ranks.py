@@ -52,8 +52,8 @@ tensor `number`: flat, contiguous and in RAM. Any thread may call it.
 
 
 class SingleExchange:
-    """An exchange: while runtimes are made, ranks copy elements of each other's tensors, which have numbers.
-    This class serves one rank, which copies nothing.
+    """An exchange, in which ranks copy elements of each other's tensors while runtimes are made. Each tensor
+    has a number. This class serves one rank, which copies nothing.
     """
 
     def take(
@@ -116,8 +116,8 @@ class SingleRank(Closing):
     def __init__(
         self, device: torch.device | str | None = None, *, share: Share = ALONE, on_node: int = 1
     ) -> None:
-        """device: where the model computes; None: chosen by the plan. share: the number of the rank for which
-        a run is planned, and what it keeps. on_node: number of ranks on the node of that rank.
+        """device: where the model computes; None: the plan chooses. share: the number and the share of the
+        rank that is planned for, if the run has several ranks. on_node: number of ranks on that rank's node.
         """
         self.device = device
         self.share = share
@@ -132,7 +132,7 @@ class SingleRank(Closing):
         return nullcontext()
 
     def gather(self, call: str, fact: Any, patient: Callable[[], bool] = lambda: False) -> dict[int, Any]:
-        """Send a fact, any value that JSON can hold, to all ranks. Returns rank -> the fact that it has sent.
+        """Send a fact, any value that JSON can hold, to all ranks. Returns rank -> that rank's fact.
 
         call: the call in which all ranks gather, for errors. patient: function that is called after every
         time-out; returns whether to wait longer for other ranks.
@@ -151,26 +151,27 @@ class SingleRank(Closing):
         """A context whose end all ranks reach together; see [Note: copies of ranks] in
         infinity/checkpoint/copies.py.
 
-        name: the name of the phase, for errors. first: whether this is the first phase of a call. Then other
-        ranks may not have made the call, so the wait for them ends with the time-out. In later phases ranks
-        are waited for as long as they live. Yields a dict for facts that must be equal on all ranks. If the
-        phase fails on another rank, an error of the same class is raised here. Raises RankDivergence for a
-        fact that differs or a rank that does not come, and RankFailure.
+        Yields a dict for facts that must be equal on all ranks. name: the name of the phase, for errors.
+        first: whether this is the first phase of a call. Other ranks may then not have made the call, so the
+        wait for them ends with the time-out. In later phases ranks are waited for as long as they live.
+
+        If the phase fails on another rank, an error of the same class is raised here. Raises RankDivergence
+        if a fact differs or a rank does not come, and RankFailure if a rank is lost.
         """
         yield {}
 
     def fail(self, error: BaseException) -> bool:
-        """Tell all ranks that this rank has failed, so that no rank waits for it, nor it for others. Returns
-        whether there are other ranks.
+        """Tell all ranks that this rank has failed, which ends all waits of other ranks for this rank, and of
+        this rank for others. Returns whether there are other ranks.
         """
         return False
 
     def leave(self) -> None:
-        """Wait until all ranks close their runtimes, so that this rank serves them until then. Errors are
+        """Wait until all ranks close their runtimes, and serve the other ranks until then. Errors are
         ignored.
 
-        A rank that fails or makes another call is not waited for. The wait also ends with the time-out if
-        another rank closes the runtimes of this process in another order, so that each waits for the other.
+        Does not wait for a rank that fails or makes another call. If ranks close several runtimes of a
+        process in different orders, they wait for each other; the time-out ends such a wait.
         """
 
     def close(self) -> None:
@@ -181,8 +182,8 @@ class SingleRank(Closing):
         return Timeline(path)
 
     def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
-        """The items, such as CPUs, that this rank may use of those that its node's ranks divide: at least
-        one.
+        """Return this rank's share of `items`, such as CPUs, which are divided among the ranks on its node.
+        The share has at least one item.
         """
         return items
 
@@ -228,12 +229,12 @@ class SingleRank(Closing):
         return nullcontext()
 
     def write_states(self, states: States, given: Sequence[Given], present: Present) -> None:
-        """Write the states of rank 0's optimizer to the optimizer pages of this rank.
+        """Write the optimizer states that were given on rank 0 to the optimizer pages of this rank.
 
         states: the optimizer pages, which have the masters of the initial values already. given: the states
-        of this rank's optimizer; only rank 0's are used. present: function that returns a parameter's values.
-        A master is used only if all of its elements round to the parameter's present values. Raises
-        ConfigError for the state of a frozen parameter.
+        of the optimizer on this rank; those of other ranks than rank 0 are ignored. present: function that
+        returns a parameter's values. A given master is used only if all of its elements round to the
+        parameter's present values. Raises ConfigError for the state of a frozen parameter.
         """
         for unit, parameter, state in given:
             states.write(unit, parameter, state)
@@ -311,7 +312,7 @@ class SingleStep:
     def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
         """Return the exact sum of squares of a parameter's gradient, summed over all ranks.
 
-        settle: function of the user's call, by name, that calls `settle`.
+        settle: function that takes the name of the user's call, and calls `SingleStep.settle` with it.
         """
         return self._gradients.squares((unit, parameter))
 
@@ -320,7 +321,7 @@ class SingleStep:
         return self._gradients.read(unit, parameter)
 
     def has(self, unit: int, parameter: int) -> bool:
-        """Whether this rank knows of a gradient of a parameter that it has not dropped."""
+        """Whether, as far as this rank knows, a parameter has a gradient that this rank has not dropped."""
         return self._gradients.has(unit, parameter)
 
     def check_settable(self, unit: int, parameter: int) -> None:
@@ -336,8 +337,8 @@ class SingleStep:
         return False
 
     def take_complete(self) -> Sequence[int]:
-        """The units that, since the last call, have got the last gradients that all ranks have for a
-        micro-batch.
+        """Return the units whose gradients of a micro-batch have become complete since the last call: the
+        last gradient of the last rank has been added.
         """
         found, self._fresh = self._fresh, ()
         return found
@@ -363,8 +364,9 @@ class SingleStep:
         self._gradients.await_room(unit, parameter, gradient)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
-        """Announce the parameters, (unit, index), for which a micro-batch brings one gradient each. later: as
-        in `add`.
+        """Announce for which parameters a micro-batch brings a gradient, exactly one each.
+
+        parameters: (unit, index of the parameter in the unit). later: as in `add`.
         """
 
     def backward_ended(self, count: int) -> None:
@@ -374,9 +376,11 @@ class SingleStep:
         """Note that a step has been decided. updated: function that returns the units it updates."""
 
     def updated_in_part(self, begun: bool) -> bool:
-        """Whether a step that cannot be completed has updated some chunks of a unit and not the others.
+        """Whether a step that cannot be completed has updated, on any rank, some chunks of a unit and not its
+        other chunks. All ranks call this.
 
-        begun: whether this rank has begun an eager update. One rank updates whole units.
+        begun: whether this rank has begun an eager update. Always False with one rank, which updates all
+        chunks of a unit or none.
         """
         return False
 

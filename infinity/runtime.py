@@ -419,8 +419,8 @@ class Runtime(Closing):
         For a PEFT model only the adapters are written, or with merge=True the base model with the active
         adapters merged into it.
 
-        dtype: "compute" for the dtypes in which the model computes, "fp32" for the fp32 masters, the exact
-        values from which the optimizer updates the parameters, "average" for the running averages of the
+        dtype: which values to write. "compute": in the dtypes in which the model computes. "fp32": the fp32
+        masters, which are the exact values that the optimizer updates. "average": the running averages of the
         masters. shard: the most bytes of tensors in a file. infinity.checkpoint.export.export describes files
         and errors.
         """
@@ -437,10 +437,12 @@ class Runtime(Closing):
     def compile(self, block_class: type[nn.Module], **options: Any) -> int:
         """Compile the modules of class `block_class` in the model; return how many there are.
 
-        Each runs as one graph (torch.compile with fullgraph=True) over all its pages, which are fetched
-        together before, so the device needs room for a whole block. Blocks that differ only in parameters
-        share a graph. options: others of torch.compile, such as backend=. Raises ConfigError if the model has
-        no such module; a block that cannot be one graph raises ConfigError when it is called.
+        Each module runs as one graph (torch.compile with fullgraph=True). All its pages are fetched before
+        the graph runs, so the device needs room for the pages of a whole module. Modules that differ only in
+        their parameters share a graph. options: more options of torch.compile, such as backend=.
+
+        Raises ConfigError if the model has no such module. A module that cannot be one graph raises
+        ConfigError when it is called.
         """
         parts = self._components
         with parts.pager.lock:
@@ -562,8 +564,10 @@ class Runtime(Closing):
 
 
 def _hooked(parameter: Any, arrived: Callable[[torch.Tensor], None]) -> Any:
-    """Call `arrived` with a parameter after each of its gradients; return the handle. torch takes no hook on
-    a frozen parameter, such as an adapter of PEFT that is trained later.
+    """Have `arrived` called with a parameter after each of its gradients; return the hook's handle.
+
+    The parameter may be frozen, such as an adapter of PEFT that is trained later. Torch accepts no hook on a
+    frozen parameter, so it is made trainable while the hook is registered.
     """
     trained = parameter.requires_grad
     parameter.requires_grad_(True)
@@ -610,11 +614,12 @@ _opened: list[tuple[weakref.ref[Runtime], _Remains]] = []
 
 
 def close_dropped() -> None:
-    """Close the runtimes of this process to which nothing refers any more, although components of them live.
+    """Close the runtimes of this process to which nothing refers any more, but whose components are still
+    referred to.
 
-    The graph of a loss refers to parameters, and they to their pages, which keep files and memory. A model
-    refers to its runtime by its hooks, so nobody can train or read a model whose runtime is gone. With
-    several ranks nothing is closed, because ranks collect garbage at different times.
+    For example, the graph of a loss refers to parameters, and these to their pages, which keep files and
+    memory. A model's hooks refer to its runtime, so a runtime that is gone has no model left that could be
+    trained or read. With several ranks nothing is closed, because ranks collect garbage at different times.
     """
 
     _opened[:] = [each for each in _opened if each[1].open]

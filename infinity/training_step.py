@@ -164,7 +164,8 @@ class TrainingStep:
         """Replace a parameter's gradient, as `p.grad = value` does. A gradient of zeros takes no memory.
 
         value: floats of the parameter's shape, as the optimizer is to see them. Raises ConfigError if updates
-        are eager, inside of a backward, and with several ranks unless all elements are zero.
+        are eager, if it is called inside of a backward, or if there are several ranks and `value` is not all
+        zeros.
         """
         name = self._components.pages[unit].layout.parameters[parameter].names[0]
         if self._eager is not None:
@@ -274,7 +275,7 @@ class TrainingStep:
                 page.zeros = zeros.get(unit, set())
 
     def has_gradient(self, unit: int, parameter: int) -> bool:
-        """Whether this rank knows of a gradient of a parameter that it has not dropped."""
+        """Whether this rank knows of a gradient of the parameter and has not dropped the gradient."""
         return self._ranks.has(unit, parameter)
 
     def gradient_age(self, unit: int, parameter: int) -> int:
@@ -285,10 +286,10 @@ class TrainingStep:
         """Forget a parameter's gradient, as `p.grad = None` does; with zeros=True, a gradient of zeros takes
         its place.
 
-        With the last stored gradient the whole step is forgotten, as by `zero_grad`: all factors, and that
-        eager updates have used gradients. With several ranks this happens only while all ranks know which
-        gradients exist. Raises the errors of `RankedStep.drop`, and ConfigError if eager updates may have
-        begun in a step that has not called `step`.
+        If this was the last stored gradient, everything else that is known of the step is forgotten too, as
+        by `zero_grad`: all factors, and the note that eager updates have used gradients. With several ranks
+        this happens only while all ranks know which gradients exist. Raises the errors of `RankedStep.drop`,
+        and ConfigError if eager updates may have begun and `step` has not been called since.
         """
         gradients, ranks = self._gradients, self._ranks
         with self._pager.lock:
@@ -627,8 +628,10 @@ class TrainingStep:
         ]
 
     def _agreed_norm(self, call: str, keys: Callable[[], Iterable[tuple[int, int]]]) -> float:
-        """The norm of all ranks' gradients, after they agree that gradients are complete. keys: function that
-        returns the parameters, (unit, index), whose gradients must have one factor.
+        """Return the norm of all ranks' gradients, after all ranks have agreed that gradients are complete.
+
+        call: the caller's name, for errors. keys: function that returns the parameters, as (unit, index),
+        whose gradients must all have the same factor.
         """
         gradients = self._gradients
         before = set(self._having()) if gradients.factors else set()
@@ -642,8 +645,10 @@ class TrainingStep:
     def _settle(
         self, call: str, keys: Callable[[], Iterable[tuple[int, int]]] = tuple, *, forgiving: bool = False
     ) -> ExactSum:
-        """Agree with all ranks that gradients are complete; returns the sum of squares. keys: as in
-        `_agreed_norm`; by default factors may differ. forgiving: as in `SingleStep.settle`.
+        """Agree with all ranks that gradients are complete; returns the sum of squares.
+
+        keys: function that returns the parameters, (unit, index), whose gradients must have one factor; by
+        default none. call, forgiving: as in `SingleStep.settle`.
         """
         failure: InfinityError | None = None
         try:

@@ -188,8 +188,8 @@ class Group:
         return micro is not None and micro.expected is not None
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor) -> bool:
-        """Add a new gradient, computed by the backward in this thread, or hold it until those of all earlier
-        micro-batches for the same parameter are added.
+        """Add a new gradient that the backward in this thread has computed. Hold it first while an earlier
+        micro-batch may still bring a gradient for the same parameter.
 
         unit, parameter: as in AddGradient. Returns False, and does nothing, if this is not the backward of a
         micro-batch of the group.
@@ -219,11 +219,11 @@ class Group:
     # --- inside of a forward or backward ---------------------------------------------------------------
 
     def arrive(self, units: frozenset[int], module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Stop the micro-batch of this thread before `module`, until `run` lets it go on.
+        """Stop the micro-batch of this thread before `module`, until `run` lets the micro-batch go on.
 
-        units: the units of the module. If the forward used all of them just before, it does not stop. Called
-        by a forward pre-hook, with the arguments of the module. Does nothing in a backward, without grad
-        mode, or in a thread that runs no micro-batch.
+        Called by a forward pre-hook, with the arguments of the module. units: the units of the module. There
+        is no stop if the forward has used all of these units just before. Does nothing in a backward, without
+        grad mode, or in a thread that runs no micro-batch.
         """
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         if micro is None or torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
@@ -247,10 +247,10 @@ class Group:
             micro.task.pause()
 
     def _return(self, micro: _MicroBatch, stage: int, _: torch.Tensor) -> None:
-        """Stop `micro`, whose backward has now done stage `stage` of the model and all later stages.
+        """Stop `micro` when its backward has done stage `stage` of the model and all later stages.
 
-        A hook of each tensor that entered the first module of the stage; only the first call for a stage
-        stops. The last argument is the tensor's gradient.
+        Called as a hook of each tensor that entered the first module of the stage; only the first call for a
+        stage stops the micro-batch. The last argument, the tensor's gradient, is not used.
         """
         # Without a loss this is a backward inside of the forward, such as a model uses to compute a gradient.
         if micro.loss is not None and micro.position < (_BACKWARD, -stage):
@@ -260,9 +260,9 @@ class Group:
     def _stage(self, micro: _MicroBatch, units: frozenset[int]) -> int | None:
         """Return the number of the stage that begins as `micro` enters a module with the units `units`.
 
-        If `micro` is at the last stage that any micro-batch has entered, a new stage is added. Else the
-        result is the next known stage with exactly these units, or None, and then `micro` goes on without a
-        stop.
+        If no micro-batch has entered a later stage than `micro`, a new stage is added. Otherwise the result
+        is the next known stage with exactly these units. If there is none, the result is None, and `micro`
+        goes on without a stop.
         """
         now = micro.position[1]
         if now == len(self._course) - 1:

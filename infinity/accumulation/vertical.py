@@ -184,10 +184,10 @@ class Accumulator:
     def _mixed(self, reason: str, *, lost: bool) -> None:
         """Record that micro-batches which ran together shared state, so their results cannot be used.
 
-        The first time may be due to a cache that a module fills in its first call; from the second time on,
-        micro-batches run one after the other. reason: the cause as a sentence. lost: whether a backward had
-        begun: then the gradients of the step are lost, micro-batches run one after the other at once, and
-        ConfigError is raised.
+        reason: the cause as a sentence. lost: whether a backward had begun, so that the gradients of the step
+        are lost; then ConfigError is raised. After a second call, or a first with `lost`, micro-batches run
+        one after the other. A first call without `lost` has no such effect, because its cause may be a cache
+        that a module fills in its first forward.
         """
         if lost or self._mixed_before:
             self._reason = reason
@@ -203,7 +203,9 @@ class Accumulator:
 
     @contextmanager
     def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Context in which micro-batches of `group` stop before modules, and backward recomputes `blocks`."""
+        """Context in which the micro-batches of `group` stop before each module that `_stops` returns, and
+        backward recomputes `blocks`.
+        """
         with ExitStack() as stack:
             for module, units in self._stops(blocks).items():
                 hook = Hook(functools.partial(group.arrive, units))

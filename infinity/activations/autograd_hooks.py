@@ -96,8 +96,8 @@ def _forgotten() -> bool:
 
 
 def _views(ctx: Any) -> tuple[torch.Tensor | None, ...]:
-    """Return the saved tensors, with a view in place of each second tensor of a leaf. The view holds the
-    second tensor in C++, so no Python object of it is destroyed.
+    """Return the saved tensors of the context `ctx`. A tensor that is a second Python object of a leaf is
+    replaced by a view. The view holds the second tensor in C++, so its Python object is not destroyed.
     """
     with torch.enable_grad():
         return tuple(each.view_as(each) if _is_second(each) else each for each in _saved_tensors.__get__(ctx))
@@ -112,7 +112,9 @@ def _is_second(tensor: torch.Tensor | None) -> bool:
 
 
 def drop_left_tasks_at_exit() -> None:
-    """Have the nodes that are left in the main thread's queue removed when Python ends."""
+    """Have the nodes that a failed backward left in the main thread's queue of autograd removed when Python
+    ends.
+    """
     made: list[torch.Tensor] = []
     # Each thread numbers its own nodes. The first of a new thread has the lowest number, so autograd runs it
     # after those that are left.

@@ -51,8 +51,9 @@ class HeapGuard:
             self._trim = malloc_trim()
 
     def allocated(self, nbytes: int) -> None:
-        """Count `nbytes` bytes of new allocations. Calls `check` each time that 1/128 of the limit, but at
-        least 2 MiB, was allocated; each 2 MiB while resident memory is above the limit.
+        """Count `nbytes` bytes of new allocations, and call `check` each time that enough bytes are counted.
+
+        Enough is 1/128 of the limit, but at least 2 MiB; while resident memory is above the limit, 2 MiB.
         """
         self._allocated += nbytes
         if self._allocated >= self._between:
@@ -62,8 +63,9 @@ class HeapGuard:
     def check(self) -> None:
         """Return holes in the heap to the kernel if resident memory is above the limit.
 
-        If resident memory stays above the limit, the next trim waits until it has grown by half of its
-        distance to the budget, but from 1 to 8 MiB. Above the budget, it waits for 8 MiB.
+        If it is still above the limit afterwards, the next trim waits until it has grown further: by half of
+        its distance to the budget, but at least 1 MiB and at most 8 MiB; by 8 MiB if it is at or above the
+        budget.
         """
         if self._trim is None:
             return

@@ -62,8 +62,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """A saved tensor, packed by the pair of hooks that was active before this module's, and that pair's
-    `unpack`.
+    """A saved tensor as another pair of hooks has packed it, and the `unpack` of that pair. The pair was
+    active when the hooks of this module were installed.
     """
 
     packed: Any
@@ -172,9 +172,10 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     """Context in which this thread packs saved tensors with a pair of SavedTensors hooks.
 
     find: function that returns the reference for a tensor in a page, and None for any other tensor. fetch:
-    function that returns the tensor of a reference. tally: counts the bytes saved. Does nothing if hooks with
-    the same `find` are active already, or where torch allows none: in torch.func.grad autograd saves views of
-    pages, which keep them in memory.
+    function that returns the tensor of a reference. tally: counts the bytes saved.
+
+    Does nothing if hooks with the same `find` are active already, or if torch forbids hooks, as in
+    torch.func.grad. Without hooks autograd saves views of pages, and these views keep the pages in memory.
     """
     if not hooks_are_allowed():
         yield
@@ -194,7 +195,9 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_the_way() -> Iterator[None]:
-    """Context without the pairs of SavedTensors hooks at the top of this thread's stack of hooks."""
+    """Context in which this thread's stack of hooks lacks the pairs of SavedTensors that are at its top.
+    The pairs are put back at the end.
+    """
     pairs = []
     while (top := autograd_hooks.top()) is not None:
         if not isinstance(getattr(top[0], "__self__", None), SavedTensors):
@@ -209,11 +212,11 @@ def out_of_the_way() -> Iterator[None]:
 
 
 def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
-    """Remove a pair of hooks from torch's stack, wherever it is there.
+    """Remove a pair of hooks from torch's stack, at whatever depth the pair is.
 
-    torch pops the top pair, whichever it is. If Ctrl-C ends a forward, a context with hooks of the user's
-    around the forward may be left first. It then pops `hooks`, and leaves its own pair, `outer`, on the
-    stack, so `outer` is removed here.
+    outer: the pair that was on top of the stack when `hooks` was pushed. A context of the user's that pushed
+    `outer` normally ends after the forward. If Ctrl-C ends the forward, the context may end first. torch then
+    pops the top pair, which is `hooks`, and `outer` stays on the stack. In this case `outer` is removed here.
     """
     above = []
     found = False

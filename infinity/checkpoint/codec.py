@@ -113,7 +113,11 @@ def decode(node: Json, tensors: Tensors, where: Path = "state") -> Any:
 
 
 def _value(node: Json, left: Tensors, path: Path, depth: int) -> Any:
-    """left: stored tensors that no value uses yet. depth: the number of lists and objects around `node`."""
+    """Return the value of a node, as `decode` does.
+
+    left: stored tensors that no value uses yet. path: the place of the value, for errors. depth: the number
+    of lists and objects around `node`.
+    """
     if type(node) not in (list, dict):
         return node
     if depth == 3 * DEEPEST:  # what is in a dict may be in an object, a list and a list

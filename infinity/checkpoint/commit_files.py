@@ -136,7 +136,8 @@ def _undo(
     directory: str | os.PathLike[str], generation: int, files: DiskFiles, tier: NvmeTier | None
 ) -> None:
     """Remove the data file and the temporary manifest of a commit whose manifest has not got its final name.
-    tier: its slabs get their former names; None if another commit needs the slabs.
+
+    tier: the tier whose slabs get the names of uncommitted slabs again; None if another commit needs them.
     """
     if tier is not None:
         tier.uncommit()
@@ -152,11 +153,12 @@ def take_back(
     *,
     leave: bool = False,
 ) -> None:
-    """Take the name of a commit's manifest away, so that the commit does not count, and remove its files.
+    """Take the name of a commit's manifest away, so that the commit does not count, then remove its files.
 
     tier: its slabs get the names of uncommitted slabs; None if another commit needs the slabs. leave: whether
-    the temporary manifest stays, in which `unfinished_slabs` finds the names of slabs to remove. Raises
-    StorageError; the manifest may still have its name then.
+    the files stay, so that `unfinished_slabs` finds the slabs to remove in the temporary manifest. Raises
+    StorageError if the name cannot be taken away durably; the manifest may still have it then. Errors while
+    files are removed are ignored.
     """
     files.rename(manifest_path(directory, generation), _temporary_path(directory, generation))
     files.sync_directory(directory)
@@ -280,7 +282,7 @@ def from_bytes(manifest: bytes, data: bytes, path: Path) -> SavedCommit:
 
 
 def _tree(content: bytes, path: Path) -> tuple[Json, DataFile]:
-    """Parse the content of the manifest `path`. Returns its tree, and apart its entry for the data file."""
+    """Parse the content of the manifest `path`. Returns (tree without the data file's entry, that entry)."""
     tree = parse(_manifest_text(content, path), path.name)
     if not isinstance(tree, dict) or "data" not in tree:
         raise corrupt(path.name, "lacks 'data'")
@@ -312,8 +314,10 @@ def _commit(tree: Json, entry: DataFile, path: Path, content: bytes, skipped: tu
 
 
 def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
-    """Compute the CRC-32C of each block's identity, by the index of the block's checksum in the table: uint32
-    (count,), 0 at an index to which no array refers.
+    """Return the CRC-32C of each block's identity as uint32 (count,), in the order of the table of checksums.
+
+    count: number of checksums in the table. An entry of the table to which no array refers has the value 0.
+    Raises CorruptState if arrays refer to entries past the end of the table, or to more than `count` entries.
     """
     found = np.zeros(count, dtype=np.uint32)
     referred = 0
@@ -338,7 +342,9 @@ def _block_identities(manifest: Manifest, count: int) -> npt.NDArray[np.uint32]:
 
 
 def _label(manifest: Manifest, array: str, parameter: str) -> bytes:
-    """Make the identity of a block without its last 8 bytes, which are the index of its first element."""
+    """Return the identity of a block of an array without its last 8 bytes. These are the index of the block's
+    first element, so all blocks of the array share the rest.
+    """
     text = f"{manifest.generation}\n{manifest.created}\n{array}\n{parameter}\n"
     return text.encode("utf-8", "surrogatepass")
 
@@ -390,7 +396,9 @@ def _manifest_text(content: bytes, path: Path) -> bytes:
 
 
 def _content(path: Path, files: DiskFiles, limit: int, *, exactly: bool = False) -> bytes:
-    """Read a regular file of at most `limit` bytes; exactly: of `limit` bytes."""
+    """Read a regular file of at most `limit` bytes. exactly: whether the file must have `limit` bytes. Raises
+    CorruptState if the file is missing, not regular, or of another size.
+    """
     try:
         with storage_errors("look at", path):
             found = os.lstat(path)

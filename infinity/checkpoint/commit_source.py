@@ -99,8 +99,8 @@ class CommitSource:
     """
 
     def __init__(self, rank_commits: Sequence[RankCommit]) -> None:
-        """rank_commits: those to read from; where two have an element, the earlier one is used. Except for
-        ranges, their manifests describe parameters equally.
+        """rank_commits: the rank commits to read from. An element that several of them have is read from the
+        first. Their manifests describe each parameter equally, except for the ranges.
         """
         manifest = rank_commits[0].saved.manifest
         self.rule: OptimizerRule | None = manifest.rule
@@ -128,12 +128,12 @@ class CommitSource:
         return True
 
     def read(self, name: str, array: str, first: int, count: int) -> torch.Tensor:
-        """Read the entries of an array that belong to the parameter's elements [first, first + count).
+        """Read the entries of an array that belong to a parameter's elements [first, first + count).
 
-        name: the parameter's canonical name. array: VALUES, or the name of one of its state arrays. first: a
-        multiple of 4096. count: 4096 divides it, or the range ends with the parameter. Values of a frozen
-        parameter may begin and end anywhere. Returns a flat CPU tensor of the dtype in which the array is
-        stored. Raises StorageError if the bytes cannot be read, CorruptState if they are not those that were
+        name: the parameter's canonical name. array: VALUES, or the name of a state array of the parameter.
+        The range begins at a multiple of 4096, and ends at one or at the parameter's end; for values of a
+        frozen parameter it may be any range. Returns a flat CPU tensor of the dtype in which the array is
+        stored. Raises StorageError if the bytes cannot be read, CorruptState if they differ from what was
         committed, IncompatibleCheckpoint for elements that no rank commit has, and RankFailure.
         """
         entry = self._entries[name]
@@ -225,11 +225,12 @@ class CommitSource:
         within: Range,
         elements: tuple[int, int],
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-        """Read the bytes, uint8, of an array for elements [first, end) of a parameter, which must lie in
-        `within` and be whole blocks of it.
+        """Read the bytes of an array for some elements of a parameter, and compare them with their checksums.
 
-        Returns the bytes, and the ranges of elements whose bytes differ from their checksums. Raises
-        CorruptState if the commit does not have the array, and StorageError if the bytes cannot be read.
+        elements: (first, end) for elements [first, end) of the parameter. They must lie in `within`, and be
+        whole blocks of it. Returns the bytes, uint8, and the ranges of elements whose bytes differ from their
+        checksums. Raises CorruptState if the commit does not have the array, and StorageError if the bytes
+        cannot be read.
         """
         first, end = elements
         stored = within.arrays.get(array)

@@ -167,7 +167,10 @@ class Committer:
     def _save(
         self, number: int, created: str, state: object, rng: Mapping[str, Any], identity: object
     ) -> Commit:
-        """Begin the commit of this number and time, which all ranks begin."""
+        """Begin the commit for which `_begin` has returned `number` and `created`, and return it.
+
+        state, rng, identity: as for `save`. Raises ConfigError if no thread can be started, and StorageError.
+        """
         self._edits.sync_edits()
         for unit in self._in_device:
             self._scheduler.complete(unit)
@@ -210,10 +213,12 @@ class Committer:
                 commit.join()
 
     def wanted(self, generation: int) -> None:
-        """Complete the updates for which a commit waits, because another rank waits for the commit.
+        """Complete the updates for which the commit `generation` waits. Called when another rank waits for
+        this commit.
 
-        If this rank has not begun the commit yet, they are completed when it begins. If a read of an update
-        fails, the commit fails, because nobody might repeat the read, and the other rank would wait forever.
+        If this rank has not begun the commit yet, the updates are completed when it begins. If a read of an
+        update fails, the commit fails. Otherwise the other rank might wait forever, because nothing is sure
+        to repeat the read.
         """
         self._wanted = generation
         if self.last is not None and self.last.generation == generation:
@@ -234,7 +239,8 @@ class Committer:
     def close(self) -> None:
         """Complete the pending commit, and raise its error if it was not raised before.
 
-        If a read of an update fails, the commit fails, and the read's error is raised.
+        If a read of a chunk update for which the commit waits fails, the commit fails, and the error of the
+        read is raised.
         """
         try:
             self.complete()
@@ -344,7 +350,9 @@ class Committer:
             raise
 
     def _may_be_named(self, generation: int) -> bool:
-        """Whether a commit's manifest has its name, or the directory cannot be read."""
+        """Return whether the manifest of commit `generation` has its final name. Returns True, too, if the
+        directory cannot be read.
+        """
         try:
             return generation in commit_files.generations(self.directory)
         except InfinityError:

@@ -145,7 +145,7 @@ def _read_run(directory: Path, files: DiskFiles) -> str | None:
 
 
 class _Found(NamedTuple):
-    """What one directory of commits has, on any node."""
+    """What one directory of commits contains. The directory may be on any node."""
 
     name: str
     """The directory's name, as in `commit_directories`."""
@@ -211,8 +211,11 @@ def _survey(
 
 
 def _read_all(directory: Path, name: str, files: DiskFiles) -> tuple[list[SavedCommit], dict[int, str]]:
-    """Read the whole rank commits of a directory, newest first, and the faults of others: generation ->
-    sentence.
+    """Read the rank commits of a directory. Returns those that are whole, newest first, and the faults of the
+    others as generation -> sentence.
+
+    name: the result of `name_of` for this rank. Raises IncompatibleCheckpoint for a whole commit of another
+    name.
     """
     found, faults = [], {}
     for generation in reversed(commit_files.generations(directory)):
@@ -246,11 +249,12 @@ class FoundCommit:
 def find_commit(
     directories: Mapping[str, Path], given: Path, files: DiskFiles, rank: int, agree: Agree, *, node: int
 ) -> FoundCommit:
-    """Find the newest commit whose rank commits are all whole, whatever their number. All ranks call this.
+    """Find the newest commit whose rank commits are all whole. Any number of ranks may have made it. All
+    ranks call this.
 
-    directories: `commit_directories` on this rank's node, which is `node`. given: the directory that the user
-    gives, for errors. Raises ConfigError if there is no commit, IncompatibleCheckpoint if a rank commit is
-    missing, and CorruptState if no commit is whole.
+    directories: `commit_directories` on this rank's node. node: the number of that node. given: the directory
+    that the user gives, for errors. Raises ConfigError if there is no commit, IncompatibleCheckpoint if a
+    rank commit is missing, and CorruptState if no commit is whole.
     """
     survey = _survey(directories, files, rank, agree, node=node)
     if not survey.complete:
@@ -263,7 +267,7 @@ def find_commit(
 
 
 def _no_common(given: Path, survey: _Survey) -> InfinityError:
-    """Make the error if no commit has all its rank commits whole."""
+    """Make the error for a directory without a commit of which all rank commits are whole."""
     faults = [fault for each in survey.found for fault in each.faults]
     if not survey.readers and not faults:
         return no_commit(given)
@@ -283,9 +287,10 @@ def _no_common(given: Path, survey: _Survey) -> InfinityError:
 def commits_to_continue(ranks: SingleRank, given: str | os.PathLike[str], files: DiskFiles) -> bool:
     """Whether a directory has commits, on any node of these ranks. All ranks call this.
 
-    given: the directory that the user gives. Rank commits of a run without a commit that has counted are
-    removed; see [Note: a run without a commit]. Raises IncompatibleCheckpoint if each commit lacks a rank
-    commit, unless it is certain that no commit has counted, and StorageError (EBUSY) for a directory in use.
+    given: the directory that the user gives. If a run died in its first commit, only some ranks have rank
+    commits of it: they are removed, and the result is False; see [Note: a run without a commit]. Raises
+    IncompatibleCheckpoint if no commit is complete and a rank has no rank commit, unless it is certain that
+    the run died so. Raises StorageError (EBUSY) for a directory in use.
     """
     share, node = ranks.share, ranks.place.node
     survey = _survey(commit_directories(given), files, share.rank, ranks.agree, node=node)
@@ -308,7 +313,11 @@ def commits_to_continue(ranks: SingleRank, given: str | os.PathLike[str], files:
 
 
 def _never_counted(found: Collection[_Found], lacking: Collection[str]) -> bool:
-    """Whether all rank commits are of one run, in which one of the ranks has made none."""
+    """Whether no commit of the found rank commits can have counted: they are all of one run without a commit,
+    and that run has also used a directory of `lacking`, in which there is no rank commit.
+
+    lacking: names of the directories without a rank commit.
+    """
     runs = {each.run for each in found if each.committed}
     without = {each.run for each in found if each.name in lacking}
     return len(runs) == 1 and None not in runs and runs <= without
@@ -343,9 +352,11 @@ class LocalCommit(Closing):
         self._lock = PathLock(directory, rank=saved.manifest.rank, files=files) if lock is None else lock
 
     def open(self, budget: Budget, shared: Mapping[Path, PathLock]) -> None:
-        """Open the slabs. They are looked for in the directories of `budget` and of `shared`, and in that of
-        the rank commit. shared: locks of directories that this rank holds. Raises IncompatibleCheckpoint if a
-        slab is missing.
+        """Open the slabs of the rank commit. Looks for them in the directories of `budget` and of `shared`,
+        and in the rank commit's directory.
+
+        shared: directory -> its lock, for directories that this rank holds. Raises IncompatibleCheckpoint if
+        a slab is missing.
         """
         locks = {**shared, self._directory: self._lock}
         directories = dict.fromkeys([*(Path(each) for each in budget.nvme_bytes), *locks])
@@ -358,12 +369,17 @@ class LocalCommit(Closing):
         return [path(self._directory, generation).stat().st_size for path in _FILES]
 
     def read(self, memory: torch.Tensor, offset: int) -> None:
-        """Read bytes of the volume; a `commit_source.Read`."""
+        """Fill `memory` with bytes of the rank commit's volume from byte `offset` on, as `commit_source.Read`
+        says.
+        """
         assert self._read is not None
         self._read(memory, offset)
 
     def bytes_of(self, kind: int, first: int, count: int) -> torch.Tensor:
-        """Read bytes, uint8, of one of the two files, or of the volume."""
+        """Read `count` bytes from byte `first` on, and return them as uint8.
+
+        kind: 0 for the manifest, 1 for the data file, 2 for the volume (the pages in the slabs).
+        """
         if kind == _VOLUME:
             memory = aligned_ram(count)
             self.read(memory, first)
@@ -474,11 +490,11 @@ class ContinuedCommit(Closing):
         *,
         adopted: bool,
     ) -> None:
-        """Restore what this rank keeps, and send other ranks the bytes of which it is the holder. All ranks
-        call this.
+        """Restore what this rank keeps, and send other ranks the bytes of the rank commits whose holder this
+        rank is. All ranks call this.
 
-        locks: the locks of directories of slabs that this rank holds. restore: called with the source of
-        arrays, unless this rank has adopted its slabs.
+        locks: the locks that this rank has on directories of slabs. restore: called with the source of the
+        arrays. adopted: whether this rank has adopted its slabs; if so, `restore` is not called.
         """
         size = len(self._holders)
         takes = {rank: range(size) if self.recut else [rank] for rank in self._ranks}
@@ -496,7 +512,7 @@ class ContinuedCommit(Closing):
         exchange.end()
 
     def _followed(self) -> SavedCommit:
-        """Read the rank commit that this rank continues, from its holder if that is another rank."""
+        """Read the rank commit that this rank continues, here or from the rank that holds it."""
         follows = {rank: rank % len(self._holders) for rank in self._ranks}
         mine = follows[self._rank]
         exchange = self._connection.exchange("a commit's files", self._give)

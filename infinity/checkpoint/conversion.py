@@ -85,7 +85,8 @@ class _Groups:
     """Converts groups of tensors when they are read. One group's tensors are in RAM at a time."""
 
     def __init__(self, model: nn.Module, groups: Iterable[_Group], blank: Read, read: Read) -> None:
-        """blank: returns a tensor to convert on the meta device. read: returns it with its values.
+        """blank: function that returns a tensor to be converted, without values, on the meta device. read:
+        function that returns the same tensor with its values.
 
         Raises ConfigError if an operation fails for tensors without values.
         """
@@ -116,8 +117,8 @@ class _Groups:
 class ConvertedWeights(Weights):
     """Weights in files, under the names and in the shapes that a model of transformers gives them.
 
-    A weight that the table does not convert, or converts to a tensor that the model lacks, is as in the
-    files.
+    A weight stays as it is in the files if transformers' conversion table does not convert it, or converts it
+    to a tensor that the model lacks.
     """
 
     def __init__(self, model: Any, weights: Weights) -> None:
@@ -189,7 +190,7 @@ def as_saved(model: Any, entries: Sequence[Entry]) -> list[Entry]:
     class. Tensors of one group follow each other, so that each group is converted once. RAM holds up to twice
     the bytes of one group while its tensors are written.
 
-    Raises ConfigError if transformers has no way back for a conversion.
+    Raises ConfigError if transformers cannot undo a conversion, or if several tensors would get one name.
     """
     table = getattr(model, "_weight_conversions", None)
     if table is None:  # as in transformers' revert_weight_conversion

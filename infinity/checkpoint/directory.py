@@ -34,14 +34,16 @@ class Checkpoint(Closing):
         files: DiskFiles,
         ranks: SingleRank,
     ) -> None:
-        """directory: where commits go; None: to `resume`. It is made if it does not exist. resume: where the
-        commit to continue lies; None for a new run. files: reaches the disk. ranks: connects with the other
-        ranks, which all make such an object.
+        """Lock the directories, and open the commit to continue, if there is one.
+
+        directory: where new commits go, made if it does not exist; None to write them to `resume`. resume:
+        the directory of the commit to continue; None for a new run. files: reaches the disk. ranks: connects
+        with the other ranks, which all make a Checkpoint, too.
 
         Raises ConfigError if a new run is to go where commits lie, if there is no commit to continue, or for
         a value that cannot be a path. Raises StorageError for a directory that cannot be used, or that
         another process uses (EBUSY), and CorruptState or IncompatibleCheckpoint for a commit that cannot be
-        loaded. Directories that were made are then removed.
+        loaded. After an error, the directories that were made here are removed.
         """
         given = directory if directory is not None else resume
         assert given is not None
@@ -97,8 +99,10 @@ class Checkpoint(Closing):
 
     @property
     def streamed_from(self) -> NvmeTier | None:
-        """The slabs of this rank's own rank commit from which the run was restored, until a commit of this
-        run replaces them; None if the run has adopted the slabs, or continues no commit.
+        """The slabs of this rank's own rank commit, from which the run was restored.
+
+        None after a commit of this run has replaced them, and if the run has adopted the slabs or continues
+        no commit.
         """
         own = None if self.continued is None else self.continued.own
         return None if own is None else own.tier
@@ -128,12 +132,11 @@ class Checkpoint(Closing):
         write_run(self.directory, self._run, self.files)
 
     def superseded(self) -> None:
-        """Remove the slabs of all earlier commits in the directory, which the first commit of this run
-        replaces.
+        """Remove the slabs of all earlier commits in the directory; this run's first commit replaces them.
 
-        Called after the first commit, and before the manifests of earlier commits are removed. A rank whose
-        rank commit came from another node may find commits of the time when it ran here before. Raises
-        StorageError.
+        Called after the first commit, and before the manifests of earlier commits are removed. These are not
+        always the commits that the run continues: if a rank continues a rank commit of another node, its
+        directory may have older commits, from an earlier run on this node. Raises StorageError.
         """
         commit = self.continued
         if commit is not None:

@@ -139,25 +139,26 @@ def export(
 
     dtype: "compute" writes parameters in the dtype in which the model computes. "fp32" writes the fp32
     masters of trainable floating-point parameters, and converts the other floating-point parameters to fp32.
-    "average" writes the running averages of these masters instead, which a run keeps that was offloaded with
-    average=. Buffers keep their dtype.
+    "average" is like "fp32", with the running averages of the masters in their place; only a model that was
+    offloaded with average= has them. Buffers keep their dtype.
 
     A transformers model gets the names and shapes that its save_pretrained would write, with config.json and
-    generation_config.json. A config has only one dtype. Therefore from_pretrained casts parameters that
-    `Precision(keep=...)` kept in fp32 to that dtype, unless it is called with dtype=torch.float32.
+    generation_config.json. A config names only one dtype, to which from_pretrained casts all parameters.
+    Call it with dtype=torch.float32 to read parameters unchanged that `Precision(keep=...)` kept in fp32.
 
-    Of a model with adapters of PEFT the adapters alone are written, in the files that PEFT's save_pretrained
-    writes and its from_pretrained reads: adapter_config.json and adapter_model.safetensors, which `shard`
-    does not divide, and these again in a directory with the adapter's name for each adapter that is not
-    called "default". merge: True writes the base model instead, with the active adapters merged into it; the
-    values are those of PEFT's merge_and_unload.
+    If the model has adapters of PEFT, only these are written, in the files that PEFT's save_pretrained writes
+    and its from_pretrained reads: adapter_config.json and adapter_model.safetensors, which `shard` does not
+    divide. An adapter that is not called "default" has its two files in a directory of its name. merge: True
+    writes the base model instead, with the active adapters merged into it; the values are those of PEFT's
+    merge_and_unload.
 
-    RAM holds at most 2 x 2**20 elements of a tensor at a time. A parameter that is not contiguous, such as
-    channels_last, is held as a whole, and of parameters that transformers converts together up to twice the
-    bytes. A merge holds about three times the bytes of one layer. Raises ConfigError, before anything is
-    written, if an argument cannot be used or safetensors cannot hold a tensor, and later if PEFT cannot merge
-    a layer. Raises StorageFull, StorageError or BudgetError if the export fails. After an error `path` is as
-    it was before.
+    RAM holds at most 2 x 2**20 elements of a tensor at a time, with these exceptions: a parameter that is not
+    contiguous, such as channels_last, is held as a whole; parameters that transformers converts together take
+    up to twice their bytes; a merge takes about three times the bytes of one layer.
+
+    Raises ConfigError, before anything is written, if an argument cannot be used or safetensors cannot hold a
+    tensor, and later if PEFT cannot merge a layer. Raises StorageFull, StorageError or BudgetError if the
+    export fails. After an error `path` is as it was before.
     """
     limit = shard_bytes(shard)
     target, found = check_export(source, path, dtype=dtype, merge=merge)
@@ -395,9 +396,11 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_files(model: nn.Module, entries: Sequence[Entry]) -> dict[str, tuple[Any, list[Entry]]]:
-    """Return name -> (configuration, tensors) of the adapters of a model, as PEFT's save_pretrained would.
+    """Return name -> (configuration, tensors) for each adapter of a model, as PEFT's save_pretrained would
+    write them.
 
-    entries: those of `model_entries`. Raises ConfigError if PEFT would write other tensors than the model's.
+    entries: the result of `model_entries`. Raises ConfigError if the model's adapters have no tuned layers,
+    or if PEFT would write tensors that the model does not have.
     """
     model = unwrapped(model)
     known: dict[int, Entry] = {}

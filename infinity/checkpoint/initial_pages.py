@@ -40,9 +40,9 @@ parameter, flat in the order of memory, in RAM.
 def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
     """Open the weights at `path` for a model, as `open_weights` does.
 
-    For a transformers model, tensors as save_pretrained writes them are converted to the model's names and
-    shapes. RAM holds up to twice the bytes of a converted tensor. Raises ConfigError if one cannot be
-    converted.
+    For a transformers model, the tensors that save_pretrained wrote are converted to the model's names and
+    shapes. A conversion uses RAM of up to twice the bytes of the converted tensor. Raises ConfigError if a
+    tensor cannot be converted.
     """
     weights, theirs = open_weights(path), transformers_model(model)
     if theirs is None:
@@ -79,7 +79,8 @@ class InitialPages:
             self.states = States(self._state_pages(), store, plan.rule, remote=self.remote)
 
     def fill(self, weights: str | os.PathLike[str] | None, heap: HeapGuard) -> None:
-        """Write the initial values of all parameters, or of the elements that this rank keeps, home.
+        """Write the initial values of all parameters to the pages' homes, or of the elements that this rank
+        keeps.
 
         weights: the file or directory with the values. None: take the values that the parameters have, or run
         the initialisers of parameters on the meta device. heap: the heap guard, which returns freed memory of
@@ -91,7 +92,10 @@ class InitialPages:
     def _fill(
         self, weights: str | os.PathLike[str] | None, heap: HeapGuard, take: Take | None = None
     ) -> None:
-        """take: returns values for parameters that are not on the meta device; None: they keep their own."""
+        """Write the initial values home, as `fill` says. take: function (parameter, first, count) that
+        returns elements of a parameter that is not on the meta device; None: the parameter's own values are
+        taken.
+        """
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
             unit, index = self.places[id(parameter)]

@@ -177,14 +177,16 @@ class ParameterEntry:
         return found
 
     def state_arrays(self, rule: OptimizerRule | None) -> tuple[StateArray, ...]:
-        """Return the state arrays that each range has. rule: the manifest's."""
+        """Describe the arrays of optimizer states that each range in `ranges` has. Returns () for a frozen
+        parameter or without a rule. rule: the optimizer rule of the manifest.
+        """
         if rule is None or not self.trainable:
             return ()
         moments = rule.moments if self.moments else ()
         return state_arrays(self.torch_dtype, moments, rule.states, average=bool(rule.averaged))
 
     def arrays(self, rule: OptimizerRule | None) -> Mapping[str, StateArray]:
-        """Return all arrays that each range has, by name. rule: the manifest's."""
+        """Return all arrays that each range has, by name. rule: the optimizer's rule in the manifest."""
         found = StateArray(VALUES, self.torch_dtype), *self.state_arrays(rule)
         return {each.name: each for each in found}
 
@@ -192,8 +194,9 @@ class ParameterEntry:
         """Raise ValueError, as `check` does, for ranges that overlap, do not fit the parameter, lack an
         array, or go past the end of a volume of `volume_bytes` bytes.
 
-        whole: whether the ranges cover the parameter, as they do with one rank. If they do not, those of a
-        frozen parameter may begin anywhere: ranks divide frozen parameters by their bytes.
+        whole: whether the ranges must cover the whole parameter, as they do with one rank. Ranges begin at
+        multiples of BLOCK elements. Only if `whole` is false may the ranges of a frozen parameter begin at
+        any element, because ranks divide frozen parameters by their bytes.
         """
         arrays, end = self.arrays(rule), 0
         for index, each in enumerate(self.ranges):

@@ -48,7 +48,9 @@ class Recorder:
         scale: LossScale,
         volume: VolumeRecord,
     ) -> None:
-        """volume: the slabs in which parts have their slots. The others: components of the runtime."""
+        """volume: the slabs in which parts have their slots. The other arguments are components of the
+        runtime.
+        """
         self._model = weakref.ref(model)  # a pending commit must not keep a runtime that nobody refers to
         self._plan = plan
         self._pages = pages
@@ -86,8 +88,8 @@ class Recorder:
         )
 
     def finish(self, draft: SavedCommit, commit: Commit) -> SavedCommit:
-        """Complete a result of `draft`: add the places of arrays in the slots that `commit` holds, and their
-        checksums.
+        """Complete a result of `draft`: add where the slots that `commit` holds have each array, and the
+        checksums of the arrays.
         """
         tables: list[npt.NDArray[np.int64]] = [np.zeros(0, dtype=np.int64)]
         found: dict[str, dict[int, list[Any]]] = {}

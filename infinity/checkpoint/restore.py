@@ -67,7 +67,7 @@ class Restored:
     def warn(self, stacklevel: int) -> None:
         """Warn of parameters whose optimizer states begin anew or were left out, if there are any.
 
-        stacklevel: of `warnings.warn`, for the caller.
+        stacklevel: the `stacklevel` with which the caller itself would call `warnings.warn`.
         """
         if self.fresh:
             warnings.warn(
@@ -129,9 +129,10 @@ def check_held(
     source: CommitSource, layout: ModelLayout, homes: Sequence[Home], states: States | None, store: Store
 ) -> set[tuple[int, int]]:
     """Find the frozen parameters that cannot be restored, because a commit uses their only place on disk.
-    Takes arguments of `restore`, and returns its `besides`.
 
-    Raises ConfigError if such a parameter has other values in the checkpoint, and the errors of `match`.
+    The arguments are those of `restore`. Returns (unit, index of a parameter in the unit) for each of these
+    parameters, to be passed to `restore` as `besides`. Raises ConfigError if such a parameter has other
+    values in the checkpoint, and the errors of `match`.
     """
     held = set()
     for (unit, index), saved in match(source, layout, states).items():
@@ -212,13 +213,15 @@ def restore(
 
 
 def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> None:
-    """Bring the restored values to the pages that are in the memory where the model computes.
+    """Copy the restored values from the homes to the pages that are resident or of which user code has views.
 
-    Called after `restore` in a running model, where user code may hold views of such pages: it then sees the
-    new values, and autograd refuses to go backward through the old ones. pages: all parameter pages, none of
-    them on its way. edits: the model's edit tracker, which shall not take the new values for edits. Raises
-    StorageError if a home cannot be read. Pages that are whole at no home arrive anew at their next use
-    (`PrefetchEngine.homes_replaced`).
+    Called after `restore` in a running model. Views that user code holds then have the new values, and
+    autograd refuses to go backward through the old ones. If ranks divide the parameter pages, no home holds a
+    whole page and nothing is copied here: `PrefetchEngine.homes_replaced` has evicted the pages, and they are
+    fetched again when they are needed.
+
+    pages: all parameter pages, none of them on its way. edits: the model's edit tracker; it is told that the
+    new values are not edits. Raises StorageError if a home cannot be read.
     """
     for page in pages:
         memory, home = page.living(), page.home.memory
@@ -277,8 +280,10 @@ def _write(
     *,
     into: str | None = None,
 ) -> None:
-    """Write this rank's elements of an array to an optimizer page. into: the array to write, if it is
-    another.
+    """Write this rank's elements of an array that `read` returns to an optimizer page.
+
+    array: the name of the array. into: the name of the array of the page to write, if it differs; the
+    elements are then converted to float32.
     """
     for chunk_index, piece in page.pieces(parameter):
         for part in piece.parts(WINDOW):
@@ -432,8 +437,8 @@ class _StoredParts:
         }
 
     def held(self, part: Part) -> _HeldPart | None:
-        """Find a part in the commit. Returns None if the commit has its arrays elsewhere than in one of its
-        slots.
+        """Find a part in the commit. Returns None if the commit's arrays of the part do not all lie in the
+        same slot of the part, or if the commit divides the parameters in another way.
         """
         starts, arrays, blocks, at = set(), set(), [], 0
         for (start, nbytes, block), label in zip(part.segments.tolist(), part.labels, strict=True):

@@ -147,11 +147,11 @@ def capture(
     rng: Mapping[str, Any],
     identity: object = None,
 ) -> RunState:
-    """Copy the state of a run outside of pages. Called under the runtime's lock.
+    """Copy the part of a run's state that is not in pages. Called under the runtime's lock.
 
-    param_groups: the user's optimizer's, over paged parameters. state: the user's state. rng: states of the
-    random number generators, from `generators`. identity: identifies the job. Raises ConfigError for a value
-    that cannot be kept.
+    param_groups: the param groups of the user's optimizer, with paged parameters. state: the user's state.
+    rng: states of the random number generators, from `generators`. identity: identifies the job. Raises
+    ConfigError for a value that cannot be kept.
     """
     tensors: Tensors = {}
     record = form.RunRecord(
@@ -199,7 +199,7 @@ def generators() -> dict[str, Any]:
 def set_generators(states: Mapping[str, Any]) -> None:
     """Set all random number generators to states that `generators` has returned.
 
-    The states of CUDA devices that are not here are left out.
+    States of CUDA devices that this machine does not have are ignored.
     """
     torch.set_rng_state(states["torch"])
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):

@@ -38,7 +38,9 @@ class Row:
 
 
 def corrupt(path: Path, what: str) -> CorruptState:
-    """Make the error for a wrong place in a file. what: a predicate, of which the place is the subject."""
+    """Make the error for a wrong place in a file. what: the rest of a sentence that begins with the place,
+    such as "is not finite".
+    """
     return CorruptState(f"{shown(path)} {what}.", CURE)
 
 

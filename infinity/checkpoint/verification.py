@@ -93,8 +93,8 @@ class RankDirectory(NamedTuple):
     """In ascending order."""
 
     def names(self, *, slabs: bool) -> set[CommitName]:
-        """Return the names of those whose files are whole. slabs: whether all slabs must have been found,
-        too.
+        """Return the names of the rank commits whose own files are whole. slabs: whether all their slabs must
+        have been found, too.
         """
         saved = (each.saved for each in self.commits if each.whole or not slabs)
         return {each.manifest.name for each in saved if each is not None}
@@ -220,7 +220,9 @@ def _directories(directory: str | os.PathLike[str], others: Sequence[str | os.Pa
 
 
 def _locked(path: Path, rank: int, files: DiskFiles) -> PathLock:
-    """Lock a directory for a rank. If it is in use, the error's cure is for callers that only read."""
+    """Lock a directory for a rank. If the directory is in use, the StorageError's cure suggests what a caller
+    can do that only reads.
+    """
     try:
         return PathLock(path, rank=rank, files=files)
     except StorageError as error:

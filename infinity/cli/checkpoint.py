@@ -60,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_ls(options: argparse.Namespace) -> int:
-    """Print the commits of a directory, and of the ranks that have directories in it. Returns 0 even if some
-    are not whole; the list says so.
+    """Print the commits of a directory and of the directories of ranks in it. Returns 0 even if some commits
+    are not whole; the printed list says which.
     """
     out, directory = Output(options), options.directory
     commits = list_commits(directory, options.slabs, injected_files())
@@ -146,8 +146,8 @@ def _step(saved: SavedCommit) -> int | None:
 def run_verify(options: argparse.Namespace) -> int:
     """Read all bytes of a commit, or of its rank commits in the directories of ranks, and print damage.
 
-    Without --generation, it is the newest commit that a restart would continue. Returns 1 if anything is
-    damaged, else 0. Raises CorruptState if the ranks have no whole commit in common.
+    Without --generation, the commit is the newest one, which a restart would continue. Returns 1 if anything
+    is damaged, else 0. Raises CorruptState if the ranks have no whole commit in common.
     """
     out, directory, files = Output(options), options.directory, injected_files()
     several = not generations(check_directory(directory))
@@ -227,7 +227,7 @@ def _verified(verification: Verification, skipped: tuple[str, ...]) -> dict[str,
 
 
 def _tell(out: Output, result: Mapping[str, Any], of: str) -> None:
-    """Print a result of `_verified`. of: the beginning of each line."""
+    """Print a result of `_verified` as lines for people. of: text before each line, such as "rank 0: "."""
     damage = result["damage"]
     for fault in result["skipped"]:
         out.say(f"{of}a newer commit is not whole: {fault}")

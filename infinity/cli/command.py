@@ -31,7 +31,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 class Output:
-    """Prints a command's lines for people (to stderr with --json), and its results as one JSON object.
+    """Printer of a command's lines for people and, with --json, of its results as one JSON object. With
+    --json the lines for people go to stderr.
 
     quiet: whether to print nothing, for ranks other than 0.
     """
@@ -56,8 +57,8 @@ class Output:
 
 
 def exit_code(options: argparse.Namespace) -> int:
-    """Run a command and return its exit code, one of those of `infinity.cli.main`. If a signal ends the
-    command at once, --json prints the signal's name.
+    """Run a command and return its exit code, one of those of `infinity.cli.main`. If a signal interrupts
+    the command, rather than letting it end in order, --json prints the signal's name.
     """
     try:
         code: int = options.run(options)
@@ -155,8 +156,8 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def signal_of(error: KeyboardInterrupt) -> signal.Signals:
-    """The signal that raised `error`: SIGINT unless `interrupt` raised it, because Python's own handler takes
-    no other.
+    """Return the signal that raised `error`: the signal of an Interrupted, and SIGINT for every other
+    KeyboardInterrupt, because Python's own handler handles no other signal.
     """
     return error.signal if isinstance(error, Interrupted) else signal.SIGINT
 
@@ -219,7 +220,8 @@ def ending_together(ranks: SingleRank, options: argparse.Namespace) -> Iterator[
 
     With several ranks, an InfinityError is printed and SystemExit is raised in its place. It is printed here
     because torchrun ends all ranks once one has ended, perhaps before this one has closed its files. Enter
-    this context inside of contexts that close resources of other ranks. With one rank, errors pass unchanged.
+    this context inside of contexts that close what connects the ranks, such as the runtime. With one rank,
+    errors pass unchanged.
     """
     try:
         yield

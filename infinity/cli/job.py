@@ -231,9 +231,9 @@ def open_checkpoint(options: argparse.Namespace, ranks: SingleRank) -> Checkpoin
 
 
 def _commit_to_continue(options: argparse.Namespace, share: Share) -> SavedCommit | None:
-    """This rank's rank commit that a run with these options would continue; if it is not here,
-    another rank's, for which the plan is the same. None if the run would begin anew. Nothing is locked
-    or changed.
+    """Find the rank commit that this rank would continue in a run with these options. If this rank has none
+    here, another rank's is returned instead, for which the plan is the same. Returns None if the run would
+    begin anew. Locks and changes nothing.
     """
     if options.checkpoint is None or not options.resume:
         return None

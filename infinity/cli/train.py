@@ -147,7 +147,10 @@ def _printable(text: str) -> str:
 
 
 def _summary(job: TrainJob, run: TrainingRun, seconds: float) -> dict[str, Any]:
-    """The results for --json. Of "step_seconds", "predicted" is the middle of "range", [least, most]."""
+    """Return the results for --json.
+
+    In "step_seconds", "range" is the prediction [least, most], and "predicted" is its middle.
+    """
     plan, guess = job.plan, job.prediction
     found = {
         **job.facts,

@@ -151,7 +151,7 @@ class TrainingRun:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of a step by its median seconds; None if there was no step."""
+        """The tokens of one step divided by the median seconds of a step; None if there was no step."""
         return self.reports[0].tokens / self.step_seconds if self.step_seconds else None
 
     def work(self) -> None:

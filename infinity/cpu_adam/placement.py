@@ -42,8 +42,8 @@ def leave_room(cores: Sequence[int], quota: float | None) -> tuple[int, ...]:
     """The CPUs out of `cores` (one CPU of each core) that the update uses.
 
     quota: the CPU time of the cgroup, in CPUs; None: no limit. The first cores are left to the training
-    thread, since interrupts and single-threaded work tend to run there. Of fewer than four CPUs the update
-    uses all: on one of two it would take twice as long.
+    thread, since interrupts and single-threaded work tend to run there. If fewer than four CPUs are usable,
+    none is left to it, because an update on one CPU of two would take twice as long.
     """
     usable = max(1, math.floor(min(len(cores), quota or math.inf)))
     left = 0 if usable < 4 else max(1, usable // 8)
@@ -54,8 +54,8 @@ def place(threads: int | None, cpus: Sequence[int] | None) -> list[int]:
     """Return the number of the CPU of each thread of a pool.
 
     threads: number of threads; None: one for each CPU. cpus: numbers of the CPUs, which repeat if there are
-    more threads; None: `default_cpus()`. Raises ConfigError for CPUs that this process may not use, and for
-    no CPU.
+    more threads; None: `default_cpus()`. Raises ConfigError if `cpus` is empty, or has a CPU that this
+    process may not use.
     """
     chosen = list(default_cpus() if cpus is None else cpus)
     allowed = os.sched_getaffinity(0)

@@ -160,14 +160,15 @@ class ThreadPool(Closing):
     """A pool of pinned threads that run the jobs of infinity/cpu_adam/work.py without taking the GIL.
 
     threads: the number of threads; None: one for each CPU. cpus: the numbers of the CPUs; None:
-    `default_cpus()`. With more threads than CPUs, several share a CPU. isa: an instruction set; None: the one
-    that the environment variable INFINITY_ISA names, or else the first of `runnable_isas()`. chunk: the
-    number of elements that a thread processes at a time, a multiple of `infinity.cpu_adam.BLOCK`. Neither
-    `isa` nor `chunk` changes a bit of any result.
+    `default_cpus()`. With more threads than CPUs, several share a CPU. isa: an instruction set; None: that of
+    the environment variable INFINITY_ISA, or else the first of `runnable_isas()`. chunk: the number of
+    elements that a thread processes at a time, a multiple of `infinity.cpu_adam.BLOCK`. Neither `isa` nor
+    `chunk` changes a bit of any result.
 
-    openmp: whether a thread that waits for a job computes it with its own OpenMP threads, those with which
-    torch computes: they are often awake while the pool's threads sleep. If the pool has more threads than
-    OpenMP, the pool's threads compute instead. Raises ConfigError for values that cannot be used.
+    openmp: whether a thread that waits for a job computes the job itself, with the OpenMP threads that torch
+    uses in that thread. These are often awake while the pool's threads sleep. If the pool has more threads
+    than OpenMP, the pool's threads compute the job all the same. Raises ConfigError for values that cannot be
+    used.
 
     The pool is a context manager, and `close` finishes all queued jobs. In a forked child process every call
     raises ConfigError.

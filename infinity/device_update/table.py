@@ -192,8 +192,8 @@ class DeviceTable:
         """Make the argument of the update kernel for the parameters [first, end) of the table, as in `rows`.
 
         Returns a scalar array of the numpy dtype UPDATE_LAUNCH in which no parameter has an update. The
-        caller sets `hypers`, sets of hyper-parameters; `hyper`, for each parameter the index of its set;
-        `seeds`, for each parameter the seed of stochastic rounding.
+        caller sets three fields: `hypers`, the sets of hyper-parameters; `hyper`, the index of each
+        parameter's set; and `seeds`, each parameter's seed of stochastic rounding.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
         launch["pieces"], launch["tiles"] = self._addresses[1], self._addresses[2]

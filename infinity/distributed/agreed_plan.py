@@ -48,10 +48,11 @@ from infinity.tiers.slab import leftover_bytes
 def check_equal(
     communicator: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
 ) -> None:
-    """Check that all ranks offload the same model with the same optimizer and options. Values may differ.
+    """Check that all ranks offload the same model with the same optimizer and options. The values of
+    parameters and buffers may differ.
 
-    options: arguments of `offload`, by name. Raises RankDivergence for a difference, ConfigError for
-    `average`.
+    options: arguments of `offload`, by name. Raises RankDivergence for a difference, and ConfigError if
+    running averages are asked for (`average`), since several ranks cannot keep them.
     """
     tensors = [
         (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)
@@ -126,7 +127,9 @@ def agreed_plan(
 
 
 def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:
-    """Make this rank's plan, with the division of the rank whose chunks are the smallest."""
+    """Make this rank's plan, with the division of the rank whose chunks are the smallest. Raises ConfigError
+    if this rank's budget has no room for that division.
+    """
     plan = plan_with(None)
     division = Division.of(plan.layout)
     size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]
@@ -219,11 +222,11 @@ class Claim:
 
 
 def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
-    """Return this rank's claims. plan: made within `budget`. adopts: whether its slabs exist already.
+    """Return this rank's claims. plan: made within `budget`. adopts: whether the rank's slabs exist already.
 
-    A rank claims its budgets of RAM and of a CUDA device; but no RAM if the host budget is not given, because
-    the default is a fraction of the free RAM. Unless its slabs exist, it claims disk space as `disk_claims`
-    says. Raises StorageError for a directory that cannot hold slabs.
+    A rank claims its budgets of RAM and of a CUDA device. A host budget that was not given is not claimed,
+    because its default is a fraction of the free RAM. If the slabs do not exist yet, the rank also claims
+    disk space, as `disk_claims` says. Raises StorageError for a directory that cannot hold slabs.
     """
     on_cpu = plan.device.type == "cpu"
     ram = (budget.host_bytes or 0) + ((budget.device_bytes or 0) if on_cpu else 0)
@@ -237,12 +240,12 @@ def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
 
 
 def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Claim]:
-    """Return the file systems' bytes that a rank claims for slabs of `nbytes` bytes.
+    """Return a rank's claims on file systems for slabs of `nbytes` bytes.
 
-    budgets: directory -> the most bytes of its slab. Claimed of a file system are the bytes for which the
-    directories on other file systems have no room; only the striping, which is chosen later, decides how many
-    more lie there. Slabs that dead processes of this rank left are removed before new ones are made, so their
-    bytes count as returned. Raises StorageError for a directory that cannot hold slabs.
+    budgets: directory -> the most bytes of its slab. A claim has the fewest bytes that its file system must
+    hold: those for which the directories on other file systems have no room. The striping, which is chosen
+    later, may put more bytes there. Slabs left by dead processes of this rank are removed before new slabs
+    are made, so their bytes count as returned. Raises StorageError for a directory that cannot hold slabs.
     """
     directories = defaultdict(list)
     for path in budgets if nbytes else ():

@@ -116,7 +116,9 @@ class Barrier:
         return {rank: come[rank][1] for rank in range(self._ranks.size)}
 
     def check(self) -> None:
-        """Raise the error that an agreement would raise now: of the run, or of an earlier agreement."""
+        """Raise the error that an agreement would raise at once, if there is one: the error that ended the
+        run, or that of an earlier agreement.
+        """
         self._check_wire()
         if self._failure is not None:
             raise self._failure.again()
@@ -183,10 +185,11 @@ def _sentence(calls: dict[int, str]) -> str:
 
 
 def told(failure: BaseException, again: str = "") -> dict[str, Any]:
-    """Describe an error for the other ranks by a JSON object, from which `error_of` makes an error there.
+    """Return a JSON object that describes an error to the other ranks, where `error_of` makes an error from
+    it.
 
-    again: for an error that is no InfinityError, such as KeyboardInterrupt: the call that all ranks should
-    make again, as the cure says. Required if `failure` may be such an error.
+    again: the call that all ranks should make again after an error that is no InfinityError, such as
+    KeyboardInterrupt. The cure names this call. Required if `failure` may be such an error.
     """
     if not isinstance(failure, InfinityError):
         assert again
@@ -199,10 +202,10 @@ def told(failure: BaseException, again: str = "") -> dict[str, Any]:
 
 
 def error_of(what: str, said: Mapping[str, Any]) -> InfinityError:
-    """Make an error from another rank's error: of its class, or a ConfigError if `said` has too little for
-    that.
+    """Make an error of the same class as another rank's error, or a ConfigError if `said` is not enough for
+    an error of that class.
 
-    what: the start of its text. said: what `told` returned on the other rank.
+    what: the start of the new error's text. said: what `told` returned on the other rank.
     """
     cause, cure, kind = f"{what}: {said['cause']}", said["cure"], said["kind"]
     if kind in ("StorageError", "StorageFull"):

@@ -55,8 +55,10 @@ class Communicator(SingleRank):
     closes_dropped = False
 
     def __init__(self, mesh: DeviceMesh | None, stage: int, device: torch.device) -> None:
-        """Meet the other ranks. mesh: 1-D; None: all ranks. stage: of ZeRO, 0 to 3. device: where the model
-        computes. Raises ConfigError, RankDivergence and RankFailure.
+        """Connect to the other ranks. Raises ConfigError, RankDivergence and RankFailure.
+
+        mesh: a one-dimensional mesh of the ranks; None: all ranks. stage: the stage of ZeRO, 0 to 3. device:
+        where the model computes.
         """
         self.ranks = Ranks.of(mesh, cuda=device.type == "cuda")
         super().__init__(device, share=Share(self.ranks.rank, self.ranks.size, stage))
@@ -125,12 +127,12 @@ class Communicator(SingleRank):
                 self._alone = True
 
     def _awaited_elsewhere(self) -> bool:
-        """Whether another rank closes a different runtime of this process, and waits there for this rank."""
+        """Whether another rank is closing another runtime of this process, and so waits for this rank."""
         return any(each.wire.leaving for each in tuple(_open) if each is not self)
 
     def _end(self) -> None:
-        """End this runtime, which is open when the process ends: tell the other ranks of the error that ended
-        the program, or else leave them in order.
+        """Close this runtime when the process ends while the runtime is open. If an error ended the program,
+        tell the other ranks of it; otherwise leave them in order.
         """
         error = getattr(sys, "last_value", None)
         if error is None:
@@ -143,8 +145,10 @@ class Communicator(SingleRank):
         return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
-        """Set `place`, `share.on_node` and `met`: the nodes are those of the launcher's environment, or else
-        the machines that the ranks tell of. All ranks call this.
+        """Set `place`, `share.on_node` and `met`. All ranks call this.
+
+        If the launcher's environment names the node of every rank, ranks are grouped by these nodes, else by
+        the machines on which they run.
         """
         given = launcher.location()
         node = None if given is None else given.node

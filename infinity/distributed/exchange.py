@@ -51,8 +51,11 @@ class Exchange(SingleExchange):
     def take(
         self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
     ) -> None:
-        """Take a range from `server`; see SingleExchange.take. Raises RankFailure if the server is lost, and
-        RankDivergence if it gives another number of bytes.
+        """Copy elements [first, first + count) of tensor `number` from the rank `server`.
+
+        into: contiguous, in RAM, in the dtype that the server gives. count: by default the number of elements
+        of `into`. Raises RankFailure if the server is lost, and RankDivergence if the server gives another
+        number of bytes.
         """
         self.ask(number, first, into, count, server=server).wait()
 
@@ -228,6 +231,9 @@ class InitialStates:
 def _part(
     tensors: Sequence[tuple[torch.Tensor, Sequence[int]]], number: int, first: int, count: int
 ) -> torch.Tensor:
-    """Return elements [first, first + count) of a tensor as float32, in the order of its strides."""
+    """Return elements [first, first + count) of tensor `number`, in memory order, as float32 on the CPU.
+
+    tensors: pairs (tensor, strides). The strides, in elements, define the memory order.
+    """
     tensor, stride = tensors[number]
     return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)

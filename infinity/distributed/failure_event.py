@@ -14,7 +14,9 @@ DEFAULT_TIMEOUT = 600.0
 
 
 def rank_timeout() -> float:
-    """Seconds for which a rank waits for another one, from the environment. Raises ConfigError."""
+    """Return for how many seconds a rank waits for another one, from the environment variable
+    INFINITY_RANK_TIMEOUT (default 600). Raises ConfigError if the variable is not a positive number.
+    """
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:
         return DEFAULT_TIMEOUT
@@ -40,7 +42,7 @@ class FailureEvent:
 
     @property
     def failure(self) -> InfinityError | None:
-        """The first failure, or None. To raise it, raise a copy (`again`)."""
+        """The first failure, or None. Callers do not raise this object itself, but a copy (`again`)."""
         return self._failure
 
     def notify(self) -> None:

@@ -206,9 +206,11 @@ class GradientShards:
         self._go_on()
 
     def pause(self, cleared: int) -> None:
-        """Tell all ranks that this rank offers no more shards before the step ends: none waits for it.
+        """Tell all ranks that this rank offers no more shards before the step ends, so that none waits for
+        one.
 
-        cleared: number of times that this rank has cleared its gradients; other ranks may yet do so.
+        cleared: number of times that this rank has cleared its gradients. A rank that has cleared its own
+        fewer times keeps the message until it has caught up.
         """
         self._paused += 1
         for peer in self._wire.peers:
@@ -217,8 +219,8 @@ class GradientShards:
         self._go_on()
 
     def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
-        """Wait, without the runtime's lock, until this rank knows all shards to its sums. No rank offers more
-        of them before the step ends.
+        """Wait, without the runtime's lock, until this rank has heard of all shards of the step that belong
+        to its sums. No rank offers another one before the step ends.
 
         ended: rank -> number of backwards that it has ended; the largest number is then used for all ranks.
         offered: rank -> number of shards that it has offered to this rank. Raises RankFailure, and
@@ -243,7 +245,9 @@ class GradientShards:
         self._closed += 1
 
     def renew(self) -> None:
-        """Begin a new epoch, as all ranks have cleared their gradients, with messages that came early."""
+        """Begin a new epoch, after all ranks have cleared their gradients. Messages of this epoch that came
+        early are handled now.
+        """
         self._epoch += 1
         self.ended = 0
         self.fresh.clear()
@@ -311,7 +315,10 @@ class GradientShards:
         self._go_on()
 
     def requested(self, source: int, number: int, token: int) -> None:
-        """Send the gradient with number `token` to its owner, `source`. number: of its delivery there."""
+        """Send the gradient with number `token` to its owner, the rank `source`.
+
+        number: the number under which the owner expects the gradient.
+        """
         if token not in self._outgoing:
             self._wire.refuse(source, number, _cleared())
             return
@@ -321,7 +328,12 @@ class GradientShards:
         self._sending[dispatch] = room
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
-        """Note another rank's request for a sum, to be answered once the sum includes what was asked for."""
+        """Note another rank's request for the sum of a piece's gradients, and answer it as soon as the sum
+        includes every rank's first `ended` backwards.
+
+        source: the rank that asks. number: of the delivery at that rank. epoch: how often that rank has
+        cleared its gradients. key: (unit, chunk, index of the piece in the chunk).
+        """
         unit, chunk_index, index = key
         self._asked_sums.append(_AskedSum(source, number, epoch, ended, (unit, chunk_index, index)))
         self._answer_sums()
@@ -342,7 +354,10 @@ class GradientShards:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add the given shards that are here, and those whose turn then comes; note the rest in `_ready`."""
+        """Add those of the `given` shards that are on this rank; append the others to `_ready`.
+
+        Each addition may give further shards their turn, which are treated alike.
+        """
         turns = deque(given)
         while turns:
             key, offer = turns.popleft()

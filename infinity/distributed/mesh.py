@@ -50,7 +50,8 @@ def sockets() -> dict[int, int]:
 def opened_since(before: Mapping[int, int], store_port: int | None = None) -> dict[int, int]:
     """Return descriptor -> inode of the sockets opened since `sockets` returned `before`.
 
-    store_port: port of the ranks' store. If it is in this process, others' connections to it are left out.
+    store_port: port of the ranks' store. Sockets with this local port are left out: they are connections that
+    others have made to the store, if this process keeps it.
     """
     found = {number: inode for number, inode in sockets().items() if before.get(number) != inode}
     return {number: inode for number, inode in found.items() if _port_here(number) != store_port}
@@ -83,7 +84,7 @@ def hang_up(those: Mapping[int, int], *, to_port: int | None = None) -> None:
 
 
 class Deadline:
-    """Runs calls of torch that must end by a time, whatever the network does."""
+    """Runs calls of torch with a time limit that holds whatever the network does."""
 
     def __init__(self, seconds: float, *, store_port: int | None = None) -> None:
         """seconds: for each call. store_port: port of the store that the calls use; None: it has none."""
@@ -95,9 +96,9 @@ class Deadline:
     def run(self, call: Callable[[], T]) -> T:
         """Run `call` in a thread of its own. Returns its result, or raises its error.
 
-        After the time, the connections that it has opened and those to the store are shut down. If it still
-        does not end, raises RuntimeError and leaves it to its thread: gloo waits for a rank that does not
-        connect for five times its own time-out.
+        If the call does not end in time, the connections that it has opened and those to the store are shut
+        down. If it still does not end, raises RuntimeError, and its thread goes on alone: gloo waits five
+        times its own time-out for a rank that does not connect.
         """
         before = sockets()
         outcome: Future[T] = Future()
@@ -191,13 +192,16 @@ class Ranks:
         return tuple(each for each in range(self.size) if each != self.rank)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """Begin to send a contiguous CPU tensor, kept alive by the caller. Returns work; wait for it
-        FOREVER.
+        """Begin to send a contiguous CPU tensor, which the caller keeps alive until it is sent.
+
+        Returns a work object; call its `wait` with the time-out FOREVER.
         """
         return self._group(to < self.rank).send([tensor], to, tag)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Begin to receive into a contiguous CPU tensor of the sent size. Returns work; wait FOREVER."""
+        """Begin to receive into a contiguous CPU tensor, which has the size of the sent one. Returns torch's
+        Work; wait for it with `wait(FOREVER)`.
+        """
         return self._group(source > self.rank).recv([tensor], source, tag)
 
     def _group(self, lower: bool) -> dist.ProcessGroup:
@@ -206,10 +210,10 @@ class Ranks:
         return self.groups[lower]
 
     def hang_up(self, *, store_alone: bool = False) -> None:
-        """Shut down all connections at once, so that each thread that waits in one gets an error.
+        """Shut down all connections at once, so that each thread that waits in one gets an error. Gloo has no
+        call for this. A thread that still waited at Python's end would abort the process.
 
-        store_alone: only those to the store. Gloo has no call for this. A thread that still waited while
-        Python ends would abort the process.
+        store_alone: shut down only the connections to the store.
         """
         if store_alone:  # torch 2.6 has no `clone`: its one connection is the default group's
             hang_up(self.sockets if hasattr(Store, "clone") else sockets(), to_port=_store_port() or 0)
@@ -271,8 +275,10 @@ def _initialise(cuda: bool, timeout: float) -> None:
 
 
 def _store_of_start(timeout: float) -> Store | None:
-    """Return the launcher's store, with keys of this start of the ranks; None if the ranks were not started
-    again. With common keys, torch would find addresses of earlier ranks, which are gone.
+    """Return a store for the present start of the ranks; None if the launcher has not restarted them.
+
+    It is the launcher's store with a prefix for its keys that differs after each restart. Without a prefix,
+    torch would find the addresses of ranks of an earlier start, which no longer exist.
     """
     number = launcher.start_number()
     if not number:
@@ -296,7 +302,9 @@ def _groups(store: Store, rank: int, size: int, timeout: float) -> list[dist.Pro
 
 
 def _store_port() -> int | None:
-    """Return the port of the default group's store; None if it has none, as a store in a file, or is gone."""
+    """Return the port of the default group's store. Returns None if there is no default group, or if its
+    store has no port, such as a store in a file.
+    """
     if not dist.is_initialized():
         return None
     store = dist.distributed_c10d._get_default_store()
@@ -306,7 +314,8 @@ def _store_port() -> int | None:
 
 
 def first_to_tell(key: str, text: str) -> str:
-    """Write `text` to a key of the default group's store unless it has a text. Returns the text there.
+    """Write `text` to a key of the default group's store, unless the key has a text already. Returns the text
+    that the key has then.
 
     Raises RuntimeError if the store is gone or does not answer within some seconds.
     """
@@ -330,9 +339,11 @@ def _unconnected(error: RuntimeError, deadline: Deadline) -> RankFailure:
 
 
 def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
-    """Make the error for a silent store, which the launcher (torchrun) keeps, or else global rank 0.
+    """Make the error for a store that does not answer, which names the process that keeps the store: the
+    launcher (torchrun), or else global rank 0.
 
-    everywhere: as in `Ranks`. what: the words after "The store of the ranks", without a full stop.
+    everywhere: as in `Ranks`. what: a predicate for the message, such as "is gone". It follows the words "The
+    store of the ranks".
     """
     by_launcher = launcher.keeps_store()
     address = os.environ.get("MASTER_ADDR", "node 0")
@@ -403,7 +414,9 @@ def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:
 
 
 def _leave() -> None:
-    """Destroy the default group at the process's end. Who keeps the store waits for the others first."""
+    """Destroy the default group at the process's end. If rank 0 keeps the store, it first waits, for a
+    limited time, until the other ranks are leaving too.
+    """
     if not dist.is_initialized():
         return
     store = dist.distributed_c10d._get_default_store()

@@ -132,12 +132,15 @@ def pack(message: Message) -> tuple[bytearray, bytearray | None]:
 
 
 def bytes_behind(header: bytearray) -> int:
-    """Return the number of bytes in the second transfer, which `header` says; 0: there is none."""
+    """Return the bytes of the second transfer of a message, read from its header; 0 if there is none."""
     return max(0, int(_HEAD.unpack_from(header)[1]) - _ROOM)
 
 
 def unpack(header: bytearray, behind: bytearray | None) -> Message:
-    """Return the message of a header. behind: the bytes of the second transfer; None if there was none."""
+    """Return the message that came as a header and, if it was long, a second transfer.
+
+    behind: the bytes of the second transfer; None if there was none.
+    """
     kind, length = _HEAD.unpack_from(header)
     text = header[_HEAD.size : _HEAD.size + min(length, _ROOM)]
     if behind is not None:

@@ -56,7 +56,7 @@ def measure_node_link(communicator: Communicator) -> NodeLink:
 
 
 def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
-    """Choose for each rank the rank of the next node from which it pulls. nodes: rank -> its node."""
+    """Choose for each rank a rank of the next node to pull from. nodes: rank -> its node."""
     ranks = defaultdict(list)
     for rank, node in sorted(nodes.items()):
         ranks[node].append(rank)
@@ -74,7 +74,9 @@ def _sources(nodes: Mapping[int, int]) -> dict[int, int]:
 
 
 def _pull(communicator: Communicator, sources: Mapping[int, int]) -> tuple[int, float]:
-    """Pull from this rank's source while all ranks do so. Returns the bytes, and the seconds they took."""
+    """Pull from this rank's source while all ranks pull from theirs. Returns the bytes pulled, and the
+    seconds that this took. sources: rank -> the rank that it pulls from.
+    """
     source = sources[communicator.ranks.rank]
     block = torch.zeros(_BLOCK, dtype=torch.uint8, device="cpu")
     rooms = [torch.empty(_BLOCK, dtype=torch.uint8, device="cpu") for _ in range(_AT_ONCE)]

@@ -69,8 +69,9 @@ class PageService:
         lock: RuntimeLock,
         health: Health,
     ) -> None:
-        """remote: has the number of the last step that this rank has decided. pages, states: parameter and
-        optimizer pages of all units. scheduler: completes updates; None for inference. room: pool of buffers.
+        """remote: tells the last step that this rank has decided, and keeps bytes for other ranks. pages,
+        states: parameter and optimizer pages of all units. scheduler: completes updates; None for inference.
+        room: the pool for buffers of bytes to send.
         """
         self._wire = wire
         self._remote = remote

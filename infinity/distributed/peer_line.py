@@ -76,18 +76,19 @@ class Ends(Protocol):
     """
 
     def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
-        """The peer has taken a parcel with a payload of `nbytes` bytes, or it could not be sent. Nothing in
-        the line refers to its memory any more.
+        """Take note that the peer has taken a parcel, or that it could not be sent because of `failure`.
+
+        The line no longer refers to the memory of the parcel. nbytes: of the parcel's payload.
         """
 
     def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
-        """Return memory for a payload of pieces of `sizes` bytes; None to drop the payload."""
+        """Return memory for a payload, one tensor of each of `sizes` in bytes; None: drop the payload."""
 
     def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
         """A payload has arrived. Nothing in the line refers to its memory any more."""
 
     def heard(self, peer: int, message: Message) -> None:
-        """A message has come, of a kind other than DATA. BYE comes after all payloads."""
+        """Called when a message of a kind other than DATA has come. BYE comes after all payloads."""
 
     def lost(self, peer: int, what: str) -> None:
         """The connection to the peer broke. what: the error's text after "Rank 3"."""
@@ -268,7 +269,9 @@ def _bytes(buffer: bytearray) -> torch.Tensor:
 
 
 def _line(error: Exception) -> str:
-    """Return the error's class and the first sentence of its text, without gloo's place in its source."""
+    """Return the error's class and the first sentence of its text, without the source location that gloo puts
+    before the text.
+    """
     text = (str(error).splitlines() or [""])[0]
     text = re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0].rstrip(".")
     return f"{type(error).__name__}: {text}"

@@ -60,7 +60,7 @@ _SAME_VALUES = "Make the same calls with the same values on all ranks."
 
 
 class RankedStep(SingleStep):
-    """The work of a training step that involves other ranks, where there are several."""
+    """A training step's view of the other ranks, for a run with several ranks."""
 
     updates_elsewhere = True
 
@@ -77,8 +77,8 @@ class RankedStep(SingleStep):
         engine: PrefetchEngine,
         gradients: Gradients,
     ) -> None:
-        """shards: sends gradients to the owners of their sums; None at stages 0 and 1, where every rank keeps
-        all gradients. whole: sums these up at the end of a step; None at stages 2 and 3.
+        """shards: sends gradients to the ranks that own their sums; None at stages 0 and 1, where every rank
+        keeps all gradients. whole: sums up all ranks' gradients at the end of a step; None at stages 2 and 3.
         """
         super().__init__(gradients)
         self.shards = shards
@@ -198,7 +198,9 @@ class RankedStep(SingleStep):
             self._barrier.end(error)
 
     def _contributed(self) -> dict[str, Any]:
-        """Return facts for an agreement: how many backwards this rank ended, and shards for each rank."""
+        """Return what this rank says in an agreement: the number of backwards that it has ended, and for each
+        rank the number of shards that it has offered to that rank.
+        """
         shards, ranks = self.shards, range(self._share.ranks)
         if shards is None or self._outdated:
             # The counters may still be those of the former gradients. Until all ranks have cleared theirs,
@@ -228,7 +230,10 @@ class RankedStep(SingleStep):
             raise
 
     def _await_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
-        """Wait until this rank has added and sent all shards of backwards before the agreement."""
+        """Wait until this rank has added and sent all shards of the backwards before the agreement.
+
+        heard: rank -> what it said in the agreement; see `_contributed`.
+        """
         if self.shards is None:
             return
         rank = self._share.rank
@@ -315,7 +320,9 @@ class RankedStep(SingleStep):
         self._forget()
 
     def _forget(self) -> None:
-        """Have the pages forget their gradients as often as all ranks have cleared theirs."""
+        """Forget the gradients in the pages once for each time that every rank has cleared its gradients,
+        unless this has been done.
+        """
         while self._forgotten < min(self._cleared):
             self._forgotten += 1
             self._gradients.clear()
@@ -368,7 +375,9 @@ class RankedStep(SingleStep):
 
     @property
     def _outdated(self) -> bool:
-        """Whether the pages still have gradients that this rank has cleared, because other ranks have not."""
+        """Whether the pages still have gradients that this rank has cleared. They are kept until all ranks
+        have cleared them.
+        """
         return self._forgotten < self._cleared[self._share.rank]
 
     @property

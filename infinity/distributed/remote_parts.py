@@ -35,7 +35,7 @@ from infinity.tiers.link import Transfer
 
 
 class Wanted(NamedTuple):
-    """Names bytes of a parameter page as they are after a step and an edit."""
+    """Identifies bytes of a parameter page, and the step and the edit after which they are wanted."""
 
     step: int
     """Number of the step after which the bytes are wanted."""
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
 
 
 def asked(wanted: Wanted) -> tuple[int, ...]:
-    """Return the fields of a request for the bytes to their owner."""
+    """Return the fields of the message that requests the bytes `wanted` from their owner."""
     return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version
 
 
@@ -88,7 +88,9 @@ class NodeCache:
         """Guards the attributes above, and all entries."""
 
     def fetch(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery | None:
-        """Begin to bring bytes into `into`, uint8 (wanted.nbytes,) in RAM. Returns None without room."""
+        """Begin to bring bytes into `into`, uint8 (wanted.nbytes,) in RAM. Returns None if the cache has no
+        room for them.
+        """
         landing = Delivery(
             self._wire.failure_event,
             owner,
@@ -112,7 +114,12 @@ class NodeCache:
         return landing
 
     def requested(self, source: int, number: int, owner: int, *fields: int) -> None:
-        """Answer another rank of this node: with bytes of `owner`, or REDIRECT. fields: of `Wanted`."""
+        """Answer a request of another rank of this node: with bytes of `owner`, once they are here, or with
+        REDIRECT if the cache has no room for them.
+
+        source: the rank that asks. number: the number of its delivery. fields: the fields of a `Wanted`,
+        which names the bytes.
+        """
         wanted = Wanted(*fields)
         with self._lock:
             entry, new = self._entry(wanted)
@@ -212,7 +219,7 @@ class RemoteParts(RemotePages):
         return self._expect(relay, What.RELAYED, page.index, into, owner, *wanted, instead=instead)
 
     def _ask(self, owner: int, wanted: Wanted, into: torch.Tensor, **options: Any) -> Delivery:
-        """Ask the owner of bytes of a page for them."""
+        """Request the `wanted` bytes of a parameter page from their owner. options: for `Wire.expect`."""
         return self._expect(owner, What.PARAMETERS, wanted.unit, into, *asked(wanted), **options)
 
     def replaced(self) -> None:
@@ -239,7 +246,9 @@ class RemoteParts(RemotePages):
                     each.wait()
 
     def sends(self, page: ParameterPage, dispatch: Dispatch) -> None:
-        """Note a send of bytes straight from a permanent page's home; `keep` waits for it."""
+        """Note that `dispatch` sends bytes straight from a permanent page's home, so that `keep` waits for
+        the dispatch.
+        """
         unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
         self._sending[page.index] = [*unfinished, dispatch]
 
@@ -269,9 +278,10 @@ class RemoteParts(RemotePages):
     def local_gradient(
         self, rank: int, unit: int, chunk_index: int, piece: Piece, into: torch.Tensor
     ) -> bool:
-        """Bring a rank's own gradient of a piece, not summed over ranks. Returns False if it has none.
+        """Fetch the gradient of a piece that the rank `rank` has alone, not summed over ranks. Returns False
+        if that rank has none.
 
-        into: (piece.count,), in the dtype in which gradients are stored.
+        into: where the gradient goes, (piece.count,), in the dtype in which gradients are stored.
         """
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)

@@ -94,7 +94,9 @@ class ServiceThread:
         self._wire.inbox.put((-1, Message(MessageKind.REQUEST, [0, What.INITIAL, 0])))
 
     def stop(self) -> None:
-        """End this thread and the page service's. Other ranks ask for nothing more, as this one leaves."""
+        """End this thread and the thread of the page service. Called when this rank leaves the others, which
+        ask it for nothing more.
+        """
         self._stopping = True
         self._wire.inbox.put((-1, Message(MessageKind.BYE, [])))
         with self._lock.released():  # the threads may wait for it
@@ -197,4 +199,4 @@ class ServiceThread:
 
 
 def _nothing(_: int) -> None:
-    """The `drive` of a runtime without commits."""
+    """Do nothing: the default of `drive`, the function that completes updates for a commit."""

@@ -68,9 +68,10 @@ class Turns(Generic[Key, Token]):
         """Micro-batch -> number of shards not yet added; no zeros."""
 
     def offered(self, key: Key, micro_batch: int, rank: int, token: Token) -> list[tuple[Key, Token]]:
-        """Note that a shard is there. Shards of one key, micro-batch and rank are noted in their sequence.
+        """Note that a rank has a shard to add. Shards of one key, micro-batch and rank must be noted in the
+        order in which they are to be added.
 
-        micro_batch: counted by the rank itself, from 0 since `clear`.
+        micro_batch: number of the micro-batch as the rank counts, from 0 since `clear`.
         """
         assert micro_batch >= self._done[rank], "a rank contributes to a micro-batch that it has ended"
         line = self._lines[key]
@@ -79,14 +80,18 @@ class Turns(Generic[Key, Token]):
         return self._advance([key])
 
     def expects(self, rank: int, micro_batch: int, wholes: Container[Hashable]) -> list[tuple[Key, Token]]:
-        """Note that in a micro-batch a rank makes one shard a key for the parameters `wholes`, no others."""
+        """Note that a rank makes exactly one shard for each key of the parameters `wholes` in a micro-batch,
+        and no shards for other parameters. Returns the (key, token) pairs to add next.
+        """
         self._expected[rank, micro_batch] = wholes
         return self._advance(self._blocked.pop((rank, micro_batch), ()))
 
     def done(self, rank: int, micro_batches: int) -> list[tuple[Key, Token]]:
-        """Note that a rank has ended so many backwards since `clear`, so that no more shards of them come.
+        """Note that a rank has ended `micro_batches` backwards since `clear`, and makes no more shards in
+        them.
 
-        micro_batches: ALL if the rank makes no more shards until `go_on`.
+        micro_batches: ALL if the rank makes no more shards until `go_on`. Returns the (key, token) pairs to
+        add next.
         """
         self._done[rank] = max(self._done[rank], micro_batches)
         keys: list[Key] = []
@@ -96,11 +101,16 @@ class Turns(Generic[Key, Token]):
         return self._advance(keys)
 
     def go_on(self, micro_batches: int) -> None:
-        """Set how many backwards all ranks have ended, whatever `done` noted: new shards may come again."""
+        """Note that each rank has ended exactly `micro_batches` backwards, whatever `done` noted before.
+
+        After this, ranks for which `done` noted ALL may make new shards again.
+        """
         self._done = [micro_batches] * self._ranks
 
     def taken(self, key: Key) -> list[tuple[Key, Token]]:
-        """Note that the shard that was given for `key` has been added."""
+        """Note that the caller has added the shard of `key` that it was given. Returns the (key, token) pairs
+        to add next.
+        """
         line = self._lines[key]
         assert line.taking is not None, "nothing of this key is being taken"
         self._left[line.taking] -= 1
@@ -170,7 +180,7 @@ class Turns(Generic[Key, Token]):
         return None
 
     def _may_come(self, key: Key, rank: int, micro_batch: int) -> bool:
-        """Whether a rank's first shard for a key, which is not there, may still come."""
+        """Whether a rank's first shard for a key, which has not come yet, may still come."""
         if self._done[rank] > micro_batch:
             return False
         expected = self._expected.get((rank, micro_batch))

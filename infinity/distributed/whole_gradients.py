@@ -42,10 +42,11 @@ class WholeGradients:
             )
 
     def sum_up(self, contents: Mapping[int, list[set[int]]]) -> None:
-        """Sum up the pieces that this rank owns, unless they are summed up already in this step.
+        """Sum up all ranks' gradients of the pieces that this rank owns. Does nothing if this was already
+        done in this step.
 
-        contents: rank -> for each unit, the parameters that have a gradient there. Raises the errors of
-        transfers between ranks, and StorageError.
+        contents: rank -> for each unit, the parameters that have a gradient on that rank. Raises the errors
+        of transfers between ranks, and StorageError.
         """
         if self.summed:
             return
@@ -58,7 +59,10 @@ class WholeGradients:
                     self._replace(page, chunk_index, piece, total)
 
     def share_sums(self) -> None:
-        """Replace this rank's gradients of others' pieces by their sums. All ranks have called `sum_up`."""
+        """Replace this rank's gradients of pieces that other ranks own by the sums, pulled from the owners.
+
+        Called after all ranks have called `sum_up`.
+        """
         for page in self._gradients.pages.values():
             for parameter in sorted(page.content):
                 for chunk_index, piece in page.layout.pieces(parameter):

@@ -59,8 +59,9 @@ class Wire:
         meter: Meter | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """failure_event: notified of each arrival; its failure ends all waits. meter: counts the bytes.
-        released: makes the context in which this rank waits for others, such as `RuntimeLock.released`.
+        """failure_event: is notified of each arrival; a failure that is set in it ends all waits. meter:
+        counts the bytes. released: makes the context in which this rank waits for others, such as
+        `RuntimeLock.released`.
         """
         self.failure_event = FailureEvent() if failure_event is None else failure_event
         self.meter = Meter() if meter is None else meter
@@ -94,7 +95,7 @@ class Wire:
         return self._ranks.peers
 
     def left(self, peer: int) -> InfinityError | None:
-        """The error of deliveries from a peer that has left or is lost; None while it is there."""
+        """Return the error of deliveries from a peer that has left or is lost; None if the peer is there."""
         return self._ended.get(peer)
 
     @property
@@ -109,9 +110,9 @@ class Wire:
             yield
 
     def wait(self, come: Callable[[], bool], what: str) -> bool:
-        """Wait until `come()` holds, without the runtime's lock; return False if the time-out passes first.
+        """Wait until `come()` is true, without the runtime's lock; return False if the time-out passes first.
 
-        Repeated if `come()` no longer holds when the lock is taken again. what: as for `awaiting`.
+        If `come()` is no longer true once the lock is taken again, waits again. what: as for `awaiting`.
         """
         while not come():
             with self.awaiting(what):
@@ -137,7 +138,7 @@ class Wire:
         return self.failure_event.failure
 
     def traffic(self) -> Traffic:
-        """A copy of the counters. Bytes sent count once the peer has taken them."""
+        """Return a copy of the counters. Bytes sent are counted when the peer has taken them."""
         with self._lock:
             mine = self._traffic
             counters = Counter(mine.sent), Counter(mine.received_from)
@@ -158,12 +159,15 @@ class Wire:
         told: Callable[[Delivery], None] | None = None,
         instead: Callable[[Delivery], object] | None = None,
     ) -> Delivery:
-        """Name the memory for bytes that the caller then requests from a peer with this delivery's number.
+        """Register memory for bytes from a peer, and return the delivery. The caller then requests the bytes
+        from the peer with the delivery's number.
 
-        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. unit:
-        index of the unit, for timelines. tell: whether a message ARRIVED comes into the inbox when the
-        delivery has ended. told: called with the delivery then, by the thread that receives from the peer, or
-        by this one if the peer has left. instead: see Delivery.
+        into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. label:
+        what the bytes are, for errors and counters. unit: index of the unit, for timelines. tell: whether to
+        put a message ARRIVED into the inbox when the delivery has ended; `told` is then not used. told:
+        called with the delivery when it has ended, by the thread that receives from the peer, or by the
+        calling thread if the peer has already left. instead: called with the delivery if the peer has no room
+        to relay the bytes, to fetch them from their owner.
         """
         if tell:
             told = functools.partial(self._tell, MessageKind.ARRIVED)
@@ -200,7 +204,8 @@ class Wire:
         """Send the bytes that the peer expects under `number`.
 
         pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the dispatch
-        is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox then.
+        is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox when the dispatch is
+        done.
         """
         told = functools.partial(self._tell, MessageKind.SENT) if tell else None
         dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit, told=told)
@@ -213,7 +218,9 @@ class Wire:
         self.post(peer, MessageKind.REFUSAL, number, type(error).__name__, error.cause, error.cure)
 
     def declare(self, what: str) -> None:
-        """Tell all peers that this rank cannot go on. what: the error's text after "Rank 3"."""
+        """Tell all peers that this rank cannot go on. what: the rest of the error text after the
+        rank's name, such as "failed: ..." in "Rank 3 failed: ...".
+        """
         for peer in self.peers:
             self.post(peer, MessageKind.FAILED, what)
 
@@ -303,7 +310,10 @@ class Wire:
             self.inbox.put((peer, message))
 
     def lost(self, peer: int, what: str) -> None:
-        """End all waits, because a peer is gone. what: the error's text after "Rank 3"."""
+        """End all waits with an error, because a peer is gone.
+
+        what: the error's text after the peer's name, which is "Rank 3" for rank 3.
+        """
         error = rank_failure(peer, what)
         self.failure_event.fail(
             error

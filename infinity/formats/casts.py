@@ -205,13 +205,15 @@ def cast_operands(
     parameters: type,
     other: torch.dtype | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a function in `EQUAL_DTYPES` with all floating-point tensors cast to one dtype:
-    the dtype of the parameters among them, or, for a function that writes in place, of its first operand.
+    """Return the arguments of a function in `EQUAL_DTYPES`, with floating-point tensors cast to one dtype:
+    the dtype of the parameters among them or, for a function that writes in place, of the first operand.
 
-    parameters: the class of the model's parameters. Parameters are not cast, except by a norm, to the dtype
-    of its running statistics. If they have several dtypes, nothing is cast. other: the dtype to cast to if
-    the operands have no parameter, but a tensor of this dtype; None: nothing is cast without a parameter.
-    Nothing is cast in a region of torch.autocast, or with an argument `out`.
+    parameters: the class of the model's parameters. other: the dtype to cast to if no operand is a parameter
+    and some operand has this dtype. If `other` is None, nothing is cast without a parameter.
+
+    Parameters keep their dtype, except those of a norm whose running statistics have a wider dtype: they are
+    cast to that. Nothing is cast if the parameters have several dtypes, in a region of torch.autocast, or
+    with an argument `out`.
     """
     with torch._C.DisableTorchFunctionSubclass():
         casts = _casts(function, args, kwargs, parameters, other)
@@ -277,8 +279,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 class CastOperands(TorchFunctionMode):
-    """A mode that casts the operands of all operations, also of operations without a parameter, such as
-    attention with an fp32 mask.
+    """A mode in which `cast_operands` casts the floating-point operands of each function in `EQUAL_DTYPES` to
+    one dtype. This includes calls without a parameter, such as attention with an fp32 mask.
     """
 
     def __init__(self, parameters: type, dtype: torch.dtype | None) -> None:
@@ -290,10 +292,10 @@ class CastOperands(TorchFunctionMode):
         """Whether `__exit__` was called while this mode handled an operation, so was not on torch's stack."""
 
     def __exit__(self, *_: object) -> None:
-        """Remove the mode from torch's stack, wherever it is there.
+        """Remove this mode from torch's stack, even if other modes are above it.
 
-        Ctrl-C can end a forward inside an operation that this mode handles. Torch then puts the mode back on
-        its stack, where it does nothing until `remove_ended` is called.
+        If Ctrl-C ends a forward inside an operation that this mode handles, the mode is not on the stack now,
+        and torch puts it back later. It does nothing then, and `remove_ended` removes it.
         """
         self._ended = not _taken(lambda mode: mode is self)
 

@@ -149,9 +149,9 @@ def _encode_rows(rows: torch.Tensor, span: int) -> tuple[torch.Tensor, torch.Ten
 def _exponent(magnitude: torch.Tensor, span: int) -> torch.Tensor:
     """Return the biased exponent of each block of an int8 moment, int32 (rows,).
 
-    A block gets the exponent of its largest element as a float32, at least span + 1; or the next exponent, if
-    the element would be rounded up to a power of two. magnitude: absolute values, float32 (rows, CODE_BLOCK),
-    one block in each row. span: as in `encode`.
+    It is the biased exponent of the block's largest element in float32, or one more if the element would be
+    rounded up to a power of two, but at least span + 1. magnitude: absolute values, float32
+    (rows, CODE_BLOCK), one block in each row. span: as in `encode`.
     """
     largest = magnitude.view(torch.int32).to(torch.int64).amax(1)
     return ((largest + _cpu_adam.ROUNDS_UP) >> 23).clamp(span + 1, _NOT_FINITE).to(torch.int32)
@@ -177,8 +177,9 @@ def _magnitude(codes: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(exponent: torch.Tensor, span: int) -> torch.Tensor:
-    """Return the unit of each block, float32. exponent: the blocks' biased exponents, int32. An exponent of
-    255 gives NaN. Exponents below span + 1, such as 0 in a page of zeros, count as span + 1.
+    """Return the unit of each block, by which decoded codes are multiplied, float32. exponent: the blocks'
+    biased exponents, int32. An exponent of 255 gives NaN. Exponents below span + 1, such as 0 in a page of
+    zeros, count as span + 1. span: as in `encode`.
     """
     unit = ((exponent.clamp(min=span + 1) - span) << 23).view(torch.float32)
     return unit.masked_fill(exponent == _NOT_FINITE, float("nan"))

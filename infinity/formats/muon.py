@@ -33,7 +33,9 @@ def bytes_in_ram(elements: int) -> int:
 
 
 def bytes_on_device(elements: int) -> int:
-    """Bytes that the iteration takes on a device with memory of its own, for a matrix of `elements`."""
+    """Bytes that the Newton-Schulz iteration takes on a device with memory of its own, for a matrix of
+    `elements` elements.
+    """
     return _COPIES_ON_DEVICE * 4 * elements
 
 

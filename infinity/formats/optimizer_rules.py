@@ -184,8 +184,9 @@ class Rule:
         return state_arrays(dtype, self.moments, self.states, average=self.average is not None)
 
     def moments_of(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The moments of a chunk, with the exponents of int8 codes, by the names of fields of
-        `cpu_adam.Update`. arrays: all state arrays of the chunk, by name.
+        """Select a chunk's moments, and the exponents of moments stored as int8 codes, from its state arrays.
+
+        arrays: all state arrays of the chunk, by name. Returns name of a field of `cpu_adam.Update` -> array.
         """
         found = {}
         for which, moment in (("first", self.first_moment), ("second", self.second_moment)):
@@ -486,8 +487,8 @@ def recognised(optimizer: torch.optim.Optimizer, states: str) -> tuple[str, str]
 
 
 def _check_overrides(optimizer: Any, path: str) -> None:
-    """Refuse options that bitsandbytes' GlobalOptimManager has for single parameters. The number of bits is
-    accepted: all moments have one format here.
+    """Raise UnsupportedOptimizer if bitsandbytes' GlobalOptimManager has options of single parameters of the
+    optimizer. Options about the number of bits are ignored, because all moments have one format here.
     """
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     manager = getattr(optimizer, "mng", None)

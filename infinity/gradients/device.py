@@ -120,7 +120,9 @@ class DeviceUnits:
         self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
 
     def _write_zeros(self, unit: int, parameter: int) -> None:
-        """Write a parameter's gradient of zeros, which is not stored, where the update reads it."""
+        """Fill a parameter's ranges of the gradient page with zeros, for the update to read. The gradient of
+        the parameter is zero, and was not stored so far.
+        """
         self._updates.order()
         for _, target, _ in self._gradients[unit].runs(parameter):
             self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")

@@ -373,7 +373,9 @@ class Gradients:
         return flat.as_strided(layout.shape, layout.stride)
 
     def zeros(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """Return a parameter's gradient of zeros, as `read` returns gradients; None if it has none."""
+        """Return zeros in the form of `read` if a parameter has a gradient of zeros, such as
+        `zero_grad(set_to_none=False)` leaves; else None.
+        """
         page = self.pages[unit]
         if parameter not in page.zeros:
             return None
@@ -412,7 +414,9 @@ class Gradients:
         self.forgive()
 
     def forgive(self) -> None:
-        """Forget a failure by which gradients were lost, and the factors of gradients."""
+        """Forget an error by which gradients were lost, and the factors by which user code has scaled
+        gradients in this step.
+        """
         self._failure = None
         self.factors.clear()
         self.factor = 1.0
@@ -450,8 +454,8 @@ class Gradients:
         )
 
     def begin(self) -> None:
-        """Note that a gradient of this rank or another comes. The first one of a step fixes the loss scale of
-        all gradients of the step: the present one.
+        """Note that a gradient of this rank or of another one arrives. If it is the first of the step, the
+        present loss scale becomes the one at which all gradients of the step are stored.
         """
         if not self.any_stored:
             self._stored_at = self._loss_scale.value
@@ -491,8 +495,8 @@ class Gradients:
         return page
 
     def check_unscaled(self) -> None:
-        """Raise ConfigError if gradients were scaled in this step: a new one, which has no factor, cannot be
-        added to them.
+        """Raise ConfigError if the stored gradients were scaled in this step. A new gradient is not scaled,
+        so it could not be added to them.
         """
         if self.factors:
             raise ConfigError(
@@ -502,9 +506,10 @@ class Gradients:
             )
 
     def stored_form(self, unit: int, parameter: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient that user code gives in the form in which a backward would bring it: multiplied
-        by the loss scale, and in the parameter's dtype if gradients of the parameter are stored in that
-        dtype.
+        """Convert a gradient that user code sets to the form of a gradient that a backward brings.
+
+        It is multiplied by the loss scale. It has the parameter's dtype if gradients of the parameter are
+        stored in that dtype, else the dtype in which gradients are accumulated.
         """
         page, layout = self.pages[unit], self.pages[unit].layout.parameters[parameter]
         gradient = gradient.to(self._store.plan.precision.accumulate_dtype(layout.dtype))
@@ -523,9 +528,10 @@ class Gradients:
         *,
         again: bool,
     ) -> int:
-        """Send a new gradient in windows through the ring, whose worker then calls `_accumulate` for each
-        window. blocks: array that gets the sums of squares. Returns the number of the worker's last job; 0 if
-        the gradient has no elements.
+        """Send a new gradient through the ring in windows. The ring's worker calls `_accumulate` for each.
+
+        target: the stored gradient. again: as in `_accumulate`. blocks: array that gets the sums of squares.
+        Returns the number of the last job in the ring; 0 if the gradient has no elements.
         """
         number = 0
         for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
@@ -665,9 +671,9 @@ class StagedChunks:
     def finish(self) -> None:
         """Note the end of a backward: no staged chunk waits for a gradient any more.
 
-        Without this call, chunks with a parameter that the backward did not use would wait for its
-        gradient. With `more_to_come`, nothing changes. Chunks may be written home, and StorageError may be
-        raised, as in `complete`.
+        Otherwise a chunk would go on waiting for the gradient of a parameter that the backward did not use.
+        Does nothing if `more_to_come`. Chunks may be written home, and StorageError may be raised, as in
+        `complete`.
         """
         if self.more_to_come:
             return

@@ -42,8 +42,10 @@ def from_accelerate_config(
     config: a YAML or JSON file, or its content. A file in YAML needs the package pyyaml. nvme: as in
     `from_deepspeed_config`.
 
-    With a block for DeepSpeed the result is that of `from_deepspeed_config`, and its decisions come after
-    accelerate's. Raises the errors of `from_deepspeed_config`, for fields of accelerate.
+    If `distributed_type` is DEEPSPEED, the result is that of `from_deepspeed_config` for the block for
+    DeepSpeed, with the device "cpu" if `use_cpu` is on. The decisions on accelerate's fields come first.
+
+    Raises the errors of `from_deepspeed_config`, also for fields of accelerate.
     """
     if not isinstance(config, Mapping):
         config = read_mapping(config, "JSON" if os.fspath(config).endswith(".json") else "YAML")
@@ -72,7 +74,7 @@ def from_accelerate_config(
 
 
 def _partition(fsdp: Mapping[str, Any]) -> str | None:
-    """Return `partition` for the block fsdp_config. Raises ConfigError."""
+    """Return the option `partition` of infinity.offload for the block fsdp_config. Raises ConfigError."""
     version = str(fsdp.get("fsdp_version", 1))
     choices = one_of("fsdp_config.fsdp_version", version, _PARTITIONS)
     names = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")[int(version) - 1 :]

@@ -64,8 +64,9 @@ class ConvertedConfig:
     def build_optimizer(self, parameters: Iterable[Any], **options: Any) -> torch.optim.Optimizer:
         """Make the optimizer of the configuration.
 
-        parameters: as for any optimizer of torch. options: override the configuration's. Raises ConfigError
-        if there is no optimizer, if an option is left open, or if Lion's package is not installed.
+        parameters: as for any optimizer of torch. options: options of the optimizer, which take precedence
+        over those of the configuration. Raises ConfigError if the configuration has no optimizer, if an
+        option that is "auto" there is not given, or if Lion's package is not installed.
         """
         if self.optimizer is None:
             raise ConfigError("The configuration has no optimizer.", "Make one of torch.optim's.")
@@ -94,8 +95,10 @@ class ConvertedConfig:
 
 
 def read_rules(file: str) -> dict[str, tuple[str, str]]:
-    """Return path of a field -> (decision, reason), from a table beside this module. An indented line
-    continues the row before it. A path that ends in "." is a prefix of the paths after it in its row.
+    """Return path of a field -> (decision, reason), from a table beside this module.
+
+    The table's first line is a title. An indented line continues the row before it. In a row, a path that
+    ends in "." is put before the paths that follow it, up to the next such path; "." alone ends this.
     """
     rules = {}
     text = Path(__file__).with_name(file).read_text(encoding="utf-8")

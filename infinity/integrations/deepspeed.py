@@ -37,8 +37,9 @@ def from_deepspeed_config(
 ) -> ConvertedConfig:
     """Convert a configuration for DeepSpeed, without importing DeepSpeed.
 
-    config: a JSON file, or its content. nvme: as in `Budget`, instead of the configuration's directories.
-    Without `nvme`, each of these gets 90% of the space that is free there now.
+    config: a JSON file, or its content. nvme: as in `Budget`, in place of the configuration's directories.
+    Without `nvme`, the configuration's directories get 90% of the free space of each file system, in equal
+    shares.
 
     Fields that are "auto" get their values from a trainer: they are left out of the result, and
     `ConvertedConfig.open` lists them.
@@ -92,8 +93,8 @@ def from_deepspeed_config(
 
 
 def _budget(given: Mapping[str, Any], nvme: Mapping[str | os.PathLike[str], Size] | None) -> Budget:
-    """Return the budget with `nvme`, or else with the configuration's directories. These get 90% of the free
-    space of each file system, in equal shares.
+    """Return the budget with `nvme`. If it is None, take the directories of the configuration: they get 90%
+    of the free space of their file system, and directories on the same file system get equal shares of this.
 
     given: path -> value of the fields that are TAKEN. Raises ConfigError, and StorageError for a directory
     that cannot be read.

@@ -51,8 +51,9 @@ class InfinityStrategy(SingleDeviceStrategy):
 
     `Trainer.fit` offloads with the optimizer of `configure_optimizers`, whose schedulers keep working; a run
     without training offloads for inference. `runtime` stays open after the run, so that `Trainer.test` and
-    `Trainer.save_checkpoint` work; `strategy.runtime.close(keep=True)` makes the model a plain one. A further
-    fit does this by itself, and offloads again, with a new optimizer as in any strategy.
+    `Trainer.save_checkpoint` work. `strategy.runtime.close(keep=True)` makes the model a plain one. Another
+    `Trainer.fit` needs no such call: it closes the runtime, and offloads again with a new optimizer, as any
+    strategy makes one.
     """
 
     strategy_name = "infinity"
@@ -216,8 +217,10 @@ class InfinityStrategy(SingleDeviceStrategy):
     ) -> None:
         """Write a checkpoint, a directory that appears whole or not at all, and replaces an older one.
 
-        Raises ConfigError for a path that is not local or is in use by something else, if a hook has replaced
-        the tensors, and in the cases of `Runtime.save`. Raises StorageError or StorageFull if writing fails.
+        Raises ConfigError if there is no offloaded model yet; if the path is not local, or something other
+        than a checkpoint of this strategy is there; if a hook has put something else in place of the model's
+        or the optimizer's state in `checkpoint`; and where `Runtime.save` or `Runtime.export` raises it.
+        Raises StorageError or StorageFull if writing fails.
         """
         tensors = [checkpoint.pop("state_dict"), *checkpoint.pop("optimizer_states", [])]
         target = Path(os.path.abspath(filepath))
@@ -269,11 +272,12 @@ class InfinityStrategy(SingleDeviceStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Read the model's tensors into pages, and from a copy of a run also the states of the optimizer and
-        of random number generators.
+        """Load the model's values from a checkpoint into the model's pages. If the checkpoint has a whole
+        run, as `Runtime.save` writes it, also load the optimizer's states, and keep the states of the random
+        number generators until training starts.
 
-        Raises IncompatibleCheckpoint for a checkpoint of another model or optimizer, ConfigError for weights
-        of another model, CorruptState for damaged files, and StorageError.
+        Raises IncompatibleCheckpoint if the run has another model or optimizer, ConfigError for weights of
+        another model, CorruptState for damaged files, and StorageError.
         """
         tensors, module = checkpoint["state_dict"], self.lightning_module
         assert self.runtime is not None and module is not None
@@ -290,7 +294,9 @@ class InfinityStrategy(SingleDeviceStrategy):
                 load(module, weights, _copy, self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states that another strategy saved. `load_model_state_dict` loads our own."""
+        """Load optimizer states that another strategy saved. Those that this strategy saved are loaded by
+        `load_model_state_dict`.
+        """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             if not isinstance(state, _Elsewhere):
                 optimizer.load_state_dict(state)
@@ -338,7 +344,9 @@ class _PagedClipping(Plugin):
 
 
 class _PagedHalf(_PagedClipping, HalfPrecision):
-    """The plugin for "bf16-true" and "16-true": converts inputs, and makes new tensors in that dtype."""
+    """The plugin for "bf16-true" and "16-true": converts inputs to bf16 or fp16, and makes new
+    tensors in this dtype.
+    """
 
 
 _PLUGINS = (Plugin, MixedPrecision, HalfPrecision, _PagedClipping, _PagedHalf)

@@ -73,8 +73,9 @@ def attach(
 
     With several ranks, started by torchrun, all attach; DistributedDataParallel does not wrap the model.
 
-    A Trainer's constructor moves its model to the device. For a model on meta, which weights= fills, and for
-    one that does not fit the device, give it arguments of a class with place_model_on_device = False.
+    A Trainer's constructor moves its model to the device. To prevent this, give the constructor arguments of
+    a class with place_model_on_device = False. This is needed for a model that does not fit the device, and
+    for a model on meta, which weights= fills.
 
     Raises ConfigError for features that need a model without pages: model_init and hyperparameter search,
     torch_compile, FSDP, DeepSpeed, DataParallel, and evaluation in another dtype. Raises ConfigError also for
@@ -147,7 +148,11 @@ class _Checkpoints(transformers.TrainerCallback):
             )
 
     def save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model, and a copy of the run if the checkpoint has one. Replaces `Trainer._save`."""
+        """Write the model, and the tokenizer and the Trainer's arguments. Replaces `Trainer._save`.
+
+        Without commits, also write a copy of the run to a `checkpoint-N` directory, unless the Trainer saves
+        only models or the model's adapters.
+        """
         trainer = self._trainer
         directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
         if self._adapters and not tuned_layers(trainer.model):
@@ -171,9 +176,10 @@ class _Checkpoints(transformers.TrainerCallback):
             torch.save(trainer.args, directory / TRAINING_ARGS_NAME)
 
     def save_states(self, output_dir: str) -> None:
-        """Save the scheduler. With commits, also make a commit and wait for it. Without commits, save the
-        optimizer's states of adapters; for other models `save` has written them. Replaces
-        `Trainer._save_optimizer_and_scheduler`.
+        """Save the scheduler's state. Replaces `Trainer._save_optimizer_and_scheduler`.
+
+        With commits, also make a commit and wait for it. Without commits, also save the optimizer's states if
+        adapters are trained; for other models `save` has written them.
         """
         trainer, directory = self._trainer, Path(output_dir)
         writes = trainer.args.should_save
@@ -227,7 +233,10 @@ class _Checkpoints(transformers.TrainerCallback):
         set_generators(kept)
 
     def _check_step(self, checkpoint: str) -> None:
-        """Load the commit that the run continues. Raises ConfigError if it was not made with `checkpoint`."""
+        """Load the commit that the run continues, and check that it is of the same step as `checkpoint`.
+
+        Raises ConfigError if the steps differ, or if the run continues no commit.
+        """
         if self._resumed is None:
             raise ConfigError(
                 f"The states of {checkpoint} are in a commit, and attach was called without resume=.",

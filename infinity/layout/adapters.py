@@ -84,7 +84,9 @@ def base_tensors(
 
 
 def base_names(model: nn.Module) -> dict[int, list[str]]:
-    """Return id() -> names in the base model, for all parameters and buffers except adapters."""
+    """Return id(tensor) -> the tensor's names in the base model, for all parameters and buffers except
+    adapters.
+    """
     found: dict[int, list[str]] = {}
     for name, tensor, _ in base_tensors(model):
         found.setdefault(id(tensor), []).append(name)

@@ -73,13 +73,13 @@ class RegionSize:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the region takes in the page; a multiple of 4096, and of 4096 bytes for each rank."""
+        """Bytes that the region takes in the page: a multiple of 4096 times the number of ranks."""
         return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT * self.ranks)
 
     def counts(self) -> Iterator[tuple[int, int]]:
         """Yield (length in elements, number of chunks that have this length) for the region's chunks.
 
-        For a frozen region, these are the chunks that it would have.
+        A frozen region has no chunks; for it, the chunks are counted that it would have if it were trainable.
         """
         stripes, rest = divmod(self.elements, self.chunk_elements * self.ranks)
         if stripes:
@@ -203,8 +203,8 @@ def build(surveyed: Survey, groups: Grouping, chunk_elements: int, ranks: int = 
     """Lay out the parameter pages of all units of a model.
 
     surveyed: the model's parameters. groups: the units, from `surveyed.group`. chunk_elements: greatest
-    length of a stripe in elements, a positive multiple of 4096. ranks: number of ranks, which is the number
-    of chunks in a stripe. Raises ConfigError for any other length.
+    length of a stripe in elements; raises ConfigError if it is not a positive multiple of 4096. ranks: number
+    of ranks, which is the number of chunks in a stripe.
     """
     _check_chunk(chunk_elements)
     units = (

@@ -229,7 +229,7 @@ class PageShard:
         return found[0].home_start
 
     def pieces(self, start: int, nbytes: int) -> list[HomeRange]:
-        """Return the subranges of a range of the page that the home holds, in page order; there may be none.
+        """Return what the home holds of a range of the page, as subranges in page order; there may be none.
 
         start: distance in bytes from the page's start to the range. nbytes: length of the range, which must
         lie inside the page.

@@ -209,9 +209,11 @@ class Bytes:
     """The vocabulary whose 256 tokens are the bytes of UTF-8."""
 
     def window(self, text: Text, start: int, length: int) -> torch.Tensor:
-        """Read `length` tokens from byte position `start` on: int64 (length,). If too few follow in the
-        training or the held-out text, the last ones there are read. Raises ConfigError if it has fewer in
-        total, and StorageError as `Text.read` does.
+        """Read `length` tokens from byte position `start` on: int64 (length,).
+
+        `start` lies in the training text or in the held-out text. If fewer than `length` tokens follow in
+        this text, its last `length` tokens are read. Raises ConfigError if this text has fewer than `length`
+        tokens in total, and StorageError as `Text.read` does.
         """
         part = text.part(start)
         if length > len(part):

@@ -111,7 +111,9 @@ class Training:
         recipe: Recipe,
         ranks: SingleRank,
     ) -> None:
-        """ranks: of R ranks, rank r trains on the micro-batches r, R + r, 2R + r, ... of a run with one."""
+        """ranks: the ranks that train together. R ranks together train on the micro-batches of a run with
+        one rank: rank r on those with the numbers r, R + r, 2R + r, ...
+        """
         self.step = 0
         """Number of finished steps, including those of an earlier process."""
         self._subject, self._runtime = language_model, runtime
@@ -224,12 +226,12 @@ def generate(
     device: torch.device | str,
     between: Callable[[], object] = lambda: None,
 ) -> str:
-    """Return the prompt with the model's continuation of at most `tokens` tokens. It ends early if the
-    largest logit is NaN or infinite.
+    """Return the prompt with the model's continuation of at most `tokens` tokens. The continuation ends early
+    if the largest logit is NaN or infinite.
 
-    temperature: divisor of the logits, above 0. seed: of a generator; equal seeds and logits give the same
-    text on any device, and the global random state does not change. between: called after each token; may
-    raise an exception to end the call.
+    temperature: divisor of the logits, above 0. seed: seed of the random generator. Equal seeds and logits
+    give the same text on any device, and the global random state does not change. between: called after each
+    token; may raise an exception to end the call.
     """
     generator = torch.Generator().manual_seed(seed)
     longest = min(language_model.longest or _LONGEST_CONTEXT, _LONGEST_CONTEXT)

@@ -81,8 +81,8 @@ class PresetModel:
 
 
 class HuggingFaceModel:
-    """A causal language model of transformers in a directory, and its tokenizer. Without one, tokens are
-    bytes.
+    """A causal language model of transformers in a directory, with its tokenizer. If the directory has no
+    tokenizer, tokens are bytes.
 
     No code from the directory runs, and nothing is downloaded.
     """
@@ -90,9 +90,9 @@ class HuggingFaceModel:
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Build the model on the meta device. directory: has config.json, as save_pretrained writes it.
 
-        Raises ConfigError if transformers is not installed, if the model is not causal, if weights are in no
-        safetensors file, if the tokenizer cannot be read, or if there is none and the model knows fewer than
-        256 tokens.
+        Raises ConfigError if transformers is not installed, if the model is not causal, if there are weights
+        but not in safetensors files, or if the tokenizer cannot be read. Raises ConfigError also if there
+        is no tokenizer and the model knows fewer than 256 tokens.
         """
         path = Path(directory)
         with _quiet():

@@ -42,7 +42,9 @@ class _Lora:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The adapter's modules and parameters in the layer, by the name of the layer's child."""
+        """The adapter's modules and parameters in the layer. The key of each is the name of the child of the
+        layer that holds it, such as "lora_A".
+        """
         children = ((name, getattr(self.layer, name, None) or {}) for name in _PARTS)
         return {name: child[self.adapter] for name, child in children if self.adapter in child}
 
@@ -72,7 +74,10 @@ class _Lora:
         return ""
 
     def made(self, read: Read) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the pairs that `values` yields. Raises ConfigError if PEFT fails."""
+        """Return (parameter, values) for each of the adapter's parameters, as `values` yields them.
+
+        read: returns the values of the base. Raises ConfigError if PEFT fails.
+        """
         try:
             return list(self.values(read))
         except InfinityError:
@@ -170,8 +175,9 @@ def initialise_adapters(
 
 
 def _loras(model: nn.Module) -> Iterator[_Lora]:
-    """Yield the LoRA adapters in the order in which PEFT makes them: adapter by adapter; of each adapter
-    first the layers, then the wrappers of single parameters, of one module the innermost first.
+    """Yield the LoRA adapters in the order in which PEFT makes them, one adapter after another. The layers of
+    an adapter come first, then its wrappers of single parameters. If several of these wrap one module, the
+    innermost comes first.
     """
     layers = [each for each in tuned_layers(model) if is_a(each, "LoraLayer")]
     first: dict[int, int] = {}
@@ -188,7 +194,9 @@ def _loras(model: nn.Module) -> Iterator[_Lora]:
 
 
 def _trained_copies(model: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (tensor of the copy, tensor of the original) for modules that PEFT copies and trains whole."""
+    """Yield (tensor of the copy, tensor of the original) for each parameter and buffer of the modules that
+    PEFT copies to train them as a whole.
+    """
     wrappers: list[Any] = [each for each in model.modules() if is_a(each, "ModulesToSaveWrapper")]
     for wrapper in wrappers:
         original = wrapper.original_module

@@ -186,8 +186,8 @@ class ModuleHooks:
         return CastOperands(PagedParameter, self._inputs.dtype)
 
     def _cast_in_backward(self) -> None:
-        """Add hooks that cast operands in modules that a backward calls again. Most models do not need these
-        hooks, which cost time in every call of a module.
+        """Add hooks that cast operands in modules that are called again in a backward, to recompute their
+        activations. Most models do not need these hooks, which cost time in every call of a module.
         """
         self._casts_in_backward = True
         self._handles += hook_recomputation(self._model, Hook(self._recompute), Hook(self._end_recompute))

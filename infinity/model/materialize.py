@@ -444,8 +444,8 @@ class PlainParameters:
         return self._pager.copy(place, "cpu")
 
     def give_back(self) -> None:
-        """Make the model's parameters, the same objects, plain Parameters with the copied values, and move
-        all buffers to RAM. Called after the pages are closed.
+        """Convert the model's parameters to plain Parameters that hold the copied values, and move all
+        buffers to RAM. The parameters stay the same objects. Called after the pages are closed.
         """
         parameters = [each for page in self._pager.pages for each in page.parameters]
         for parameter, values in zip(parameters, self._values, strict=True):

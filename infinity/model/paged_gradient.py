@@ -27,7 +27,9 @@ _aten: Any = torch.ops.aten
 
 
 class PagedGradient(torch.Tensor):
-    """Represents a parameter's gradient, whose bytes are in a page, or a view of a copy of the gradient."""
+    """A tensor without data of its own that stands for a parameter's gradient, whose bytes are in a page, or
+    for a view of a copy of this gradient.
+    """
 
     _name: str
     """The parameter's name, for errors."""
@@ -54,12 +56,20 @@ class PagedGradient(torch.Tensor):
         return gradient
 
     def is_of(self, stored: TrainingStep | None, key: tuple[int, int]) -> bool:
-        """Whether this object represents the parameter's present gradient."""
+        """Whether this object is the present gradient of parameter `key` in the step `stored`.
+
+        A view of a gradient does not count, nor does an object made before the gradient was last forgotten or
+        replaced. key: (index of the unit, index of the parameter in it).
+        """
         same = self._stored is stored and self._key == key and self._view is None
         return same and self._stored.gradient_age(*key) == self._age
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the gradient, or the view of a copy that this object represents, for reading."""
+        """Return a tensor with the values of this object, to be read only: a new copy of the gradient, or, if
+        this object is a view such as p.grad[0], that view of an earlier copy.
+
+        Raises ConfigError if the gradient has been forgotten or replaced.
+        """
         if self._view is not None:
             return self._view
         found = self._present().read_gradient(*self._key)
@@ -191,8 +201,10 @@ def _divide(gradient: Any, by: Any) -> Any:
 
 
 def _number(gradient: Any, by: Any) -> float | None:
-    """Return `by` as a number by which `gradient` can be multiplied or divided. Returns None if `gradient` is
-    no paged gradient, or if `by` is one or has several elements.
+    """Return `by` as a number by which `gradient` can be multiplied or divided.
+
+    Returns None if `gradient` is not a paged gradient, if `by` is a paged gradient, or if `by` is a tensor
+    that has several elements or more dimensions than `gradient`.
     """
     if not isinstance(gradient, PagedGradient) or isinstance(by, PagedGradient):
         return None

@@ -173,8 +173,8 @@ class PagedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy the parameter as a plain Parameter of its dtype with a copy of the values.
 
-        The copy of a parameter in bf16 or fp16 has the values of the fp32 master if an AveragedModel makes
-        it, or in `Runtime.masters` ([Note: averages of masters]).
+        Within `Runtime.masters`, or if an AveragedModel makes the copy, the copy of a bf16 or fp16 parameter
+        is in fp32 instead, with the values of its master ([Note: averages of masters]).
         """
         if id(self) not in memo:
             place, pager = self._place, self._place.pager
@@ -335,8 +335,12 @@ _AVERAGING = frozenset(
 
 
 def _check_average(places: Iterable[Place], args: Any) -> None:
-    """Raise ConfigError if a rounded parameter is to be averaged with fp32 values, in no_grad and outside the
-    model's forward. places: the parameters' places. args: the arguments of a function in `_AVERAGING`.
+    """Raise ConfigError if the bf16 or fp16 values of a parameter with an fp32 master would be averaged into
+    fp32 values.
+
+    Calls with grad enabled, inside the model's forward or within `runtime.masters()` are allowed. places: the
+    places of the parameters among the arguments. args: the positional arguments of a function in
+    `_AVERAGING`.
     """
     if torch.is_grad_enabled():
         return
@@ -430,8 +434,9 @@ def _set_requires_grad(parameter: PagedParameter, value: bool = True) -> PagedPa
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> NoReturn:
-    """Raise ConfigError for the gradient of a parameter that was frozen when its model was offloaded. Some
-    libraries let all parameters require gradients for a moment, so the error waits for a gradient.
+    """Raise ConfigError for the gradient of a parameter that was frozen when its model was offloaded.
+
+    Setting requires_grad raises no error, because some libraries set it for all parameters for a moment.
     """
     take_gradient(parameter)
     assert isinstance(parameter, PagedParameter)
@@ -494,8 +499,8 @@ def _no_other_storage(parameter: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _keep_weights_apart(*_: Any, **__: Any) -> None:
-    """Replaces torch._cudnn_rnn_flatten_weight, with which nn.LSTM moves its weights into one storage to save
-    cuDNN a copy.
+    """Do nothing, in place of torch._cudnn_rnn_flatten_weight. nn.LSTM calls that function to move its
+    weights into one storage, which saves cuDNN a copy.
     """
 
 

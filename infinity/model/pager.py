@@ -58,8 +58,8 @@ class OpenCalls:
             self._calls.pop()[1].close()
 
     def prune(self) -> None:
-        """End the calls of this thread that are over although no hook has recorded it: the frame that made
-        them has been left.
+        """End those calls of this thread whose caller's frame has been left. No hook has recorded the end of
+        such a call.
         """
         calls = self._calls
         while calls and _is_left(calls[-1][0]):
@@ -79,8 +79,9 @@ class OpenCalls:
 
 
 def _is_left(frame: FrameType) -> bool:
-    """Whether a function has returned or raised. frame: a frame of the function, which is not a generator.
-    Python refuses to clear a frame that runs. Clearing drops the variables of a function that has ended.
+    """Whether the function of a frame has returned or raised; if so, the frame's variables are dropped.
+
+    frame: not a generator's. The test is to clear the frame, which Python refuses while the function runs.
     """
     try:
         frame.clear()
@@ -184,9 +185,9 @@ class Pager:
     def views(self, parameters: Sequence[torch.Tensor | None]) -> Iterator[list[torch.Tensor | None]]:
         """Context with a list of `parameters`, in which each paged parameter is replaced by a view of it.
 
-        A view is a plain tensor; gradients flow from it to the parameter, and autograd saves a reference to
-        the page in its place. All pages are fetched together. Raises BudgetError if they do not fit together,
-        and StorageError if a page cannot be read.
+        A view is a plain tensor. Gradients flow from the view to the parameter, and autograd saves a
+        reference to the page instead of the view. All pages are fetched together. Raises BudgetError if they
+        do not fit together, and StorageError if a page cannot be read.
         """
         with self.lock:
             self.refuse()
@@ -202,9 +203,10 @@ class Pager:
             yield views
 
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
-        """Remember the values of the parameter that an in-place operation is about to change, so that the
-        fp32 masters of unchanged elements are kept. Returns the places of parameters of this runtime that
-        `function` is about to change.
+        """Prepare for an operation that may change parameters of this runtime, in place or as its `out`.
+
+        Their values are remembered, so that elements that do not change keep their fp32 masters. Returns the
+        places of these parameters.
         """
         name = getattr(function, "__name__", "")
         in_place = name.startswith(("__i", "__setitem")) or (name.endswith("_") and name[-2:] != "__")
@@ -346,7 +348,7 @@ class Pager:
         """Return a parameter's elements [first, first + count), (count,) in memory order, in RAM: a view of
         its page, or a copy, with all edits of user code.
 
-        count: None: all elements from `first` on. The caller holds the lock.
+        count: number of elements; None: all from `first` on. The caller holds the lock.
         """
         page = place.page
         self.prefetch_engine.demand([page.index], AccessKind.FORWARD)

@@ -33,13 +33,14 @@ process some 65,000 mappings.
 
 
 class Placeholders:
-    """Makes the tensors that evicted parameters refer to; all of them are views of one storage.
+    """Makes the tensors that evicted parameters refer to. All of them are views of one storage: a range of
+    addresses over which a small block of memory, filled with bytes 0xff, is mapped repeatedly.
 
     device: the CPU or the CUDA device of the tensors. largest: the most bytes that the elements of one tensor
     span. The memory is unmapped once this object and the last tensor are gone. A stray write to a tensor is
-    lost: on the CPU it changes the written 4 KiB of addresses only, on CUDA every repetition of the chunk.
-    Raises BudgetError if there is no memory for the chunk, InfinityError if the kernel refuses the mapping,
-    and DeviceError if the CUDA driver does.
+    lost. On the CPU it changes only the 4 KiB of addresses that it hits; on CUDA it changes every repetition
+    of the block. Raises BudgetError if there is no memory for the block, InfinityError if the kernel refuses
+    the mapping, and DeviceError if the CUDA driver refuses it.
     """
 
     def __init__(self, device: torch.device, largest: int) -> None:
@@ -75,8 +76,8 @@ class Placeholders:
 
 
 def _chunk_bytes(largest: int, granule: int) -> int:
-    """The smallest multiple of `granule` bytes that _MOST_MAPPINGS mappings repeat over `largest` bytes of
-    addresses.
+    """Return the size of the chunk that is mapped repeatedly: the least multiple of `granule` bytes of which
+    at most _MOST_MAPPINGS mappings cover `largest` bytes of addresses.
     """
     return max(1, -(-largest // (_MOST_MAPPINGS * granule))) * granule
 
@@ -169,8 +170,8 @@ class DeviceMapping:
 
 
 def _mapped_on(device: torch.device, driver: Driver, largest: int) -> DeviceMapping:
-    """Make a DeviceMapping of at least `largest` bytes of addresses on `device`, and wait for its fill. The
-    device memory is freed when the last reference to the mapping is gone.
+    """Make a DeviceMapping of at least `largest` bytes of addresses on `device`, and wait until its memory is
+    filled. The device memory is freed when the last reference to the mapping is gone.
     """
     with current(device):
         # Earlier failures are raised here, and not blamed on the mapping.

@@ -121,7 +121,11 @@ class _Graph:
                     waiting.append(following)
 
     def backward(self) -> _Outermost | None:
-        """Return a new scaled backward; None if the graph reaches no parameters of runtimes in `_open`."""
+        """Return a new scaled backward; None if gradients need no scaling.
+
+        Gradients are scaled if the graph reaches a parameter of a runtime in `_open`, or may reach one
+        behind a reentrant checkpoint.
+        """
         scales = {scale for leaf in self.leaves if (scale := _scale_of(leaf.variable)) is not None}
         if not scales and self.checkpointed:
             scales = set(_open)
@@ -135,8 +139,10 @@ class _Graph:
 
 
 def _may_be_read(leaf: torch.Tensor) -> bool:
-    """Whether a Function may have made the leaf to read its gradient, as torch.utils.checkpoint does. A leaf
-    with a hook that runs after accumulation is the user's, and gets its true gradient.
+    """Whether an autograd Function may have made a leaf, to run a backward and then read the leaf's gradient,
+    as torch.utils.checkpoint does.
+
+    False for a leaf with a hook that runs after accumulation: it is the user's, and gets its true gradient.
     """
     return not isinstance(leaf, PagedParameter) and not leaf._post_accumulate_grad_hooks
 
@@ -161,8 +167,8 @@ class _Outermost(ScaledBackward):
         """id() of a leaf whose gradient is scaled until `end` -> (the leaf, its gradient from before)."""
 
     def enter(self, graph: _Graph, inputs: Sequence[Any]) -> None:
-        """Prepare the nodes of `graph` for this backward, or for a backward that a Function begins inside it.
-        inputs: those of torch.autograd.backward.
+        """Prepare the nodes of `graph` for this backward, or for a backward that a Function begins inside
+        this one. inputs: the argument `inputs` of torch.autograd.backward.
         """
         for leaf in graph.leaves:
             hooks = leaf.variable._backward_hooks
@@ -205,8 +211,8 @@ class _Outermost(ScaledBackward):
         self._handles.append(leaf.register_prehook(ScaledHook(rescale)))
 
     def _divide_later(self, leaf: torch.Tensor) -> None:
-        """Have `end` unscale the gradient of a leaf. The leaf is in a graph that a Function made in its
-        backward, and the Function may compute with the scaled gradient.
+        """Leave the gradient of a leaf scaled until `end`, which unscales it. Called for a leaf of a graph
+        that a Function made in its backward: until then the Function may compute with the scaled gradient.
         """
         noted = self._later.get(id(leaf))
         if noted is None or noted[0]() is not leaf:
@@ -214,7 +220,10 @@ class _Outermost(ScaledBackward):
             leaf.grad = None
 
     def _make_retained_true(self, tensor: torch.Tensor) -> None:
-        """Have the gradient that `tensor`, not a leaf, retains unscaled before the tensor's node runs."""
+        """Unscale the gradient that `tensor` retains, before the tensor's node runs.
+
+        tensor: not a leaf; it retains its gradient in `.grad`.
+        """
         node, output = tensor.grad_fn, tensor.output_nr
         if node is None or (node, output) in self._retained:
             return

@@ -27,10 +27,11 @@ Function = Callable[..., Any]
 
 @functools.cache
 def admit() -> None:
-    """Change functions of torch so that transforms take paged parameters, and run in their model's forward.
+    """Patch functions of torch so that torch.func's transforms accept paged parameters, and work inside the
+    forward of an offloaded model.
 
-    Without paged parameters and outside such a forward they do what they did before. Only the first call in a
-    process does anything.
+    Elsewhere, and for other tensors, the functions do what they did before. torch.func.functionalize refuses
+    paged parameters with ConfigError. Only the first call in a process does anything.
     """
     _change(eager_transforms, "_wrap_for_grad", _taking_views)  # grad, vjp and jvp wrap tensors with it
     _change(vmap, "_add_batch_dim", _taking_views)

@@ -140,7 +140,9 @@ class ScaledHook:
 
 
 def unscaled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that calls `hook` with true gradients; `hook` itself if it is of a class above."""
+    """Return a hook that calls `hook` with true gradients. An UnscaledHook or ScaledHook is returned
+    unchanged.
+    """
     return hook if isinstance(hook, (UnscaledHook, ScaledHook)) else UnscaledHook(hook)
 
 
@@ -177,10 +179,11 @@ def _is_made(found: object) -> bool:
 
 
 def take_older() -> None:
-    """Have the hooks that tensors have already get true gradients, and list tensors that retain gradients.
+    """Treat the tensors that exist already like later ones: their hooks get true gradients from now on, and
+    those that retain gradients are added to the list that `retained` reads.
 
-    Hooks of autograd's nodes cannot be found, nor those of tensors that are gone while their graph lives. The
-    hooks of leaves are found in each backward.
+    This finds living tensors other than leaves. It does not find hooks of autograd's nodes, or hooks of a
+    tensor that is gone while its graph still exists. The hooks of leaves are found in each backward.
     """
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():

@@ -195,7 +195,9 @@ class ChunkUpdate:
 
     @property
     def needed_ahead(self) -> int:
-        """Bytes of staging for `read_ahead`: states, plus the parameter slice if it must be read later."""
+        """Bytes of staging for `read_ahead`: the chunk's states, and room for its parameters if these are to
+        be read into staging once the update is decided.
+        """
         apart = not (self._store.device.shares_host or self.page.home.in_place)
         return self.state_bytes + (self.parameter_bytes if apart else 0)
 
@@ -428,13 +430,18 @@ class ChunkUpdate:
         self.state = UpdateState.LOST
 
     def _still_right(self, present: Present | None) -> bool:
-        """Whether the states that were read ahead are still current, and no more staging is needed."""
+        """Return whether the update can use what it has read ahead: its states are still current, its
+        gradient is in host RAM, and it needs no more staging.
+        """
         if self._version != self._state_page.version or not self._gradient_page.is_in_ram(self.chunk_index):
             return False
         return bool(self._room.nbytes) or self.page.home.in_place or present is not None
 
     def _read_parameter(self, memory: torch.Tensor, present: Present | None) -> torch.Tensor:
-        """Find the parameter slice in RAM, or begin to read it into `memory`, and return its rest."""
+        """Find the parameter slice in RAM, or begin to read it into the start of `memory`.
+
+        Returns the part of `memory` that is still free.
+        """
         home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
@@ -481,7 +488,7 @@ class ChunkUpdate:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drop all references to the inputs' memory, except by `taken`."""
+        """Drop the references to the inputs' memory. `taken` stays, which refers to the gradient."""
         self._reads = []
         self._parameter = self._gradient = self._states = self._room = NOTHING
 
@@ -534,8 +541,8 @@ class ChunkUpdate:
     ) -> cpu_adam.Update:
         """Return the full description of an update, with all its arrays. memory: as in `_submit`.
 
-        segments: for each parameter in the chunk that the update changes, and behind them for each that is
-        only averaged, the fields of a cpu_adam.Segment: (start, count, hyper, index, seed).
+        segments: fields of a cpu_adam.Segment, (start, count, hyper, index, seed): first for each parameter
+        in the chunk that the update changes, then for each parameter that is only averaged.
         """
         parameter, gradient, state = memory
         arrays = self._state_page.arrays(self.chunk_index, state)

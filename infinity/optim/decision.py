@@ -112,8 +112,8 @@ class StepOptions:
 
 
 def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
-    """Decide the update of a unit's parameters that have both a gradient and a param group. Where there are
-    running averages, the other trainable parameters are averaged.
+    """Decide the update of those parameters of a unit that have both a gradient and a param group. If running
+    averages are kept, those of the unit's other trainable parameters are updated, too.
 
     unit: index of the unit. options: the options of this step's param groups. gradients, states: the
     gradients and the optimizer states of all units. Returns None if there is nothing to do. Raises the
@@ -257,7 +257,7 @@ class EagerStep:
 
     @property
     def begun(self) -> bool:
-        """Whether a unit was updated in this step, so that its options are copied."""
+        """Whether a unit has been updated in this step. The options of that update then hold for the step."""
         return self._options is not None
 
     def clear(self) -> None:
@@ -275,7 +275,7 @@ class EagerStep:
 
 
 def _frozen(groups: Sequence[Group]) -> list[Group]:
-    """Copies of the options of all groups, with the identities of their parameters."""
+    """Copy the options of all param groups. In the copies, "params" is a list of the parameters' ids."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -175,8 +175,8 @@ class PagedOptimizer(torch.optim.Optimizer):
     def param_groups(self) -> list[dict[str, Any]]:
         """The user's param groups, live: their options and lists of parameters may be changed between steps.
 
-        Assigning a list replaces the groups in the present list, because schedulers and the runtime hold
-        that.
+        Assigning a list replaces the contents of the present list object, because schedulers and the runtime
+        hold references to that object.
         """
         groups: list[dict[str, Any]] | None = vars(self).get("param_groups")
         if groups is None:  # of a wrapper that takes attributes from this optimizer, as Lightning's
@@ -189,12 +189,12 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True, so that accelerate's `prepare` leaves this optimizer as it is. It would wrap any other, and
-        copy all states out and in again.
+        """True, so that accelerate's `prepare` leaves this optimizer as it is.
 
-        Once accelerate has asked, `step` and `zero_grad` do what its wrapper would do in
-        `accelerator.accumulate`. Raises ConfigError if accelerate scales losses for fp16, which only its
-        wrapper would undo.
+        Otherwise `prepare` would wrap the optimizer, and copy all states out and in again. Once accelerate
+        has read this property, `step` and `zero_grad` do what the wrapper would do in
+        `accelerator.accumulate`. Raises ConfigError if accelerate scales losses for fp16, because only the
+        wrapper would unscale the gradients.
         """
         if _accelerate_state("AcceleratorState").get("_mixed_precision") == "fp16":
             raise ConfigError(
@@ -212,8 +212,9 @@ class PagedOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> PagedOptimizer:
-        """This optimizer, if accelerate has prepared it: accelerate looks here for the optimizer that its
-        wrapper has. Raises AttributeError otherwise.
+        """This optimizer itself, if accelerate has prepared it; else raises AttributeError.
+
+        Accelerate expects its own wrapper here, and reads the wrapped optimizer from this attribute.
         """
         if not self._accelerated:
             raise AttributeError("A PagedOptimizer wraps no optimizer.")
@@ -279,8 +280,8 @@ class PagedOptimizer(torch.optim.Optimizer):
         return {**saved, "state": {number: plain(state) for number, state in saved["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that was made by a PagedOptimizer or by a torch optimizer. It must be of an
-        optimizer of the same type with the same param groups.
+        """Load a state dict of a PagedOptimizer or of a torch optimizer of the same type, with the same param
+        groups.
 
         Raises ConfigError (a ValueError, as in torch) if the state dict does not fit this optimizer, and
         RankDivergence if another rank loads other states. Nothing has changed then.

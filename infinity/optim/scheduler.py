@@ -250,8 +250,8 @@ class UpdateScheduler(Updates):
         self._begin_updates((unit,))
 
     def _count_elsewhere(self, options: StepOptions) -> None:
-        """Count the step of parameters of units updated early which other ranks update: when the early update
-        began, their gradients may not have been known here.
+        """Count the step for parameters that other ranks update, in units that were updated early. The early
+        update could not count it: their gradients may not have been known on this rank when it began.
         """
         for unit, counted in self._early.items():
             page = self._gradients.pages[unit]
@@ -354,8 +354,8 @@ class UpdateScheduler(Updates):
             self._read_ahead(self._ahead)
 
     def finish_copies(self) -> None:
-        """Wait for all copies of updated parameters to the device. Until it ends, a copy holds a view of the
-        parameter page that it writes.
+        """Wait for all copies of updated parameters to the device. An unfinished copy holds a view of the
+        parameter page that is its destination.
         """
         while self._copies:
             self._copies.popleft()[1].wait()
@@ -373,9 +373,10 @@ class UpdateScheduler(Updates):
     # --- what is decided --------------------------------------------------------------------------------
 
     def _decide(self, unit: int, options: StepOptions) -> Set[int]:
-        """Decide the update of a unit, if one of its parameters has both a gradient and a param group: queue
-        it on the device, or make chunk updates READY (READING, if they have read states ahead). Returns the
-        parameters whose step it counts.
+        """Decide the update of a unit, if one of its parameters has both a gradient and a param group.
+
+        The update is queued on the device, or its chunk updates are made READY (READING, if they have read
+        states ahead). Returns the indices of the parameters whose step counts were raised.
         """
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
@@ -443,8 +444,10 @@ class UpdateScheduler(Updates):
         self._update_in_ram(updates)
 
     def _update_in_ram(self, updates: Sequence[ChunkUpdate]) -> None:
-        """Compute READY updates whose inputs are all in host RAM and wait for them, _MOST_RUNNING at a time;
-        between these batches other updates are advanced, so that their reads go on.
+        """Compute READY updates whose inputs are all in host RAM, and wait for them.
+
+        The updates are computed in batches of at most _MOST_RUNNING. Between batches other updates are
+        advanced, so that their reads go on.
         """
         for first in range(0, len(updates), _MOST_RUNNING):
             batch = updates[first : first + _MOST_RUNNING]
@@ -469,8 +472,8 @@ class UpdateScheduler(Updates):
     def _can_begin(self, unit: int) -> bool:
         """Whether the update of a unit may begin before a caller waits for the unit.
 
-        It may not after a failed read. It may not either if it would change the parameters where the model
-        computes, and the page is away.
+        It may not if a read has failed. It may not if it would change the parameters where the model computes
+        and the page is away, unless a commit is pending.
         """
         if self._units[unit].unread:
             return False
@@ -491,8 +494,10 @@ class UpdateScheduler(Updates):
         return None
 
     def _poll(self) -> None:
-        """Advance all active updates without waiting for a read, a write or a copy. Where the CPU computes
-        the model too, it helps to compute those whose inputs have arrived, and waits for them.
+        """Advance all active updates without waiting for a read, a write or a copy.
+
+        If the CPU also computes the model, this thread helps to compute the updates whose inputs have
+        arrived, and waits until they are computed.
         """
         while self._copies and self._copies[0][1].done():
             self._copies.popleft()
@@ -585,7 +590,7 @@ class UpdateScheduler(Updates):
                 self._copies.append((update.unit, copy))
 
     def _put_back(self, update: ChunkUpdate) -> None:
-        """Put an update whose read failed back, before all other READY updates."""
+        """Return an update to READY after its read failed, and place it before all other READY updates."""
         update.put_back()
         self._active.remove(update)
         queue = self._ready.pop(update.unit, deque())

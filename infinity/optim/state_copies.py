@@ -30,7 +30,9 @@ class StateCopies(dict[str, Tensor]):
     """Copies of the entries of a parameter's state. Assigning an entry replaces it in the pages, too."""
 
     def __init__(self, read: Read, write: Write) -> None:
-        """read: returns copies of the present entries. write: replaces the state."""
+        """read: returns copies of the entries that the parameter's state has at the time of the call. write:
+        replaces the whole state by the given entries.
+        """
         self._read, self._write = read, write
         with torch.inference_mode(False):  # whose tensors have no version
             super().__init__({name: StateCopy(self, name, values) for name, values in read().items()})
@@ -41,9 +43,11 @@ class StateCopies(dict[str, Tensor]):
             super().__setitem__(name, StateCopy(self, name, self._read()[name]))
 
     def replace(self, name: str, before: Tensor, after: Tensor) -> None:
-        """Write an entry that was edited in place. Raises ConfigError if it is no longer `before`.
+        """Write an entry that was edited in place to the pages.
 
-        after: gets the values that the pages have then, which may be rounded (`Precision.states`).
+        before: the entry's values before the edit. after: the edited values. Afterwards it has the values
+        that the pages hold, which may be rounded (`Precision.states`). Raises ConfigError if the pages no
+        longer hold the values of `before`.
         """
         now = self._read()
         if name not in now or not _same_bits(now[name], before):

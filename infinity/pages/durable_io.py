@@ -141,7 +141,10 @@ class DurableIO:
         return self._write(part.slots[slot] + offset, memory)
 
     def copied_out(self, part: Part, checksums: npt.NDArray[np.int64]) -> None:
-        """Note that `copy_out_piece` has written all ranges of a part, which are its newest bytes now."""
+        """Note that `copy_out_piece` has written all ranges of a part, so that the slot has its newest bytes.
+
+        checksums: of the part's blocks.
+        """
         part.newest, part.checksums, part.verified = self._free_slot(part), checksums, True
 
     def bring(self, part: Part, into: torch.Tensor) -> Transfer:
@@ -239,7 +242,11 @@ class DurableIO:
     def _read(
         self, home: Home, offset: int, position: int, into: torch.Tensor, deadline: float | None = None
     ) -> Transfer:
-        """Begin to read from byte `position` of the volume, where the home's bytes from `offset` on lie."""
+        """Begin to fill `into` with the bytes of the volume from byte `position` on.
+
+        home, offset: the home that these bytes belong to, and the byte of it at which they begin, for errors.
+        deadline: as in `NvmeTier.read`.
+        """
         transfer = self.nvme.read(
             self.lease, into, offset=position, deadline=deadline, describe=home.described(offset)
         )

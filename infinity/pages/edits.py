@@ -178,8 +178,8 @@ class EditTracker:
         self._forget_loans(page)
 
     def check(self, page: ParameterPage, index: int) -> None:
-        """Raise ConfigError if user code may not change a parameter in place now. With several ranks it may
-        not outside of full_parameters.
+        """Raise ConfigError if user code may not change a parameter in place now. With several ranks, user
+        code may do so only within full_parameters.
         """
         if not (self.is_free(page) or page.holds or page.index in self._agreed):
             raise ConfigError(
@@ -194,7 +194,7 @@ class EditTracker:
 
     @contextmanager
     def agreed(self, pages: Sequence[ParameterPage]) -> Iterator[None]:
-        """Context in which this rank writes edits of `pages` home that all ranks have agreed on."""
+        """Context in which this rank writes home those edits of `pages` that all ranks have agreed on."""
         units = {page.index for page in pages}
         self._agreed |= units
         try:
@@ -203,7 +203,10 @@ class EditTracker:
             self._agreed -= units
 
     def publish(self, pages: Sequence[ParameterPage]) -> None:
-        """Write edits of present pages home that all ranks have made. Raises the errors of `compare`."""
+        """Write home those edits of pages that all ranks have made. Raises the errors of `compare`.
+
+        pages: the pages, which are present.
+        """
         self.compare(pages)
         with self.agreed(pages):
             for page in pages:
@@ -270,8 +273,8 @@ class EditTracker:
         """Note that an update has just changed the parameters of one unit, or of all units (None).
 
         The update moved the version counters of the loans; see [Note: loans]. Their new versions are
-        recorded, so that the update does not count as an edit. Masters in `States.given` that still wait for
-        matching values are forgotten.
+        recorded, so that the update does not count as an edit. The masters in `States.given`, which wait for
+        an edit that matches them, are forgotten.
         """
         if self._states is not None:
             self._states.given.clear()
@@ -428,7 +431,7 @@ class EditTracker:
 
     def _forget_loans(self, page: ParameterPage, besides: int = 0) -> None:
         """Drop a page's loans (aliases of views that user code got) if only the runtime refers to the
-        page's storage. besides: as in `_held_outside`.
+        page's storage. besides: number of further references that do not count, because a caller holds them.
         """
         loans = self._loans.get(page.index)
         if not loans:

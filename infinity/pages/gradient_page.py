@@ -106,7 +106,7 @@ class GradientPage:
 
     @property
     def having(self) -> set[int]:
-        """Indices of the parameters that have a gradient, stored or of zeros."""
+        """Indices of the parameters that have a gradient, whether it is stored or known to be all zeros."""
         return self.content | self.zeros if self.zeros else self.content
 
     def check_single(self, parameter: int, dtype: torch.dtype) -> None:
@@ -153,9 +153,9 @@ class GradientPage:
         self.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
 
     def arrived_piece(self, piece: Piece) -> None:
-        """Note that a piece has the gradients of all ranks for one more micro-batch.
+        """Count one more micro-batch whose gradients have been added to a piece on all ranks.
 
-        A parameter has received as many gradients as the piece of it in this page that has the fewest.
+        The count of a parameter, in `arrivals`, becomes the smallest count of its pieces in this page.
         """
         self.piece_arrivals[piece.parameter, piece.start] += 1
         self.arrivals[piece.parameter] = min(

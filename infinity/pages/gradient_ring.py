@@ -91,8 +91,9 @@ def placed(nbytes: int, alignment: int, size: int, taken: Sequence[RingJob] | de
 def fit(sizes: Sequence[int], alignment: int, size: int, taken: Sequence[RingJob] | deque[RingJob]) -> bool:
     """Whether a ring of `size` bytes has room for new jobs of these sizes, one after the other. Pure.
 
-    sizes, alignment: in bytes. taken: the jobs that have bytes in the ring, oldest first. If the new jobs
-    together exceed even an empty ring, only the first jobs count, as many as an empty ring has room for.
+    sizes, alignment: in bytes. taken: the jobs that have bytes in the ring, oldest first. If even an empty
+    ring has no room for all new jobs, the ring only needs room for the first ones, as many as fit in an
+    empty ring.
     """
     now, empty = list(taken), list[RingJob]()
     for nbytes in sizes:
@@ -262,7 +263,9 @@ class GradientRing:
                         self._start_worker()
 
     def _start_worker(self) -> None:
-        """Start the worker. If it cannot start, drop the last queued job, which nobody would do."""
+        """Start the worker. If it cannot start, drop the last queued job, since no thread would do that job,
+        and raise the error.
+        """
         try:
             threading.Thread(target=self._work, name="infinity-ring", daemon=True).start()
         except Exception:
@@ -297,7 +300,9 @@ class GradientRing:
             return 0
 
     def _neighbours(self) -> int:
-        """The number of ready jobs that lie side by side in the ring, from the oldest on, up to a block."""
+        """Count the oldest jobs that are ready and lie side by side in the ring. Counting stops before their
+        bytes exceed `Plan.ring_block_bytes`, but the first job always counts if it is ready.
+        """
         first = end = self._jobs[0].start
         count = 0
         for job in self._jobs:

@@ -78,7 +78,9 @@ class Home:
         return Home(Tier.HOST, 0, torch.empty(0, dtype=torch.uint8, device="cpu"), True)
 
     def described(self, offset: int) -> Callable[[int], str] | None:
-        """`describe` for offsets that count from byte `offset` of the home; None if it is None."""
+        """Return a function like `describe` whose argument counts from byte `offset` of the home; None if
+        the home has no `describe`.
+        """
         describe = self.describe
         return None if describe is None else lambda position: describe(offset + position)
 
@@ -97,8 +99,8 @@ class Home:
     def settle(self, start: int, end: int, writing: bool) -> None:
         """Wait for the requests in flight that a new request over bytes [start, end) must not overtake.
 
-        writing: whether the new request is a write. Raises the error of a request that failed, and the
-        error of a write that has lost the home.
+        writing: whether the new request is a write. Raises the error of a request that fails. If an earlier
+        write failed and the home's contents are lost, raises the error of that write.
         """
         for request in list(self._conflicts(start, end, writing)):
             self.finish(request)
@@ -108,7 +110,7 @@ class Home:
     def finish(self, request: InFlightRequest) -> None:
         """Wait for a request in flight and remove it from `in_flight`. Raises the request's error.
 
-        If a write fails that is not `spare`, the home is lost; see [Note: order of requests]. A request
+        A failed write loses the home, unless the write is `spare`; see [Note: order of requests]. A request
         that is no longer in `in_flight` is ignored, so a request's error is raised once.
         """
         if request not in self.in_flight:

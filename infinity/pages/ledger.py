@@ -79,7 +79,7 @@ class Commit:
     """A commit that `Runtime.save` has begun."""
 
     def __init__(self, generation: int, complete: Callable[[Commit], None]) -> None:
-        """complete: function of a commit that completes the updates that the commit waits for."""
+        """complete: called with this commit; it completes the updates for which the commit waits."""
         self.generation = generation
         """The number of the commit in its directory; later commits have larger numbers."""
         self.state = CommitState.PENDING

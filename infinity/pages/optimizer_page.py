@@ -150,16 +150,16 @@ class States:
     def edited(
         self, unit: int, parameter: int, now: torch.Tensor | None = None, before: torch.Tensor | None = None
     ) -> None:
-        """Have a parameter's fp32 masters follow an edit by user code.
+        """Update a parameter's fp32 masters after an edit of its values by user code.
 
         The new master of an element is the first of these three that rounds to the element's new value: its
-        master in `given`, its present master, the new value itself. A parameter that has had no update keeps
-        all of its present masters or none: values that are loaded into a new model must not be mixed with
-        those of its initialisation.
+        loaded master in `self.given`, its present master, the new value itself. If the parameter has had no
+        update yet, its present masters are kept only if no value has changed: values that are loaded into a
+        new model must not be mixed with those of its initialisation.
 
-        now: the new values, (numel,) in memory order, in RAM; needed only with `before`, or if `given` has
-        the parameter. before: the values before the edit, in the same form; None: they are not known, and no
-        present master is kept.
+        now: the new values, (numel,) in memory order, in RAM; needed only with `before`, or if `self.given`
+        has the parameter. before: the values before the edit, in the same form; None: they are not known, and
+        no present master is kept.
         """
         page = self.pages.get(unit)
         if page is None or not page.layout.parameters[parameter].trainable:
@@ -241,7 +241,8 @@ class States:
     def average(self, unit: int, parameter: int, values: torch.Tensor) -> torch.Tensor:
         """Return the running average of a trainable parameter's masters, float32 (numel,) in memory order.
 
-        values: as for `master`. Before the first step the average is the master.
+        values: the parameter's present values in the parameter page, (numel,) in memory order. Before the
+        first step they give the master, which is returned as the average.
         """
         if not self.keeps_averages:
             return self.master(unit, parameter, values)
@@ -252,11 +253,11 @@ class States:
         self._write(self.pages[unit], parameter, AVERAGE, values)
 
     def restore(self, unit: int, parameter: int, values: torch.Tensor, master: torch.Tensor) -> None:
-        """Replace a parameter's fp32 master, but only if the new master rounds to the parameter's present
-        values. Otherwise it waits, until the next step, for an edit that brings such values.
+        """Replace a parameter's fp32 master, if the new master rounds to the parameter's present values.
 
-        values: the present values in the parameter page, (numel,) in memory order. master: the new master,
-        in the parameter's shape and with any strides.
+        If it does not, the new master is kept in `given` until the next step, in case user code edits the
+        parameter to the values to which it rounds. values: the present values in the parameter page, (numel,)
+        in memory order. master: the new master, in the parameter's shape and with any strides.
         """
         flat = _flat(master, self.pages[unit].layout.parameters[parameter])
         if rounds_to(flat, values):
@@ -308,7 +309,8 @@ class States:
         """Replace a parameter's step count, and make room for moments, which `write_moment` then writes.
 
         moments: torch's names of the moments that will be written: all of the rule's, or none. step: number
-        of updates that the parameter has had; None: the given state does not say.
+        of updates that the parameter has had. If None, the number is unknown: it is set to 1 with moments,
+        and to 0 without.
         """
         page = self.pages[unit]
         for chunk_index, _ in page.pieces(parameter):
@@ -350,9 +352,7 @@ class States:
         page.begun[chunk_index] = True
 
     def initial(self) -> dict[str, torch.Tensor]:
-        """Return the initial value, shape (1,), of the entries of each array that holds a moment, by the
-        array's name.
-        """
+        """Return array -> initial value, shape (1,), of its entries, for the arrays that hold moments."""
         found: dict[str, torch.Tensor] = {}
         for name in self.rule.moments:
             block = torch.full((CODE_BLOCK,), self.rule.initial(name), dtype=torch.float32, device="cpu")
@@ -430,9 +430,11 @@ class States:
 
 
 def _divided(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, str, torch.Tensor]:
-    """Divide flat fp32 masters of bfloat16 or float16 parameters between the two pages. Returns (values for
-    the parameter page, name of an array of the optimizer page, entries for this array, which have the other
-    bits).
+    """Divide flat fp32 masters between the parameter page and the optimizer page.
+
+    dtype: the parameters' dtype, bfloat16 or float16. Returns (values for the parameter page, name of an
+    array of the optimizer page, entries for this array). In bfloat16 the entries are the bits of the masters
+    that the values lack; in float16 they are the whole masters.
     """
     if dtype == torch.bfloat16:
         values, remainder = split(master)
@@ -445,9 +447,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def state_digest(layout: ParameterLayout, state: Mapping[str, torch.Tensor]) -> int:
-    """A number that is equal for states with the same entries and equal values, as `States.write` takes them.
+    """Compute a number from a state. States with the same entries and equal values have equal numbers,
+    whatever the strides, devices and dtypes of their tensors.
 
-    layout: the parameter's layout. state: tensors by name, with any strides, devices and floating dtypes.
+    layout: the parameter's layout. state: tensors by name, of floating dtypes, as `States.write` takes them.
     """
     found = 0
     for name in sorted(state):

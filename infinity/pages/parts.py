@@ -43,7 +43,9 @@ A range holds the entries of one array that belong to a piece of one parameter. 
 
 
 class Label(NamedTuple):
-    """The meaning of a row of segments: entries of an array for a parameter's elements from `first` on."""
+    """What one row of `Segments` covers: entries of the array `array`, for elements of the parameter
+    `parameter` from element `first` on.
+    """
 
     parameter: str
     array: str

@@ -41,8 +41,9 @@ class RemotePages:
         """Note that a step updates `pages`, which every rank has at home as a whole."""
 
     def keep(self, page: ParameterPage) -> None:
-        """Keep a copy of the bytes of a page that this rank owns, for ranks that have not fetched them since
-        the last step, because user code may change the home of the page now.
+        """Prepare for an edit of a page's home by user code: copy the bytes that this rank owns.
+
+        Ranks that have not fetched these bytes since the last step get them from the copy.
         """
 
     def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:

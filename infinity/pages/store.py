@@ -322,8 +322,8 @@ class Store:
         """Begin to copy host memory to device memory, and return the transfer.
 
         into: leased device memory. source: as many bytes of host memory. last_return: `Lease.last_return` of
-        the lease of `into`, from which the link knows the kernels that used the same bytes before and that
-        the copy must wait for; see `DeviceLink.to_device`. lane: which of the link's streams makes the copy.
+        the lease of `into`. From this the link finds the kernels that used the same bytes before, and the
+        copy waits for them; see `DeviceLink.to_device`. lane: which of the link's streams makes the copy.
         """
         started = time.perf_counter()
         transfer = self.link.to_device(into, source, last_return, lane)
@@ -401,7 +401,7 @@ class Store:
         return self.durable if home.parts else None
 
     def _bounce_buffer(self, nbytes: int) -> torch.Tensor:
-        """The first `nbytes` bytes, up to transit_buffer_bytes, of the bounce buffer."""
+        """Return the first `nbytes` bytes of the bounce buffer; `nbytes` is at most transit_buffer_bytes."""
         assert self.bounce is not None
         return self.bounce[:nbytes]
 
@@ -487,8 +487,8 @@ class Store:
             self._writes.remove(write)
 
     def _windows(self, offset: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, end) of whole 4 KiB blocks of a home, which fit the bounce buffer, that
-        together cover [offset, offset + nbytes).
+        """Yield ranges (start, end) of a home that together cover [offset, offset + nbytes). Each consists of
+        whole 4 KiB blocks and fits in the bounce buffer.
         """
         start = offset // PAGE_ALIGNMENT * PAGE_ALIGNMENT
         end = round_up(offset + nbytes, PAGE_ALIGNMENT)

@@ -56,15 +56,15 @@ def shortage(
 ) -> BudgetError:
     """Make the error for a model that has no placement in `room`.
 
-    The error names the device if its budget would be too small even with unlimited host and NVMe budgets.
-    Otherwise it names NVMe if the host budget is large enough, else the host. Its `needed` is the exact
-    number of bytes that this tier needs with the other budgets as they are. If no device budget is enough
-    with these, `needed` is for unlimited host and NVMe budgets; if no host budget is, it is for an unlimited
-    NVMe budget.
+    The error names one tier: the device, if its budget would be too small even with unlimited host and NVMe
+    budgets; otherwise NVMe, if the host budget would be enough with an unlimited NVMe budget; otherwise the
+    host. `needed` of the error is the exact budget, in bytes, that this tier needs with the other budgets as
+    they are. If no budget of the tier is enough with these, `needed` is what the device needs with unlimited
+    host and NVMe budgets, or what the host needs with an unlimited NVMe budget.
 
     search: the search that found no placement. budgets: each tier's, in bytes. paths: number of NVMe
     directories. what: the start of the message, such as "309M parameters". reserves: what was taken off the
-    budget to get `room`.
+    budgets to get `room`.
     """
     nothing = Reserve(0)
 
@@ -90,8 +90,10 @@ def shortage(
 def _error(
     tier: Tier, pages: int, what: str, budget: int, reserve: Reserve, *, with_nvme: int | None = None
 ) -> BudgetError:
-    """Make the error for a tier that needs `pages` bytes beside `reserve`. with_nvme: the same number if an
-    nvme budget were added; None if there is one or it would not help.
+    """Make the error for a tier that needs `pages` bytes beside `reserve`.
+
+    with_nvme: the bytes that the tier would need instead of `pages` if the user added an nvme budget; None if
+    there is an nvme budget already, or if one would not help.
     """
     needed = reserve.budget_for(pages)
     others = [

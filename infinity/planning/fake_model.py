@@ -87,7 +87,9 @@ class Copier(pickle.Pickler):
         return self._loader.load()
 
     def persistent_id(self, it: Any) -> int | None:
-        """Called by pickle for each object: returns its index in `_parts` if the copy shares it, or None."""
+        """Return an object's index in `_parts` if the copy shares the object, or None. Called by pickle for
+        each object. Raises CannotCopy if there are too many objects.
+        """
         kind = type(it)
         self._objects += 1
         if self._objects > _MOST_OBJECTS:
@@ -147,7 +149,7 @@ class _Loader(pickle.Unpickler):
 
 
 class _Shared:
-    """Wrapper of an object that goes into the copy as it is."""
+    """Wrapper of an object that a Copier puts into its copy as it is."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -343,9 +345,11 @@ def same_generators() -> Iterator[None]:
 
 @contextmanager
 def same_globals(copier: Copier) -> Iterator[None]:
-    """Context that restores, at its end, whatever copied code can change outside of the model: attributes of
-    classes, global variables, and the objects that these refer to, but nothing of torch, numpy, Python
-    itself, and packages that are only imported. Any functools.lru_cache that holds a fake tensor is cleared.
+    """Context that restores, at its end, what copied code can change outside of the model: attributes of
+    classes, global variables, and the objects to which these refer.
+
+    It restores nothing of torch, numpy, Python itself, or packages that are only imported. It clears every
+    functools.lru_cache that holds a fake tensor.
     """
     kinds = {kind for each in copier.classes for kind in each.__mro__ if _is_users(kind.__module__)}
     modules = {kind.__module__ for kind in kinds}

@@ -163,8 +163,8 @@ def _signals_wait() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Context that suppresses warnings, which the first real forward repeats, and FakeTensorMode's log of
-    errors.
+    """Suppress FakeTensorMode's log of errors, and all warnings, within a context. The first real forward
+    gives the warnings again.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -205,8 +205,9 @@ class _Watch(TorchDispatchMode):
     """
 
     def __init__(self, mode: fake_tensor.FakeTensorMode | None = None, *, scratch: bool = False) -> None:
-        """mode: the mode of the step, which then does not change real tensors that the model's code refers
-        to; None: it may change them. scratch: whether to count memory that operators take on CUDA only.
+        """mode: the fake tensor mode in which the step runs. With it, operations in place leave the real
+        tensors that the model's code refers to unchanged; with None, they may change them. scratch: whether
+        to count memory that operators take on CUDA only.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -221,7 +222,9 @@ class _Watch(TorchDispatchMode):
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A detached alias, which autograd saves to avoid a reference cycle of its graph and `tensor`."""
+        """Return a detached alias of `tensor` for autograd to save. If autograd saved `tensor` itself, the
+        tensor and its graph could refer to each other.
+        """
         self._saving = True
         try:
             return tensor.detach()
@@ -294,7 +297,10 @@ class _Watch(TorchDispatchMode):
 
 
 def _flop_formulas() -> dict[Any, Any]:
-    """Operator -> function (arguments, `out_val`) that returns FLOPs, for matrix products and the like."""
+    """Return operator -> function that computes the FLOPs of a call, for operators such as matrix products.
+
+    The functions take the operator's arguments, and its result as `out_val`.
+    """
     from torch.utils.flop_counter import flop_registry  # imports Triton, where there is one
 
     aten = torch.ops.aten

@@ -122,7 +122,9 @@ class Headroom:
 
     @property
     def _per_thread(self) -> int:
-        """Bytes that one thread's cuBLAS workspace takes: the whole segment, if it has one of its own."""
+        """Bytes that one thread's cuBLAS workspace takes. If the workspace is so large that torch's allocator
+        gives it a segment of its own, all bytes of the segment count.
+        """
         return segment(self.workspace) if self.workspace >= MEDIUM else self.workspace
 
     def _lost(self, live: int) -> int:
@@ -160,8 +162,10 @@ class Reserve:
     def of(
         activations: int | None, buffers: int, *, unknown: int | None, headroom: Headroom = NO_HEADROOM
     ) -> Reserve:
-        """The reserve for a model. activations: their bytes; None if unknown. buffers: bytes of the model's
-        buffers. unknown: value of `kept_out_of` if `activations` is None. headroom: the headroom of the
+        """Make the reserve for a model.
+
+        activations: bytes of the model's activations; None if unknown. buffers: bytes of the model's buffers.
+        unknown: the `kept_out_of` of the reserve if `activations` is None. headroom: the headroom of the
         device that computes.
         """
         live = (activations or 0) + buffers

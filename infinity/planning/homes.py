@@ -108,7 +108,7 @@ class Candidate:
     """One way to divide a model into units and chunks, with the bytes of its pages and working buffers."""
 
     def __init__(self, search: Search, grouping: Grouping, chunk_elements: int) -> None:
-        """chunk_elements: length of a stripe in elements."""
+        """chunk_elements: greatest length of a stripe in elements, as for `layout.chunks.build`."""
         self.grouping, self.chunk_elements = grouping, chunk_elements
         self._search, self._share = search, search.share
         rule, ranks, surveyed = search.rule, search.share.ranks, search.surveyed
@@ -193,17 +193,22 @@ class Candidate:
         )
 
     def far_room(self, *, unified: bool, nvme: bool) -> Room:
-        """The least device memory, no host RAM, and NVMe for all pages. Parameters: as in `smallest`."""
+        """Return a room with the least device memory, no host RAM, and NVMe for all pages.
+
+        unified: whether device and host are the same RAM; if so, the room's device memory is None. nvme:
+        whether pages may rest on NVMe; if not, the room has no bytes of NVMe.
+        """
         near = self._near(0, LEAST.pages) + self._has_ring * 2 * _SMALLEST_TRANSIT_BUFFER
         return Room(None if unified else near, 0, self._sunk[0] * nvme)
 
     def _resident(self, pages: int) -> list[int]:
-        """Bytes of the pool of resident pages, for each place at which the line of all pages can be cut.
+        """Return the bytes of the pool of resident pages for each way to cut the line of all pages in two.
 
-        Pages before the cut are at home where the model computes, and need no room in the pool. Item n, for a
-        cut behind the first n pages, is the larger of two sums over parameter pages behind the cut: the bytes
-        of the `pages` largest ones, and the most bytes of those that must be resident at the same time. If
-        homes hold parts of parameter pages, all pages need room in the pool, and all items are equal.
+        Item n is for the cut behind the first n pages. Pages before the cut are at home where the model
+        computes, and need no room in the pool. The item is the larger of two sums over the parameter pages
+        behind the cut: the bytes of the `pages` largest ones, and the most bytes of those that must be
+        resident at the same time. If homes hold parts of parameter pages, all pages need room in the pool,
+        and all items are equal.
         """
         if pages not in self._residents:
             parameters = self._whole
@@ -224,14 +229,19 @@ class Candidate:
         return self._residents[pages]
 
     def _near(self, cut: int, pages: int) -> int:
-        """Bytes that the computing tier needs for the first `cut` pages of the line, which are at home there,
-        and for the pool of resident pages. Never falls as `cut` grows.
+        """Return the bytes of the computing tier that are taken when the first `cut` pages of the line have
+        their homes there: those of these homes and of the pool of resident pages. Never falls as `cut` grows.
+
+        pages: as in `_resident`, the number of parameter pages for which the pool has room.
         """
         return self._ends[cut] + self._resident(pages)[cut]
 
     def _cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
-        """The numbers of pages before the two cuts, which are as far along the line as `room` allows; None if
-        the pages do not fit. The first is 0 if device and host are the same RAM.
+        """Cut the line of all pages at two places, each as far along the line as `room` allows.
+
+        Returns (number of pages before the first cut, number before the second), or None if the pages do not
+        fit. Pages before the first cut are at home in device memory, those between the cuts in host RAM, and
+        the others on NVMe. If device and host are the same RAM, the first number is 0.
         """
         buffers = self._buffers(level, room)
         working = buffers.in_ram
@@ -292,7 +302,9 @@ class Candidate:
         return None if far < 0 else self._sunk[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
-        """The largest cut for which `need(cut)` is at most `room` bytes, or -1. `need` must not fall."""
+        """The largest cut for which `need(cut)` is at most `room` bytes; -1 if there is none. `need` must not
+        decrease as the cut grows.
+        """
         return bisect.bisect_right(range(len(self._ends)), room, key=need) - 1
 
     def place(self, room: Room, level: WorkingRoom) -> Placement | None:
@@ -484,6 +496,8 @@ def _groupings(surveyed: Survey) -> list[Grouping]:
 
 
 def _most_useful(surveyed: Survey, length: int) -> int:
-    """The lesser of `length` and the length of a chunk with all trained parameters, in elements."""
+    """Return `length`, or the length of a chunk that holds all trained parameters if that is less. Lengths
+    are in elements.
+    """
     trained = sum(parameter.numel for parameter in surveyed.parameters if parameter.trainable)
     return min(length, round_up(max(trained, 1), BLOCK))

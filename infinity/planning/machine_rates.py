@@ -49,7 +49,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class MachineRates:
-    """The rates of a machine's disks, memory, link and device, in bytes per second by default."""
+    """The rates of a machine's disks, memory, link and device, in bytes per second except `flops`."""
 
     disk: Mapping[str, float] | None = None
     """The rates "read", "write" and "mixed" (half of the bytes each) of all directories of the NVMe tier
@@ -131,9 +131,9 @@ def keep(
     """Store rates that `infinity tune` has measured, in bytes per second, in the cache of `measure_rates`.
 
     disks: for each directory, the rates "read", "write" and "mixed". stream: the rate of host RAM. link: the
-    rate of copies between host RAM and the current CUDA device; None without one. Of the cached and the new
-    stream or link rate the faster one is kept: the hardware does not change, and other processes can only
-    slow a measurement down.
+    rate of copies between host RAM and the current CUDA device; None without one. If the cache has a faster
+    stream or link rate than the new one, it keeps that rate: the hardware does not change, and other
+    processes can only slow a measurement down.
     """
     figures = _Cache(clock)
     for path, rates in disks.items():

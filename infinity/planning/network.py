@@ -27,7 +27,9 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Network:
-    """The most bytes that travel in a step: every use of a page is assumed to bring it anew."""
+    """An upper bound on the bytes that travel in a step, and the rate of the link between nodes. Every use of
+    a page counts as a new transfer.
+    """
 
     parameters: int
     """Bytes of parameters that a rank receives."""

@@ -176,11 +176,11 @@ class Plan(Placement):
 
     @property
     def waiting_bytes(self) -> int:
-        """The most bytes that this rank's gradients take in RAM, where autograd made them, while they wait
-        for the ranks that keep their sums. They are part of `exchange_bytes`.
+        """The most bytes of this rank's gradients that wait in RAM for the ranks that keep their sums.
 
-        0 at stages 0 and 1, where a rank adds its gradients up by itself first. Also 0 with the smallest
-        exchange buffers, where only one gradient waits at a time, which is not counted.
+        They lie in autograd's tensors, outside of the arena, and are part of `exchange_bytes`. 0 at stages 0
+        and 1, where a rank adds its gradients up by itself first. Also 0 with the smallest exchange buffers:
+        then only one gradient waits at a time, which is not counted.
         """
         blocks = self.exchange_bytes // self.exchange_block_bytes if self.exchange_block_bytes else 0
         return 0 if self.share.whole_gradients else blocks // 4 * self.exchange_block_bytes
@@ -236,8 +236,9 @@ class Plan(Placement):
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that slab files hold. Without commits these are the pages at home on NVMe; with commits, all
-        images, wherever the slab files lie, and the gradient pages at home on NVMe.
+        """Bytes that slab files hold. Without commits, these are the pages at home on NVMe. With commits,
+        they are the images of all parameter and optimizer pages, wherever the slab files lie, and the
+        gradient pages at home on NVMe.
         """
         if not self.commits:
             return self.home_bytes[Tier.NVME]
@@ -246,7 +247,7 @@ class Plan(Placement):
 
     @functools.cached_property
     def slab_layout(self) -> SlabLayout | None:
-        """The places in the slab files of the images of all pages; None without commits."""
+        """The layout of all page images in the slab files; None without commits."""
         return (
             slab_layout(self.layout.units, self.share, self.page_sizes[Kind.OPTIMIZER])
             if self.commits
@@ -309,9 +310,10 @@ class Plan(Placement):
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.
 
-        "params" counts the parameters of mirrored units in host RAM and on the device. "working" is all
-        working buffers and `headroom`; on NVMe what commits take beside pages at home there. "activations" is
-        None if they are unknown.
+        "params" counts the parameters of mirrored units twice, in host RAM and on the device. "working" is
+        all working buffers, and `headroom` in the tier where the model computes. On NVMe, "working" is what
+        commits take in addition to the pages at home there. "activations" is None in the tier where the model
+        computes if they are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
         near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
@@ -373,7 +375,11 @@ class Plan(Placement):
 
     @functools.cached_property
     def _offsets(self) -> dict[Kind, list[list[int]]]:
-        """For both kinds of pages with chunks, each unit's offsets of its chunks, and the page's end."""
+        """The places of chunks in gradient and optimizer pages, in bytes from the start of the page: for each
+        kind and unit, the offset of every chunk, and last the end of the page.
+
+        A chunk that this rank does not keep takes 0 bytes.
+        """
         kept = {Kind.GRADIENT: self.share.whole_gradients, Kind.OPTIMIZER: self.share.whole_states}
         found: dict[Kind, list[list[int]]] = {kind: [] for kind in kept}
         for (kind, whole), (unit, layout) in itertools.product(kept.items(), enumerate(self.layout.units)):

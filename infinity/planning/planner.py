@@ -100,19 +100,19 @@ def make_plan(
 ) -> Plan:
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
-    rule: the optimizer's rule; None for inference. available: bytes that replace budgets that are None.
-    activations: their bytes at the peak of a step, which count against the budget of the tier that computes;
-    if None, a quarter of a CUDA budget stays free for them. speeds, work, activations_unknown, machine,
-    update, accumulation: see Plan.
+    rule: the optimizer's rule; None for inference. available: what is free now; its bytes replace budgets
+    that are None. activations: bytes of the activations at the peak of a step, which count against the budget
+    of the tier that computes; if None, a quarter of a CUDA budget stays free for them. speeds, work,
+    activations_unknown, machine, update, accumulation: see Plan.
 
     commits: whether the NVMe tier keeps room for durable images of all parameters and optimizer states; see
     infinity/planning/slab_layout.py. If the budget has no nvme directory, the images lie in `slab_directory`,
     which has no budget, and no page is at home on NVMe. prefer: a division of the model into units and
-    chunks. It is used if it is of this model and fits the budget with working buffers of any size.
+    chunks, which is used if it is of this model and fits the budget with working buffers of any size.
 
     share: the rank for which the plan is made; the budgets are this rank's. With several ranks the device
     runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
-    node_cache: the most bytes of RAM for parameters of other nodes; None: what is useful.
+    node_cache: the most bytes of RAM for parameters of other nodes; None: as many as are useful.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
@@ -295,12 +295,12 @@ class _Planner:
         return replace(plan, node_cache_bytes=left if left >= least else 0)
 
     def _with_all_room_for_pages(self, plan: Plan) -> Plan:
-        """Return the plan with all free bytes of the tier that computes added to the pool of resident pages.
+        """Return the plan with the free bytes of the tier that computes added to the pool of resident pages.
 
-        Every page comes from other ranks, and a page that stays from forward to backward comes only once. The
-        pool never gets more bytes than all pages have. With several ranks the CPU runs all updates, so
-        gradients and optimizer states go from the device to host RAM that is free if the pool can use their
-        room.
+        For use where every page comes from other ranks: a page that stays resident from forward to backward
+        is fetched once instead of twice. The pool never gets more bytes than all pages have. To free more
+        bytes for it, gradient and optimizer pages move from the device to free host RAM, because with several
+        ranks the CPU runs all updates.
         """
         whole = sum(unit.nbytes for unit in plan.layout.units)
         left = self._left(plan, self.computes_in)

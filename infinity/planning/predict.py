@@ -282,8 +282,10 @@ def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
 
 
 def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
-    """The resources whose seconds add up to the least that a phase can take. together: whether all resources
-    work at the same time; if not, the disk works beside the others, which take turns on the CPU.
+    """Return the resources that limit a phase: the sum of their seconds is the least time it can take.
+
+    busy: resource -> seconds of its work. together: whether all resources work at the same time. If not, the
+    disk works at the same time as the others, and these work one after the other.
     """
     if together:
         return [max(busy, key=busy.__getitem__)]

@@ -34,7 +34,9 @@ class PageImages:
 
 @dataclass(frozen=True)
 class SlabLayout:
-    """The images of all parameter pages and optimizer pages in the volume."""
+    """The places in the volume of the images of all parameter and optimizer pages. An image is a copy of a
+    page's bytes, for commits.
+    """
 
     parameters: tuple[PageImages, ...]
     """The images of each unit's parameter page, by index of the unit. `states` has those of optimizer pages.
@@ -45,8 +47,9 @@ class SlabLayout:
 
 
 def slab_layout(units: Sequence[UnitLayout], share: Share, state_bytes: Sequence[int]) -> SlabLayout:
-    """Lay out the images: for each unit those of its parameter page, then those of its optimizer page.
+    """Lay out the images, copies in the volume, of all parameter pages and optimizer pages.
 
+    Units follow one another; each has the images of its parameter page, then those of its optimizer page.
     share: the rank whose pages these are. state_bytes: bytes of each unit's optimizer page on that rank.
     """
     parameters, states, end = [], [], 0

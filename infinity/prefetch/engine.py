@@ -235,8 +235,8 @@ class PrefetchEngine:
                 self._evict(unit)  # its edits were refused
 
     def yielding(self, function: Callable[..., Any], units: Sequence[int], lock: Any) -> Callable[..., Any]:
-        """Return a function that does what `function` does without the runtime's lock, `lock`, while the
-        pages of `units` stay present: an operation may take long, and other ranks wait for this one's pages.
+        """Return a function that calls `function` without the runtime's lock, `lock`, so that other ranks get
+        pages of this rank even if the call takes long. The pages of `units` stay present meanwhile.
         """
 
         def call(*arguments: Any, **options: Any) -> Any:
@@ -341,7 +341,11 @@ class PrefetchEngine:
             self._resident.move_to_end(unit)
 
     def _start(self, unit: int, pinned: set[int], ahead: int | None = None) -> None:
-        """Start to fetch the page of a unit that is AWAY; it is PRESENT at once if views have kept it."""
+        """Start to fetch the page of a unit that is AWAY. If views have kept its newest bytes in device
+        memory, nothing is fetched, and the page is PRESENT at once.
+
+        pinned: units whose pages are evicted last. ahead: as in `Arrival`.
+        """
         page = self.pages[unit]
         if self.store.device.shares_host and not (self._parts and page.home.in_place):
             self.updates.release(unit)
@@ -369,7 +373,9 @@ class PrefetchEngine:
             page.incoming = (arrival.residency, arrival.local)
 
     def _up_to_date(self, page: ParameterPage) -> bool:
-        """Whether the bytes of an evicted page that views keep alive in device memory can be used again."""
+        """Whether an evicted page need not be fetched again, because its bytes in device memory, which views
+        keep alive, are still its newest values.
+        """
         if page.filled_at < 0:
             return False  # its edits were refused
         if self._parts:
@@ -518,10 +524,11 @@ class PrefetchEngine:
     def _does_not_fit(self, units: set[int]) -> BudgetError:
         """Make the error for units whose pages do not fit together although all other pages were evicted.
 
-        `needed` is a budget that is enough for the pages of any units that are as many as these. If views or
-        autograd's graph keep evicted pages in memory, they might keep more and more pages, as a list of views
-        of all parameters does: `needed` is then a budget for all parameters, and the cure also names a budget
-        for the pages that are kept now.
+        The error's `needed` is normally a budget that has room for the pages of any set of units that has as
+        many units as `units`. If views or autograd's graph keep evicted pages in memory, `needed` is a budget
+        for all parameters, because more and more pages might be kept, as by a list of views of all
+        parameters. The cure then also names a smaller budget, for `units` and the pages kept now, if there is
+        one.
         """
         pool, plan, tier = self.store.resident, self.store.plan, self.store.plan.computes_in.value
         held = pool.leased - sum(self._sizes[unit] for unit in self._resident)
@@ -572,8 +579,9 @@ class PrefetchEngine:
     # --- parts of others in whole homes -----------------------------------------------------------------
 
     def _others_have_changed(self, units: Collection[int]) -> None:
-        """Note that other ranks have updated their chunks of `units`, so that homes with whole pages are
-        outdated there.
+        """Note that other ranks have updated their chunks of `units`.
+
+        If homes have whole pages, the values of these chunks in this rank's homes are now out of date.
         """
         if not self._parts and not self.whole:
             self._behind.update(units)
@@ -605,7 +613,9 @@ class PrefetchEngine:
             yield _Part(there, here, self._remote.fetch(span.owner, page, start, here))
 
     def _refresh(self, unit: int) -> None:
-        """Wait until a permanent page has the present bytes of the other ranks."""
+        """Pull the bytes of a permanent page that other ranks have updated, and wait for them. Does nothing
+        if the page is not permanent or is up to date.
+        """
         page = self.pages[unit]
         if unit not in self._behind or not page.permanent:
             return

@@ -25,8 +25,11 @@ class JsonFile(Generic[Content]):
     """A JSON file in the user's cache, read into `content`."""
 
     def __init__(self, name: str, understand: Callable[[Any], Content], empty: Content) -> None:
-        """understand: turns the parsed JSON into the content; raises ValueError (with the reason), TypeError,
-        KeyError or AttributeError for another form. empty: the content if there is no such file.
+        """Read the file `name`. A file that cannot be read or understood counts as empty; see `ignored`.
+
+        understand: turns the parsed JSON into the content. For JSON of an unexpected form it raises
+        ValueError (with the reason), TypeError, KeyError or AttributeError. empty: the content if the file is
+        absent or counts as empty.
         """
         self.path = cache_file(name)
         self.content = empty

@@ -15,7 +15,7 @@ from infinity.system import machine
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """The text of a path. Raises ConfigError for a value of any type that cannot be a path."""
+    """Return the text of a path. Raises ConfigError for a value that cannot be a path, whatever its type."""
     try:
         text = os.fspath(path)
         if not isinstance(text, str):

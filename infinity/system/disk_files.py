@@ -40,8 +40,8 @@ class Observer(Protocol):
         """Called before an operation, which fails if this call raises OSError. Returns a ticket for `ended`.
 
         operation: "create", "open", "lock", "write", "sync", "rename", "sync directory", "remove" or "read".
-        path: the file or directory. target: the new path of a rename, else "". offset, data: where and what a
-        write writes; else 0 and b"".
+        path: the file or directory. target: the new path for a rename, else "". offset, data: for a write,
+        the place in the file, in bytes, and the bytes to write; else 0 and b"".
         """
         ...
 
@@ -50,8 +50,9 @@ class Observer(Protocol):
 
 
 class DiskFiles:
-    """Operations on files and directories. All raise StorageError, and StorageFull for a full disk. The
-    argument `path` of operations on a descriptor is for errors.
+    """Operations on files and directories. All raise StorageError, and StorageFull for a full disk.
+
+    Operations on a descriptor have an argument `path`, which only errors use.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:

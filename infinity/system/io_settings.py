@@ -115,7 +115,9 @@ class Profile:
         self._disks[disk_key(directory)] = asdict(found)
 
     def keep_stripes(self, directories: Sequence[str | os.PathLike[str]], found: StripeProfile) -> None:
-        """Set the profile of several disks together, in memory only. Its shares are in their order."""
+        """Set the profile of several disks together, in memory only. The shares in `found` are in the order
+        of `directories`.
+        """
         key, order = _key_of_all(directories)
         self._stripes[key] = asdict(replace(found, shares=tuple(found.shares[place] for place in order)))
 
@@ -180,8 +182,10 @@ def open_engine(
 
 
 def _key_of_all(directories: Sequence[str | os.PathLike[str]]) -> tuple[str, list[int]]:
-    """(key, order): the text that identifies a set of disks, which is the same for every order of them, and
-    the indices in `directories` of the disks in the order of the key, in which shares are stored.
+    """Return (key, order) for a set of disks.
+
+    key: a text that names the disks, and that does not depend on the order of `directories`. order: for each
+    disk in the key, the disk's index in `directories`. Shares are stored in the order of the key.
     """
     keys = [disk_key(directory) for directory in directories]
     order = sorted(range(len(keys)), key=keys.__getitem__)

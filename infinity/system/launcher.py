@@ -50,9 +50,10 @@ def keeps_store() -> bool:
 
 
 def start_number() -> int:
-    """Number of times that the launcher has restarted the ranks with the same store, which still has the
-    entries of earlier starts. Raises ConfigError if the launcher may restart them on several nodes, which
-    count starts separately.
+    """Return how often the launcher has restarted the ranks with the same store; 0 if rank 0 keeps the store.
+
+    The store still has the entries of earlier starts. Raises ConfigError if the launcher may restart ranks on
+    several nodes, because each node counts its starts separately.
     """
     if not keeps_store():
         return 0
@@ -95,10 +96,10 @@ def record(error: BaseException) -> None:
 
 
 def record_at_exit() -> None:
-    """Record the error that ends this process, if nothing catches it.
+    """Register an `atexit` function that records the error that ended this process, if nothing caught it.
 
-    It is recorded before the `atexit` functions registered so far run: one of them may wait for other ranks,
-    and torchrun ends all ranks once one of them has ended.
+    It runs before the `atexit` functions registered so far. One of those may wait for other ranks, and
+    torchrun ends all ranks once one rank has ended. Does nothing without torchrun.
     """
     if not os.environ.get(ERROR_FILE):
         return

@@ -41,9 +41,9 @@ _waiting: dict[int, Callable[[int, FrameType | None], Any]] = {}
 class RuntimeLock:
     """A reentrant lock, owned by a thread; see [Note: safe points].
 
-    The trainer takes and returns it thousands of times a second, and Python's locks go to whoever comes
-    first, so a thread that waits could wait long. While the service thread waits in `turn`, no other thread's
-    next outermost acquisition begins.
+    The training thread takes and returns the lock thousands of times a second. Python's locks keep no queue,
+    so another thread could wait for it for a long time. Therefore, while the service thread waits in `turn`,
+    every thread that does not hold the lock waits behind the service thread.
     """
 
     def __init__(self) -> None:
@@ -106,9 +106,9 @@ class RuntimeLock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Give the lock up whatever its depth, and take it back afterwards, as deep as before.
+        """Give up the lock for the time of the context, and take it back afterwards, as deep as before.
 
-        Every wait for another rank is inside. Does nothing in a thread that does not hold the lock.
+        For waits for other ranks. Does nothing in a thread that does not hold the lock.
         """
         if not self.owned():
             yield
@@ -132,7 +132,7 @@ class RuntimeLock:
 
     @property
     def _in_use(self) -> bool:
-        """Whether the main thread, which asks, is in an operation of the runtime."""
+        """Whether the main thread is in an operation of the runtime. Only the main thread may ask."""
         return self._given_up > 0 or self.owned()
 
 
@@ -154,8 +154,8 @@ _UNDIVIDED = undivided(lambda: None).__code__
 
 
 class _Waiting:
-    """Our handler of a signal. It takes the place of a handler of the program, and calls that one: at once,
-    or when the lock is returned.
+    """A handler of a signal that this package installs in place of the program's own handler. It calls the
+    program's handler at once, or, while a runtime's lock is held, when the lock is returned.
     """
 
     def __init__(self, program: Callable[[int, FrameType | None], Any]) -> None:
@@ -178,7 +178,9 @@ class _Waiting:
 
 
 def _adopt() -> None:
-    """Replace each handler in Python of _SIGNALS by a `_Waiting` around it, unless it is one already."""
+    """Replace the handler in Python of each signal in _SIGNALS by a `_Waiting` around it. A `_Waiting`, and
+    the handler of asyncio.run, stay as they are.
+    """
     for place, number in enumerate(_SIGNALS):
         now = _getsignal(number)
         if callable(now) and not isinstance(now, _Waiting) and not _is_asyncio_s(now):
@@ -188,8 +190,8 @@ def _adopt() -> None:
 
 
 def _is_asyncio_s(handler: Any) -> bool:
-    """Whether a handler is the one of asyncio.run, which restores the default handler only if it finds its
-    own. At the first signal it cancels the main task, and raises nothing.
+    """Whether a signal handler is the one that asyncio.run installs. That handler raises nothing at the first
+    signal, but cancels the main task. asyncio.run restores the default handler only if it finds its own.
     """
     return (
         isinstance(handler, functools.partial)

@@ -143,8 +143,8 @@ def transparent_huge_pages() -> str:
 
 
 def identity() -> str:
-    """A text that is the same for all processes of this machine, or of this container in it, and for no
-    others.
+    """Return a text that is the same for all processes of this machine and differs on every other machine. A
+    container counts as a machine of its own.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

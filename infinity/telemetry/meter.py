@@ -58,12 +58,12 @@ class _Tally:
 
     @property
     def written(self) -> tuple[int, int, float]:
-        """(bytes written to disk, steps, their seconds), for sums of finished steps."""
+        """For the sums of finished steps: (bytes written to disk, number of steps, seconds of the steps)."""
         return self.edges[Edge.HOST_TO_NVME].bytes, self.steps, self.seconds
 
     def freeze(self, written: tuple[int, int, float], **more: Any) -> Stats:
-        """Make Stats of these sums. written: the property `written` for the steps to average. more: the
-        fields of Stats that are not sums.
+        """Make Stats of these sums. written: the value of the property `written` of the tally whose steps
+        give the averages of bytes written. more: the fields of Stats that are not sums.
         """
         nbytes, steps, seconds = written
         sums = {
@@ -135,20 +135,23 @@ class Meter:
             recorder.moved(edge, nbytes, transfer)
 
     def crossed(self, way: str, what: str, unit: int | None, nbytes: int, began: int) -> None:
-        """Report a payload that has just finished crossing to or from another rank. The wire counts its
-        bytes.
+        """Report a payload that has just finished crossing to or from another rank. Does not count the bytes:
+        the wire does.
 
-        way: such as "from rank 2". what: such as "gradients". unit: its index, if that is known. began: when
-        the network got its bytes, or its message came, in nanoseconds of time.perf_counter_ns().
+        way: such as "from rank 2". what: such as "gradients". unit: its index, if that is known. began: time
+        in nanoseconds of time.perf_counter_ns() at which the network got a payload that was sent, or at which
+        the message that announces a received payload came.
         """
         if (recorder := self._recorder) is not None:
             args: dict[str, str | int] = {"what": what, "bytes": nbytes}
             recorder.crossed(way, args if unit is None else args | {"unit": unit}, began)
 
     def copied(self, edge: Edge, nbytes: int, transfer: Transfer, seconds: float) -> None:
-        """Count a transfer as `moved` does, and the `seconds` up to now of the call that requested it as a
-        stall of the training thread: as Wait.FAULT within `faulting`, else as Wait.COPY. Within `stalling` or
-        `awaiting`, which count that time, no stall is added.
+        """Count a transfer as `moved` does, and count a stall of the training thread.
+
+        seconds: duration, up to now, of the call that requested the transfer. It is counted as Wait.FAULT
+        within `faulting`, else as Wait.COPY. Within `stalling` or `awaiting` it is not counted here, because
+        these contexts count it already.
         """
         state = self._thread
         if not state.waits:
@@ -167,9 +170,11 @@ class Meter:
 
     @contextmanager
     def stalling(self, edge: Edge, wait: Wait = Wait.OTHER) -> Iterator[None]:
-        """Context whose duration counts as a wait of the training thread for transfers on `edge`, also if the
-        body raises; within `faulting` as Wait.FAULT. Within another `stalling` or `awaiting`, only the outer
-        context counts.
+        """Count the context's duration as a wait of the training thread for transfers on `edge`, also if the
+        body raises.
+
+        wait: the reason for the wait. Within `faulting`, Wait.FAULT takes its place. Within another
+        `stalling` or `awaiting`, only the outer context counts.
         """
         state = self._thread
         if state.waits:

@@ -149,13 +149,14 @@ class Stats:
 
     @property
     def fault_seconds(self) -> float:
-        """Those of `stall_seconds` that were spent on page faults."""
+        """The part of `stall_seconds` that was spent on page faults."""
         return sum(edge.fault_seconds for edge in self.edges.values())
 
     @property
     def limited_by(self) -> str | None:
-        """The name of what took the most time of the last finished step: "compute", "update", RANKS, or the
-        value of an `Edge` (such as "nvme->host") for stalls on it; None if no step has finished.
+        """The name of what took the most time in the last finished step: "compute", "update", RANKS (waits
+        for other ranks), or for stalls on a transfer, the value of its `Edge`, such as "nvme->host". None if
+        no step has finished.
         """
         step = self.last_step or self
         if not step.steps:
@@ -166,9 +167,11 @@ class Stats:
         return max(shares, key=shares.__getitem__)
 
     def flat(self) -> dict[str, int | float]:
-        """All measurements that are not None as a flat dict of numbers by name, for a logger of metrics.
-        Names are those of fields and properties, and such as "nvme_to_host/bytes", "peak/transit",
-        "last_step/...".
+        """Return all measurements that are numbers as a flat dict by name, for a logger of metrics.
+        Measurements that are None are left out.
+
+        A name is that of a field or property, or has a prefix, as in "nvme_to_host/bytes", "peak/transit" and
+        "last_step/steps".
         """
         numbers = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("hit_rate", "stall_seconds", "fault_seconds"):

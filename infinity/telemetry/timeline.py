@@ -61,9 +61,9 @@ class Timeline(Closing):
     def __init__(
         self, path: str | os.PathLike[str], *, rank: int | None = None, since: int | None = None
     ) -> None:
-        """rank: the number of this rank, with which files of several ranks can be joined; None: there is one
-        rank. since: time zero of the files of all ranks, in nanoseconds of time.time_ns(); None: the begin of
-        the first recording.
+        """rank: this rank's number, which tells its events from those of other ranks when files are joined;
+        None: there is one rank. since: time zero of the files of all ranks, in nanoseconds of time.time_ns();
+        None: the start of the first recording.
         """
         self.path = os.fspath(path)
         self.failure: StorageError | None = None
@@ -227,7 +227,10 @@ class Timeline(Closing):
             self._fail(error)
 
     def _head(self, name: str, since: int | None) -> list[str]:
-        """The events that name the process and the rows of the training thread."""
+        """Return the JSON of the events that name the process and the rows of the training thread.
+
+        since: time zero of the file in nanoseconds of time.time_ns(), for a label; None: no label.
+        """
 
         def named(what: str, row: int, **args: Value) -> str:
             return self._event(what, '"ph":"M"', row, args)
@@ -263,8 +266,10 @@ class Timeline(Closing):
     # --- the file -----------------------------------------------------------------------------------------
 
     def _put(self, text: str) -> None:
-        """Append text to the file. If that fails, the file keeps all earlier events and gets the end of the
-        array, if the disk allows it.
+        """Append text to the file. Raises StorageError if that fails.
+
+        In that case what was written of the text is cut off and the JSON array is closed after the earlier
+        events, so that the file can still be read, unless these writes fail, too.
         """
         if self._descriptor is None:
             return

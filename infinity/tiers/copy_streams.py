@@ -282,10 +282,10 @@ class CopyStreams(DeviceLink):
             waiter.wait(event)
 
     def _ask(self, order: Order, event: Event) -> bool:
-        """Return, without waiting, whether an event has happened: all work queued before the event is done.
+        """Return, without waiting, whether all work queued before an event is done. If so, the host may use
+        the bytes of this work.
 
-        If it has, the host may use the bytes of this work. order: the reason for the question; a test
-        leaves out all questions with one reason.
+        order: the reason for the question. Only a test uses it, to leave out the questions with one reason.
         """
         return event.done()
 

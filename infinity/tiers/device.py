@@ -183,7 +183,7 @@ def advice(asked: int, share: MemoryShare) -> str:
 
 
 class _Device:
-    """The shares of all runtimes on one CUDA device, from which follows the limit of torch's allocator.
+    """The shares of all runtimes on one CUDA device. They determine the limit of torch's allocator there.
 
     others: bytes that this process had on the device before the first of these runtimes opened.
     """

@@ -67,7 +67,7 @@ class Transfer(Protocol):
 
 
 class Arrived:
-    """A transfer that had ended before the call that started it returned; also its own `timing`.
+    """A transfer that was over as soon as it was requested. It is its own `timing`.
 
     began, ended: nanoseconds of time.perf_counter_ns().
     """
@@ -96,8 +96,8 @@ class Joined:
     """Several transfers that are used as one."""
 
     def __init__(self, transfers: Sequence[Transfer], then: Callable[[], None] | None = None) -> None:
-        """then: called by the first `wait` after all ended; after an InfinityError of it, by the next
-        `wait`.
+        """then: called once, by the first `wait` for which all transfers have succeeded. If `then` raises an
+        InfinityError, the next `wait` calls it again.
         """
         self._transfers = transfers
         self._then = then
@@ -106,7 +106,9 @@ class Joined:
         return all([each.done() for each in self._transfers])
 
     def wait(self) -> object:
-        """Wait for all transfers, then raise the first error of one of them, or of `then`."""
+        """Wait for all transfers. Then raise the first error, if a transfer failed; else call `then`, whose
+        errors are raised.
+        """
         failure: InfinityError | None = None
         for each in self._transfers:
             try:
@@ -122,7 +124,7 @@ class Joined:
 
     @property
     def timing(self) -> Timing | None:
-        """None: each of the transfers has times of its own."""
+        """Always None, because the transfers began and ended at different times."""
         return None
 
     def watcher(self) -> Joined:

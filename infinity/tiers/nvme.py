@@ -221,8 +221,8 @@ class NvmeTier(Closing):
             slab.keep = True
 
     def uncommit(self) -> None:
-        """Undo `commit`, because no commit needs the slabs. The files are removed on close even if this
-        raises StorageError.
+        """Undo `commit`, for slabs that no commit needs after all. Their files are removed on close, even if
+        this call raises StorageError.
         """
         self.forget()
         self._rename(committed=False)
@@ -303,9 +303,10 @@ class NvmeTier(Closing):
     ) -> Future:
         """Start to write the CPU tensor `source` to the lease, from byte `offset` of the lease on.
 
-        Returns a future. The tensor must not change until the future is done. The bytes are durable only
-        after a later `sync`. deadline: as for `read`, but by default later than now, so that reads go first.
-        source: like `into` of `read`. Errors are those of `read`.
+        Returns a future. The tensor must be contiguous, and must not change until the future is done. The
+        bytes are durable only after a later `sync`. A tensor whose address is a multiple of 4 KiB is not
+        copied, as in `read`. deadline: as for `read`, but by default later than now, so that reads go first.
+        Errors are those of `read`.
         """
         return self._open_volume().write(source, self._place(lease, offset, source.nbytes), deadline)
 
@@ -378,10 +379,11 @@ class NvmeTier(Closing):
 
 
 def _grown(record: VolumeRecord, paths: list[Path], limits: Mapping[Path, int], wanted: int) -> list[int]:
-    """Return the bytes that each slab of a committed volume needs to hold `wanted` bytes, at least its own.
+    """Return, for each slab of a committed volume, the bytes that it needs so that the volume holds `wanted`
+    bytes. No slab gets smaller than it is.
 
-    paths: of the slabs. limits: the budget of each directory in bytes. Raises BudgetError where the slabs in
-    a directory are larger than its budget, and ConfigError where `wanted` is not positive.
+    paths: the files of the slabs. limits: the budget of each directory in bytes. Raises BudgetError if the
+    slabs in a directory would exceed its budget, and ConfigError if `wanted` is not positive.
     """
     if wanted <= 0:
         raise ConfigError(f"An nvme tier of {wanted} bytes was asked for.", "Ask for at least one page.")

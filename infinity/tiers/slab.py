@@ -42,7 +42,9 @@ def slab_name(rank: int, uuid: str | None = None) -> str:
 
 @dataclass
 class _Open:
-    """All that is needed to close a slab, kept outside of the Slab object, which may be gone by then."""
+    """All that is needed to close a slab. It is kept outside of the Slab object, which may be gone when
+    the slab is closed.
+    """
 
     descriptor: int
     path: Path
@@ -54,17 +56,17 @@ class _Open:
 
 
 class Slab(Closing):
-    """A file of `nbytes` bytes for pages on disk, which is preallocated, and removed on close unless it was
-    committed. A context manager.
+    """A preallocated file of `nbytes` bytes for pages on disk. A context manager. Closing the slab removes
+    the file, unless the slab was committed.
 
     Its room on the file system is taken at once, so that a full disk is noticed before training. The file has
     mode 0600.
 
-    lock: of the directory and rank, after `lock_directory`; the slab does not close it. nbytes: bytes of
-    pages, rounded up to whole 4 KiB blocks. files: makes, renames and removes the file.
+    lock: the lock of the slab's directory and rank, which `lock_directory` made; the slab does not close it.
+    nbytes: bytes of pages, rounded up to whole 4 KiB blocks. files: makes, renames and removes the file.
 
-    Raises StorageFull where the file system does not have that much room; no file is left behind then. Raises
-    StorageError (EEXIST) if a file of another type has the slab's name, and ConfigError where `nbytes` is not
+    Raises StorageFull if the file system does not have that much room; no file is left behind then. Raises
+    StorageError (EEXIST) if a file of another type has the slab's name, and ConfigError if `nbytes` is not
     positive.
     """
 
@@ -85,10 +87,10 @@ class Slab(Closing):
 
     @classmethod
     def adopt(cls, lock: PathLock, uuid: str, nbytes: int, *, files: DiskFiles | None = None) -> Self:
-        """Open a committed slab, which stays on close. No byte of its pages is read or changed.
+        """Open a committed slab, whose file stays on close. No byte of its pages is read or changed.
 
-        lock: of the slab's directory and rank. nbytes: bytes of pages that the commit recorded. If the file
-        has holes, as a copy may have, room for them is taken.
+        lock: the lock for the slab's directory and rank. nbytes: the number of bytes of pages that the commit
+        recorded. If the file has holes, as a copy may have, disk blocks are allocated for them.
 
         Raises CorruptState for a file that is too short, StorageError for one that cannot be opened.
         """

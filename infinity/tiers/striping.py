@@ -133,11 +133,11 @@ def _closest(nbytes: int, budgets: Sequence[int], shares: Sequence[float], strip
 
 
 def _by_budget(nbytes: int, budgets: Sequence[int]) -> Striping:
-    """Return a striping of the smallest stripes, distributed in proportion to the budgets of the paths.
+    """Return a striping with stripes of the smallest size, whose weights are in proportion to the budgets.
 
-    The number of periods is chosen so that what each budget loses by rounding to whole periods is, for all
-    paths together, at most `nbytes / _SPARE` bytes. The weights may all be zero if the budgets are smaller
-    than a stripe.
+    Each path's budget is rounded down to whole periods. The number of periods is chosen so that all paths
+    together lose at most `nbytes / _SPARE` bytes by this. If the budgets are smaller than a stripe, all
+    weights may be zero.
     """
     periods = max(1, nbytes // (_SMALLEST_STRIPE * _SPARE * len(budgets)))
     weights = [budget // (_SMALLEST_STRIPE * periods) for budget in budgets]

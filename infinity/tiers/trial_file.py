@@ -169,10 +169,10 @@ class TestFile(Closing):
         return issue(file, mode, nbytes, places(), self._memory)
 
     def _fill(self, nbytes: int, seconds: float, settings: IoSettings) -> tuple[int, float]:
-        """Write the file from its start until `nbytes` bytes are written or `seconds` seconds are over.
+        """Write the file from its start until `nbytes` bytes are written, or `seconds` seconds are over and
+        at least `SMALLEST` bytes are written.
 
-        If time is short, `SMALLEST` bytes are written all the same. Returns the number of bytes written, and
-        the bytes per second.
+        Returns (number of bytes written, bytes per second).
         """
         written, in_flight = 0, deque[aio.Future]()
         buffers = max(1, self._memory.nbytes // REQUEST_BYTES)

@@ -92,9 +92,11 @@ def modes_of(passes: Sequence[Pass[Point]]) -> list[str]:
 
 
 def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
-    """The relative rate of each point that was tried in all passes: its rate divided by the median rate of
-    the pass, of which the median over all passes is taken. So no point gains from a pass in which the disk
-    happens to be fast.
+    """Return the relative rate of each point that was tried in all passes.
+
+    In each pass a point's rate is divided by the median rate of these points in the pass. The relative rate
+    is the median of these quotients over all passes. So no point gains from a pass in which the disk happens
+    to be fast.
     """
     common = [point for point in passes[0] if all(point in each for each in passes)]
     shares: dict[Point, list[float]] = {point: [] for point in common}
@@ -106,8 +108,8 @@ def standing(passes: Sequence[Pass[Point]], mode: str) -> dict[Point, float]:
 
 
 def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
-    """The score, at most 1, of each point that was tried in all passes: the harmonic mean, over modes, of its
-    `standing` divided by the best standing.
+    """Return a score, at most 1, for each point that was tried in all passes. A point's `standing` in each
+    mode is divided by the best standing in this mode; the score is the harmonic mean of these quotients.
     """
     shares: dict[Point, list[float]] = {}
     for mode in modes_of(passes):
@@ -119,12 +121,14 @@ def scores(passes: Sequence[Pass[Point]]) -> dict[Point, float]:
 
 
 def choose(passes: Sequence[Pass[IoSettings]], usual: IoSettings | None = None) -> IoSettings:
-    """Choose the cheapest settings whose score is within 3% of the best. The cheapest have the backend that
-    takes the least CPU time, and then the fewest bytes in flight, for which an urgent request has to wait.
+    """Choose the cheapest settings among those whose score is within 3% of the best.
+
+    The cheapest are those with the backend that takes the least CPU time. Among these, the fewest bytes in
+    flight are best, because an urgent request has to wait for them.
 
     usual: the settings without tuning. They are returned if they were tried and the best settings are not
-    clearly faster. The best of many noisy figures is too high by chance, so that otherwise one run in ten
-    would choose settings that are slower.
+    clearly faster. The best of many noisy scores is too high by chance: without this rule, one run in ten
+    would choose settings that are slower than the usual ones.
     """
     found = scores(passes)
     best = max(found, key=found.__getitem__)
@@ -152,7 +156,9 @@ def _beats(passes: Sequence[Pass[Point]], one: Point, other: Point) -> bool:
 
 
 def best_of(passes: Sequence[Pass[Point]], mode: str | None = None) -> Point:
-    """The point with the best `standing` in `mode`; None: with the best score over all modes."""
+    """Return the point with the best `standing` in `mode`, or, if `mode` is None, with the best of the
+    `scores`, which cover all modes.
+    """
     found = scores(passes) if mode is None else standing(passes, mode)
     return max(found, key=found.__getitem__)
 

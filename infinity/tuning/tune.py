@@ -258,10 +258,11 @@ def sweep_disk(
 ) -> DiskSweep:
     """Find the best I/O settings for a test file's disk, among combinations of `backends`, BLOCKS and DEPTHS.
 
-    Combinations with more bytes in flight than `bytes_in_flight`, half of the test file or the limit of
-    `_LATENCY` are not tried, nor are those for which no time is left. The default settings are always tried
-    if they fit `bytes_in_flight` and the test file. backends: names of backends that work there. seconds: for
-    all trials together. Raises StorageError or StorageFull if I/O fails.
+    The bytes in flight of a combination are limited: to `bytes_in_flight`, to half of the test file, and to
+    what the disk writes in `_LATENCY` seconds. Combinations beyond a limit are not tried, nor those for which
+    no time is left. The default settings are always tried if they fit `bytes_in_flight` and the test file.
+    backends: names of backends that work on the disk. seconds: for all trials together. Raises StorageError
+    or StorageFull if I/O fails.
     """
     most = min(bytes_in_flight, file.nbytes // 2, max(_LEAST_IN_FLIGHT, int(file.first_write * _LATENCY)))
     untuned = IoSettings(backends[0], DEFAULT.block_bytes, DEFAULT.depth)
@@ -295,10 +296,11 @@ def sweep_disk(
 def measure_stripes(
     files: Sequence[TestFile], disks: Sequence[DiskSweep], memory: Memory, *, seconds: float
 ) -> Stripes:
-    """Measure a volume that is striped over test files as the NVMe tier is, in proportion to their mixed
-    rates.
+    """Measure the rates of a volume that is striped over the test files. As in the NVMe tier, each file gets
+    bytes in proportion to its disk's mixed rate.
 
-    disks: the results of the files' sweeps. seconds: for each mode. Raises StorageError and StorageFull.
+    disks: the results of the files' sweeps, in the same order. seconds: the time for which each mode is
+    measured. Raises StorageError and StorageFull.
     """
     total = sum(disk.chosen.mixed for disk in disks)
     shares = tuple(disk.chosen.mixed / total for disk in disks)
