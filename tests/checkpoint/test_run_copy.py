@@ -187,7 +187,7 @@ def flipped(path: Path, at: int) -> None:
 
 
 def of_a_rank(path: Path) -> None:
-    """Have a copy's manifest say that it is a rank's part of a commit."""
+    """Have a copy's manifest say that it is a rank commit."""
     saved, _ = opened(path)
     data = (path / "commit-1.safetensors").read_bytes()
     (path / "commit-1").write_bytes(manifest_bytes(replace(saved.manifest, world_size=2), data))
@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], type[InfinityError], str]] = {
     "no manifest": (lambda path: (path / "commit-1").unlink(), ConfigError, "holds no copy"),
     "no slab": (lambda path: slab_of(path).unlink(), CorruptState, "missing"),
     "a link to the slab": (lambda path: replaced_by_link(slab_of(path)), CorruptState, "cannot be used"),
-    "a rank's part": (of_a_rank, IncompatibleCheckpoint, "a part of a commit"),
+    "a rank commit": (of_a_rank, IncompatibleCheckpoint, "no copy of a run"),
 }
 
 
