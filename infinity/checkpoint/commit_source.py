@@ -83,6 +83,19 @@ class Damage:
     """A sentence: the bytes differ, or they could not be read."""
 
 
+class _Array(NamedTuple):
+    """An array of a parameter, in one of the ranges that a rank commit has."""
+
+    rank_commit: RankCommit
+    entry: ParameterEntry
+    name: str
+    within: Range
+
+    @property
+    def parameter(self) -> str:
+        return self.entry.names[0]
+
+
 @dataclass(frozen=True)
 class Checked:
     """What `CommitSource.check` has found in a range of an array."""
@@ -147,7 +160,7 @@ class CommitSource:
                 )
             rank_commit, within = found
             high = min(end, within.first + within.count)
-            pieces.append(self._read(rank_commit, entry, array, within, (at, high)))
+            pieces.append(self._read(_Array(rank_commit, entry, array, within), (at, high)))
             at = high
         dtype = entry.arrays(self.rule)[array].dtype
         return torch.cat(pieces).view(dtype) if pieces else torch.empty(0, dtype=dtype, device="cpu")
@@ -163,7 +176,7 @@ class CommitSource:
                     for array in each.arrays:
                         for first in range(each.first, each.first + each.count, window):
                             end = min(first + window, each.first + each.count)
-                            yield self._checked(rank_commit, entry, array, each, (first, end))
+                            yield self._checked(_Array(rank_commit, entry, array, each), (first, end))
 
     def _find(self, name: str, element: int) -> tuple[RankCommit, Range] | None:
         """Find the first rank commit that has an element of a parameter, and the range in which it lies."""
@@ -173,82 +186,66 @@ class CommitSource:
                 return rank_commit, ranges[name][at]
         return None
 
-    def _checked(
-        self,
-        rank_commit: RankCommit,
-        entry: ParameterEntry,
-        array: str,
-        within: Range,
-        elements: tuple[int, int],
-    ) -> Checked:
+    def _checked(self, array: _Array, elements: tuple[int, int]) -> Checked:
         try:
-            found, wrong = self._compared(rank_commit, entry, array, within, elements)
+            found, wrong = self._compared(array, elements)
         except StorageError as error:
-            return Checked(0, (Damage(entry.names[0], array, *elements, error.cause),))
+            return Checked(0, (Damage(array.parameter, array.name, *elements, error.cause),))
         damage = (
-            Damage(entry.names[0], array, first, end, "The bytes are not those that were committed.")
+            Damage(array.parameter, array.name, first, end, "The bytes are not those that were committed.")
             for first, end in wrong
         )
         return Checked(found.nbytes, tuple(damage))
 
-    def _read(
-        self,
-        rank_commit: RankCommit,
-        entry: ParameterEntry,
-        array: str,
-        within: Range,
-        elements: tuple[int, int],
-    ) -> torch.Tensor:
+    def _read(self, array: _Array, elements: tuple[int, int]) -> torch.Tensor:
         """Read the bytes, uint8, of an array for elements of a parameter. Raises CorruptState if they differ
         from their checksums, and the errors of `_compared`.
         """
         first, end = elements
+        within = array.within
         low = first - (first - within.first) % BLOCK
         high = min(within.first + within.count, low + round_up(end - low, BLOCK))
-        found, wrong = self._compared(rank_commit, entry, array, within, (low, high))
+        found, wrong = self._compared(array, (low, high))
         if wrong:
             first, end = wrong[0]
             raise CorruptState(
-                f"The bytes of {array} of {entry.names[0]} for its elements {first} to {end} are not those "
-                "that were committed.",
+                f"The bytes of {array.name} of {array.parameter} for its elements {first} to {end} are not "
+                "those that were committed.",
                 "Look at the drive's SMART data and the kernel log, and load an earlier copy of the run.",
             )
-        form = entry.arrays(self.rule)[array]
+        form = array.entry.arrays(self.rule)[array.name]
         start = array_bytes(form, first - low)
         return found[start : start + array_bytes(form, end - first)]
 
     def _compared(
-        self,
-        rank_commit: RankCommit,
-        entry: ParameterEntry,
-        array: str,
-        within: Range,
-        elements: tuple[int, int],
+        self, array: _Array, elements: tuple[int, int]
     ) -> tuple[torch.Tensor, list[tuple[int, int]]]:
         """Read the bytes of an array for some elements of a parameter, and compare them with their checksums.
 
-        elements: (first, end) for elements [first, end) of the parameter. They must lie in `within`, and be
-        whole blocks of it. Returns the bytes, uint8, and the ranges of elements whose bytes differ from their
-        checksums. Raises CorruptState if the commit does not have the array, and StorageError if the bytes
-        cannot be read.
+        elements: (first, end) for elements [first, end) of the parameter. They must lie in `array.within`,
+        and be whole blocks of it. Returns the bytes, uint8, and the ranges of elements whose bytes differ
+        from their checksums. Raises CorruptState if the commit does not have the array, and StorageError if
+        the bytes cannot be read.
         """
         first, end = elements
-        stored = within.arrays.get(array)
+        within = array.within
+        stored = within.arrays.get(array.name)
         if stored is None:
             raise CorruptState(
-                f"The commit has no {array} of {entry.names[0]} for its elements {first} to {end}.",
+                f"The commit has no {array.name} of {array.parameter} for its elements {first} to {end}.",
                 "Load another commit.",
             )
-        form = entry.arrays(self.rule)[array]
+        form = array.entry.arrays(self.rule)[array.name]
         low, high = (stored.offset + array_bytes(form, at - within.first) for at in elements)
         start, stop = low // PAGE_ALIGNMENT * PAGE_ALIGNMENT, round_up(high, PAGE_ALIGNMENT)
         memory = aligned_ram(stop - start)
-        rank_commit.read(memory, start)
+        array.rank_commit.read(memory, start)
         found = memory[low - start : high - start]
         rows = np.array([(0, high - low, array_bytes(form, BLOCK))], dtype=np.int64)
         checksums = crc32c_blocks(found, rows)
         at = stored.checksum + (first - within.first) // BLOCK
-        wrong = np.flatnonzero(checksums != rank_commit.saved.checksums[at : at + len(checksums)]).tolist()
+        committed = array.rank_commit.saved.checksums[at : at + len(checksums)]
+        wrong = np.flatnonzero(checksums != committed).tolist()
         return found, _joined([(first + at * BLOCK, min(first + (at + 1) * BLOCK, end)) for at in wrong])
 
 
