@@ -181,7 +181,7 @@ class TrainingRun:
         self._train()
         with status("loss on held-out text, and a sample"):
             self.after = self._held_out.loss(between=self._check_stopped)
-            if self._job.ranks.share.rank == 0:  # the others serve pages until this one closes its runtime
+            if self._ranks.share.rank == 0:  # the others serve pages until this one closes its runtime
                 self.sample = self._sample()
 
     def _train(self) -> None:
@@ -203,9 +203,8 @@ class TrainingRun:
         if not self._commits:
             return
         heard = self._ranks.gather("whether to stop", int(self._flag.signal or 0))
-        if arrived := [
-            each for each in heard.values() if each
-        ]:  # one that has come since is still to be told
+        arrived = [each for each in heard.values() if each]
+        if arrived:  # a signal that has come since the call is told at the next one
             self._flag.signal = self._flag.signal or signal.Signals(arrived[0])
             self._flag.check()
 
