@@ -95,7 +95,8 @@ def offload(
     another directory. Call `Runtime.load` for the state that was saved with the commit.
 
     mesh, partition: for several ranks, which are processes that train the model together, each with
-    micro-batches of its own (torchrun starts them). mesh: a 1-D mesh of these ranks; by default all ranks.
+    micro-batches of its own (torchrun starts them). mesh: a 1-D mesh of these ranks, such as one dimension of
+    a larger mesh; by default all ranks.
     partition: the pages that the ranks divide among them. "parameters": all pages, which is ZeRO's stage 3.
     "gradients": gradients and optimizer states (stage 2). "optimizer": optimizer states (stage 1). None: no
     pages. Gradients are averaged over ranks. Every rank calls this function with an equal model and
@@ -149,13 +150,16 @@ def meet(mesh: DeviceMesh | None, stage: int, device: torch.device | str | None)
     mesh, device: as in `offload`; "cuda" gives each rank of a node a GPU of its own. stage: ZeRO's stage, 0
     to 3. Raises ConfigError, RankDivergence and RankFailure.
     """
-    if not several_ranks(mesh):
+    several = several_ranks(mesh)
+    if not several and mesh is None:
         return SingleRank(device)
-    from infinity.distributed.communicator import Communicator
-
-    launcher.location()  # refuses an environment that is none before others are waited for
+    place = launcher.location()  # refuses an environment that is none before others are waited for
     usual = f"cuda:{launcher.local_rank()}" if torch.cuda.is_available() else "cpu"
     target = usable_device(usual if device is None or str(device) == "cuda" else device)
+    if not several:  # the other ranks on this node train models of their own
+        return SingleRank(target, place=place)
+    from infinity.distributed.communicator import Communicator
+
     with ExitStack() as cleanup:
         communicator = cleanup.enter_context(Communicator(mesh, stage, target))
         try:
@@ -429,6 +433,7 @@ def several_ranks(mesh: DeviceMesh | None) -> bool:
 
 
 def _check_mesh(mesh: object) -> None:
+    """Raise ConfigError unless `mesh` is a DeviceMesh with one dimension and with this process."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
@@ -436,6 +441,23 @@ def _check_mesh(mesh: object) -> None:
             f"The mesh is a {type(mesh).__name__}.",
             "Give a torch.distributed.device_mesh.DeviceMesh, which init_device_mesh makes, or leave mesh= "
             "out to train on all ranks.",
+        )
+    if mesh.ndim != 1:
+        named = mesh.mesh_dim_names
+        cure = (
+            "Make it with init_device_mesh(..., mesh_dim_names=...), and give one of its dimensions by name."
+        )
+        raise ConfigError(
+            f"The mesh has {mesh.ndim} dimensions, and pages are shared over one.",
+            f'Give the one over which ranks have different data, such as mesh["{named[0]}"].'
+            if named
+            else cure,
+        )
+    if mesh.get_coordinate() is None:
+        rank, ranks = torch.distributed.get_rank(), mesh.mesh.tolist()
+        raise ConfigError(
+            f"Rank {rank} is not in the mesh, which has the ranks {ranks}.",
+            "Call offload only on ranks of the mesh.",
         )
 
 

@@ -114,14 +114,19 @@ class SingleRank(Closing):
     """
 
     def __init__(
-        self, device: torch.device | str | None = None, *, share: Share = ALONE, on_node: int = 1
+        self,
+        device: torch.device | str | None = None,
+        *,
+        share: Share = ALONE,
+        place: RankLocation | None = None,
     ) -> None:
         """device: where the model computes; None: the plan chooses. share: the number and the share of the
-        rank that is planned for, if the run has several ranks. on_node: number of ranks on that rank's node.
+        rank that is planned for, if the run has several ranks. place: where the rank runs; by default alone
+        on its node.
         """
         self.device = device
         self.share = share
-        self.place = RankLocation(0, 0, on_node)
+        self.place = RankLocation(0, 0, 1) if place is None else place
         """The index of this rank on its node, and the number of ranks there."""
         self.meter = Meter()
         """The runtime's meter. It exists before the runtime, because ranks send bytes before."""
@@ -185,7 +190,8 @@ class SingleRank(Closing):
         """Return this rank's share of `items`, such as CPUs, which are divided among the ranks on its node.
         The share has at least one item.
         """
-        return items
+        _, place, count = self.place
+        return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]
 
     # --- while a runtime is made --------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from infinity.api import plan_for
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.layout.shards import Share
 from infinity.ranks import SingleRank
+from infinity.system.launcher import RankLocation
 from peers import world
 from peers.budgets import host_budget
 from peers.ours import activation_bytes, figures
@@ -85,7 +86,7 @@ class OursRanked:
         """The plan of this rank under `budget`, made without the other ranks and without activations."""
         others = {name: value for name, value in options.items() if name != "device"}
         return plan_for(
-            SingleRank(options.get("device"), share=share, on_node=share.ranks),
+            SingleRank(options.get("device"), share=share, place=RankLocation(0, 0, share.ranks)),
             self._model,
             optimizer,
             budget=budget,

@@ -17,6 +17,7 @@ from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import network_rate
 from infinity.planning.network import bytes_by_stage, link_rate, network, text_by_stage
 from infinity.ranks import SingleRank
+from infinity.system.launcher import RankLocation
 
 
 def add_parser(subparsers: Any) -> None:
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
         link = network_rate() if machine is None else machine.network
         measured = link is not None and (machine is None or machine.measured)
     with out.console.status("planning"):
-        job = make_job(options, ranks=SingleRank(options.device, share=share, on_node=ranks // nodes))
+        place = RankLocation(0, 0, ranks // nodes)
+        job = make_job(options, ranks=SingleRank(options.device, share=share, place=place))
     out.say(job.lines(options))
     plan, guess = job.plan, job.prediction
     found = {

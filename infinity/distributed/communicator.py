@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +44,6 @@ from infinity.tiers import Pool
 if TYPE_CHECKING:
     from infinity.build import Components
 
-_T = TypeVar("_T")
 _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 """The communicators of this process that are not closed."""
 
@@ -163,10 +162,6 @@ class Communicator(SingleRank):
         )
         self.place = given or found
         self.share = replace(self.share, on_node=_on_each(nodes))
-
-    def node_share(self, items: Sequence[_T]) -> Sequence[_T]:
-        _, place, count = self.place
-        return items[len(items) * place // count : len(items) * (place + 1) // count] or items[:1]
 
     # --- while a runtime is made --------------------------------------------------------------------------
 

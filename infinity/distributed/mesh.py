@@ -166,9 +166,9 @@ class Ranks:
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
         """Meet the other ranks of a mesh. All of them call this, equally often and in the same order.
 
-        mesh: 1-D, or None for all ranks of the default group. If there is no default group yet, it is
-        initialised from the environment, as torchrun sets it. cuda: whether that group serves CUDA tensors,
-        too. timeout: seconds to wait for the others; None: `rank_timeout()`. Raises ConfigError,
+        mesh: 1-D, with this rank, or None for all ranks of the default group. If there is no default group
+        yet, it is initialised from the environment, as torchrun sets it. cuda: whether that group serves CUDA
+        tensors, too. timeout: seconds to wait for the others; None: `rank_timeout()`. Raises ConfigError,
         RankDivergence if a rank does not come, and RankFailure if one was not started.
         """
         seconds = rank_timeout() if timeout is None else timeout
@@ -357,20 +357,8 @@ def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
 
 
 def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    if mesh is None:
-        return tuple(range(dist.get_world_size()))
-    if mesh.ndim != 1:
-        raise ConfigError(
-            f"The mesh has {mesh.ndim} dimensions, and pages are shared over one.",
-            'Give one dimension of it, such as mesh["data"].',
-        )
-    ranks = tuple(int(each) for each in mesh.mesh.tolist())
-    if dist.get_rank() not in ranks:
-        raise ConfigError(
-            f"Rank {dist.get_rank()} is not in the mesh, which has the ranks {list(ranks)}.",
-            "Call offload only on ranks of the mesh.",
-        )
-    return ranks
+    """mesh: one that `infinity.api.several_ranks` has accepted."""
+    return tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
 
 
 def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:

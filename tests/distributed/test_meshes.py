@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rank_processes
+import torch.distributed as dist
 from mesh_ranks import CASES
 from ranked_cases import Place, differences, train
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from infinity.api import meet, several_ranks
+from infinity.errors import ConfigError
+
+
+@pytest.fixture
+def rank_3_of_4() -> Iterator[None]:
+    """A default group whose other ranks do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("rank_3_of_4")
+def test_a_mesh_of_two_dimensions_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match=r'The mesh has 2 dimensions.*such as mesh\["dp"\]'):
+        several_ranks(mesh)
+    with pytest.raises(ConfigError, match=r"The mesh has 2 dimensions.*mesh_dim_names"):
+        several_ranks(init_device_mesh("cpu", (1, 4)))
+    assert several_ranks(mesh["dp"]) and several_ranks(mesh["tp"])
+
+
+@pytest.mark.usefixtures("rank_3_of_4")
+@pytest.mark.parametrize("ranks", [[0], [0, 2]])
+def test_a_rank_outside_of_the_mesh_is_refused(ranks: list[int]) -> None:
+    cause = rf"Rank 3 is not in the mesh, which has the ranks \[{', '.join(map(str, ranks))}\]"
+    with pytest.raises(ConfigError, match=cause):
+        several_ranks(DeviceMesh("cpu", ranks))
+
+
+@pytest.mark.usefixtures("rank_3_of_4")
+def test_a_mesh_of_one_rank_is_a_single_rank_that_leaves_cpus_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    alone = meet(init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))["dp"], 3, None)
+    assert (alone.share.ranks, alone.place) == (1, (0, 3, 4))
+    assert alone.node_share([10, 11, 12, 13]) == [13]
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +66,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     ("function", "size", "meshes"),
     [
         pytest.param("one_is_left_out", 3, [(0, 2)], marks=pytest.mark.slow),
-        ("the_first_is_left_out", 3, [(2, 1)]),
-        pytest.param("two_at_once", 4, [(0, 2), (1, 3)], marks=pytest.mark.slow),
+        pytest.param("the_first_is_left_out", 3, [(2, 1)], marks=pytest.mark.slow),
+        ("two_at_once", 4, [(0, 2), (1, 3)]),
     ],
 )
 def test_a_mesh_trains_as_a_world_of_its_own(

@@ -6,6 +6,7 @@ Each rank in a mesh returns what `ranked_cases.train` does, for each of CASES; a
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ CASES = (
 )
 
 
-def _trained(mesh: DeviceMesh, name: str = "mesh") -> list[dict[str, Any]]:
-    """Train all cases on the mesh. name: of a directory for its pages."""
+def _trained(mesh: DeviceMesh, name: str = "mesh", cases: Sequence[Case] = CASES) -> list[dict[str, Any]]:
+    """Train cases on the mesh. name: of a directory for its pages."""
     torch.set_num_threads(1)
     directory = Path(os.environ["DIRECTORY"]) / name
     directory.mkdir(exist_ok=True)
     (number,) = mesh.get_coordinate() or ()
     place = Place(number, mesh.size(), alone=False)
-    return [train(case, place, directory, mesh) for case in CASES]
+    return [train(case, place, directory, mesh) for case in cases]
 
 
 def one_is_left_out() -> Any:
@@ -48,9 +49,13 @@ def the_first_is_left_out() -> Any:
 
 
 def two_at_once() -> Any:
-    """Ranks 0 and 2 train one model, and ranks 1 and 3 another one."""
-    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-    return _trained(both["data"], f"mesh{both.get_local_rank('model')}")
+    """Ranks 0 and 2 train one model, and ranks 1 and 3 another one, with each rank as its own tensor-parallel
+    group. Half of the cases run on a slice of the mesh, half on a flattened mesh of the same ranks.
+    """
+    every = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    name = f"mesh{every.get_local_rank('tp')}"
+    flat = every["dp", "cp"]._flatten("data")
+    return _trained(every["dp"], name, CASES[:2]) + _trained(flat, name, CASES[2:])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from infinity.distributed import peer_line
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import HEADER_BYTES, Message, MessageKind, pack, unpack
 from infinity.distributed.wire import Wire
-from infinity.errors import ConfigError, InfinityError, RankDivergence
+from infinity.errors import InfinityError, RankDivergence
 
 PULLS = 40
 """Pulls that each thread makes."""
@@ -175,18 +175,10 @@ def in_turn() -> list[Any]:
     return found
 
 
-def strange_meshes() -> list[str]:
-    """What is said of meshes that cannot be used, and of a rank that does not come."""
+def late_rank() -> list[Any]:
+    """What is said of a rank that does not come, and who meets afterwards."""
     dist.init_process_group("gloo")
-    found = []
-    for make in (
-        lambda: init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")),
-        lambda: DeviceMesh("cpu", [1 - dist.get_rank()]),
-    ):
-        try:
-            Ranks.of(make())
-        except ConfigError as error:
-            found.append(error.cause)
+    found: list[Any] = []
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         try:
