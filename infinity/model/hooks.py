@@ -223,8 +223,8 @@ def _caller() -> FrameType:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise ConfigError if FSDP has sharded the model or a module of it."""
-    # Not imported: where FSDP has sharded a module, its package has been.
+    """Raise ConfigError if FSDP has sharded the model or a module of it, or if a parameter is a DTensor."""
+    # Not imported: where FSDP has sharded a module, its package has been, and so it is with DTensors.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     kinds = {
         "FullyShardedDataParallel": getattr(fsdp, "FullyShardedDataParallel", ()),
@@ -237,6 +237,14 @@ def check_unsharded(model: nn.Module) -> None:
                     f"{f'The module {path} of the model' if path else 'The model'} is sharded by {name}.",
                     "Give infinity.offload the plain model: partition= says what ranks divide among them.",
                 )
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for parameter_name, parameter in model.named_parameters():
+        if isinstance(parameter, kind):
+            raise ConfigError(
+                f"The parameter {parameter_name} is a DTensor.",
+                "Leave parameters plain (parameter.full_tensor()): pages are shared over one dimension of a "
+                "mesh, that of mesh=.",
+            )
 
 
 def _tree(model: nn.Module) -> list[torch.Tensor]:

@@ -474,6 +474,18 @@ def test_fully_shard_of_an_offloaded_model_is_refused_at_the_next_forward(path: 
             model(torch.ones(1, 2))
 
 
+@pytest.mark.usefixtures("process_group")
+def test_a_dtensor_among_the_parameters_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    model[1].weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh))
+    with pytest.raises(ConfigError, match=r"The parameter 1\.weight is a DTensor.*full_tensor"):
+        infinity.offload(model, torch.optim.AdamW(model.parameters()), device="cpu")
+
+
 def sharded(module: nn.Module, sharder: str) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
