@@ -154,6 +154,8 @@ void bind_region(nb::module_& m) {
             "address",
             [](const Region& self) { return reinterpret_cast<std::uintptr_t>(self.address()); })
         .def_prop_ro("nbytes", &Region::nbytes)
+        .def_prop_ro("descriptor", &Region::descriptor)
+        .def("close_descriptor", &Region::close_descriptor)
         .def("resident_bytes", [](const Region& self) { return resident_bytes(self); })
         .def("to_dlpack", [](std::shared_ptr<Region> self) { return to_dlpack(std::move(self)); })
         .def(
@@ -166,13 +168,14 @@ void bind_region(nb::module_& m) {
     m.def("unbacked_bytes", &unbacked_bytes);
     m.def(
         "map_host",
-        [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate) {
+        [](std::uint64_t nbytes, bool huge_pages, int numa_node, bool populate, bool shared) {
             const nb::gil_scoped_release without_gil;
-            return map_host(
-                {nbytes, huge_pages ? HugePages::advise : HugePages::never, numa_node, populate});
+            return map_host({nbytes, huge_pages ? HugePages::advise : HugePages::never, numa_node,
+                             populate, shared});
         },
         nb::arg("nbytes"), nb::kw_only(), nb::arg("huge_pages"), nb::arg("numa_node") = -1,
-        nb::arg("populate") = false);
+        nb::arg("populate") = false, nb::arg("shared") = false);
+    m.def("map_window", &map_window, nb::arg("descriptor"), nb::arg("nbytes"));
     m.def("adopt", &adopt, nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
           nb::arg("device_kind"), nb::arg("device_index"), nb::arg("owner"));
 }

@@ -1,9 +1,11 @@
 #include "region.hpp"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,6 +34,33 @@ std::uint64_t base_page() {
 
 [[noreturn]] void fail(int error, const char* what) {
     throw std::system_error(error, std::generic_category(), what);
+}
+
+// Constants of linux/fcntl.h and linux/memfd.h, which older C libraries lack.
+constexpr unsigned kCloseOnExec = 1;   // MFD_CLOEXEC
+constexpr unsigned kAllowSealing = 2;  // MFD_ALLOW_SEALING
+constexpr int kAddSeals = 1033;        // F_ADD_SEALS
+constexpr int kGetSeals = 1034;        // F_GET_SEALS
+constexpr int kNoSeals = 1;            // F_SEAL_SEAL
+constexpr int kNoShrinking = 2;        // F_SEAL_SHRINK
+constexpr int kNoGrowing = 4;          // F_SEAL_GROW
+constexpr int kNoNewWrites = 16;       // F_SEAL_FUTURE_WRITE, since Linux 5.1
+
+// Maps a new memfd over the private memory at `address`. Returns its descriptor.
+int share(std::byte* address, std::uint64_t nbytes) {
+    const int descriptor = static_cast<int>(
+        ::syscall(SYS_memfd_create, "infinity host tier", kCloseOnExec | kAllowSealing));
+    if (descriptor < 0) fail(errno, "memfd_create");
+    if (::ftruncate(descriptor, static_cast<off_t>(nbytes)) != 0 ||
+        ::mmap(address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE,
+               descriptor, 0) == MAP_FAILED ||
+        (::fcntl(descriptor, kAddSeals, kNoSeals | kNoShrinking | kNoGrowing | kNoNewWrites) != 0 &&
+         ::fcntl(descriptor, kAddSeals, kNoSeals | kNoShrinking | kNoGrowing) != 0)) {
+        const int error = errno;
+        ::close(descriptor);
+        fail(error, "shared memory");
+    }
+    return descriptor;
 }
 
 // Maps `nbytes` at a multiple of kHugePage: reserves one huge page more and trims both ends.
@@ -183,6 +212,12 @@ Region::~Region() {
         undo_.pop_back();
     }
     if (release_) release_();
+    close_descriptor();
+}
+
+void Region::close_descriptor() {
+    const int descriptor = descriptor_.exchange(-1);
+    if (descriptor >= 0) ::close(descriptor);
 }
 
 void Region::before_release(std::function<void()> undo) {
@@ -199,12 +234,28 @@ std::shared_ptr<Region> map_host(const HostMapping& wanted) {
     Mappings::all().add(address, nbytes);
     auto region = std::make_shared<Region>(address, nbytes, Device{},
                                            [address] { Mappings::all().unmap(address); });
+    if (wanted.shared) region->keep_descriptor(share(address, nbytes));
     ::madvise(address, nbytes, MADV_DONTFORK);
     ::madvise(address, nbytes,
               wanted.huge_pages == HugePages::advise ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
     if (wanted.numa_node >= 0) prefer_node(address, nbytes, wanted.numa_node);
     if (wanted.populate) populate(address, nbytes);
     return region;
+}
+
+std::shared_ptr<Region> map_window(int descriptor, std::uint64_t nbytes) {
+    struct stat found{};
+    if (::fstat(descriptor, &found) != 0) fail(errno, "fstat");
+    const int seals = ::fcntl(descriptor, kGetSeals);
+    if (seals < 0 || (seals & kNoShrinking) == 0 || found.st_size < 0 ||
+        static_cast<std::uint64_t>(found.st_size) < nbytes) {
+        fail(EINVAL, "shared memory");
+    }
+    void* address = ::mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, descriptor, 0);
+    if (address == MAP_FAILED) fail(errno, "mmap");
+    ::madvise(address, nbytes, MADV_DONTFORK);
+    return std::make_shared<Region>(static_cast<std::byte*>(address), nbytes, Device{},
+                                    [address, nbytes] { ::munmap(address, nbytes); });
 }
 
 std::uint64_t resident_bytes(const Region& region) {

@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -36,6 +37,13 @@ class Region {
     std::uint64_t nbytes() const { return nbytes_; }
     Device device() const { return device_; }
 
+    // The descriptor of the memory, by which other processes can map it (`map_window`). -1: they
+    // cannot, because the memory is private or `close_descriptor` was called.
+    int descriptor() const { return descriptor_; }
+    // Takes over the descriptor of the memory, and closes it with the region or before.
+    void keep_descriptor(int descriptor) { descriptor_ = descriptor; }
+    void close_descriptor();
+
     // Adds a function that is called before `release`, the last one added first. A registration by
     // address is undone in this way before the address can mean other memory.
     void before_release(std::function<void()> undo);
@@ -45,6 +53,7 @@ class Region {
     std::uint64_t nbytes_;
     Device device_;
     const pid_t owner_;
+    std::atomic<int> descriptor_ = -1;
     std::mutex mutex_;  // guards undo_
     std::vector<std::function<void()>> undo_;
     std::function<void()> release_;
@@ -57,12 +66,21 @@ struct HostMapping {
     HugePages huge_pages = HugePages::never;
     int numa_node = -1;     // preferred node; -1: the node of the thread that touches a page
     bool populate = false;  // fault every page in at once, in parallel: ENOMEM early, no kill later
+    bool shared = false;    // let other processes read the memory, which then has a descriptor
 };
 
-// Maps anonymous private memory at a 2 MiB boundary. Throws std::system_error (ENOMEM). A forked
-// child does not inherit the memory. Otherwise every later write of the parent would make a copy,
-// up to twice the budget, and pages pinned for I/O would be copied at the fork itself.
+// Maps anonymous memory at a 2 MiB boundary. Throws std::system_error (ENOMEM). A forked child does
+// not inherit the memory. Otherwise every later write of the parent would make a copy, up to twice
+// the budget, and pages pinned for I/O would be copied at the fork itself.
+//
+// Shared memory is a memfd. Nobody can change its size, so that reads of a mapping never fail, or
+// map it again for writing. The kernel frees it with its last mapping and descriptor.
 std::shared_ptr<Region> map_host(const HostMapping& wanted);
+
+// Maps the first `nbytes` bytes of another process's shared memory for reading. `descriptor` opens
+// this memory, and may be closed afterwards. Throws std::system_error: EINVAL if the memory is
+// shorter, or if its size can change.
+std::shared_ptr<Region> map_window(int descriptor, std::uint64_t nbytes);
 
 // The number of the region's bytes that are in RAM now (mincore). Throws std::system_error.
 std::uint64_t resident_bytes(const Region& region);

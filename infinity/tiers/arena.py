@@ -92,7 +92,9 @@ class HostArena(MemoryTier):
 
     nbytes: the budget in bytes. huge_pages: None lets the probe decide. populate: True faults all pages in
     at once, on all CPUs, so that a machine with too little memory fails here. An arena that is registered
-    with CUDA is always populated, because registering would fault the pages in on one CPU only.
+    with CUDA is always populated, because registering would fault the pages in on one CPU only. shared:
+    whether other processes can read the memory by `region.descriptor`. Kernels rarely give such memory huge
+    pages.
 
     Warns where CUDA does not register the memory, once for each reason. Raises BudgetError where this
     process cannot have `nbytes` bytes, ConfigError for a device that cannot be used.
@@ -105,6 +107,7 @@ class HostArena(MemoryTier):
         device: torch.device | str | None = None,
         huge_pages: bool | None = None,
         populate: bool = False,
+        shared: bool = False,
     ) -> None:
         target = usable_device(device or "cpu")
         if huge_pages is None:
@@ -115,6 +118,7 @@ class HostArena(MemoryTier):
             huge_pages=huge_pages,
             numa_node=_numa_node(target),
             populate=populate or has_driver(target),
+            shared=shared,
         )
         super().__init__(Tier.HOST, region, nbytes)
         self.huge_pages = huge_pages

@@ -52,13 +52,19 @@ def aligned_ram(nbytes: int) -> torch.Tensor:
 
 
 def map_ram(
-    tier: Tier, nbytes: int, *, huge_pages: bool = False, numa_node: int = -1, populate: bool = False
+    tier: Tier,
+    nbytes: int,
+    *,
+    huge_pages: bool = False,
+    numa_node: int = -1,
+    populate: bool = False,
+    shared: bool = False,
 ) -> _tiers.Region:
     """Map `nbytes` bytes of RAM for a tier, rounded up to whole 4 KiB pages.
 
     The memory is 2 MiB aligned and not inherited over fork(). tier: is named in errors. huge_pages: asks
     the kernel for huge pages. numa_node: the preferred node, -1 for none. populate: faults all pages in at
-    once.
+    once. shared: whether other processes can read the memory by `Region.descriptor`.
 
     Raises BudgetError where this process cannot have so many bytes now. Without this check the kernel would
     grant the addresses all the same, and would kill a process once the pages are written. Raises
@@ -75,7 +81,9 @@ def map_ram(
             cure,
         )
     try:
-        return _tiers.map_host(nbytes, huge_pages=huge_pages, numa_node=numa_node, populate=populate)
+        return _tiers.map_host(
+            nbytes, huge_pages=huge_pages, numa_node=numa_node, populate=populate, shared=shared
+        )
     except OSError as error:
         raise BudgetError(
             f"The kernel grants no {format_size(nbytes)} for the {tier.value} tier: {error.strerror}.", cure

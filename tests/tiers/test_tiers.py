@@ -4,8 +4,10 @@ memory leases pages of the host arena. Where there is a GPU, tiers in its memory
 
 import contextlib
 import gc
+import mmap
 import os
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +21,7 @@ from infinity.tiers import CpuDeviceTier, HostArena, MemoryTier, Tier, UnifiedTi
 from infinity.tiers import arena as arena_module
 from infinity.tiers.arena import register_with_cuda
 from infinity.tiers.driver import cuda_driver
+from infinity.tiers.pool import tensor_over
 
 PAGE = 4096
 MIB = 1 << 20
@@ -267,6 +270,41 @@ def test_a_registration_that_fails_says_why() -> None:
     with HostArena(PAGE) as arena:
         reason = register_with_cuda(arena.region, device.driver).reason
         assert "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in reason
+
+
+def test_another_process_reads_a_shared_arena_and_cannot_write_it() -> None:
+    """The memory lives as long as a process maps it, and its pages count as this arena's."""
+    with HostArena(3 * MIB + PAGE, shared=True) as arena:
+        assert arena.region.address % (2 * MIB) == 0
+        assert arena.region.resident_bytes() == 0
+        memory = arena.pool("pages", MIB).lease(MIB).residency().fill_(5)
+        assert arena.region.resident_bytes() == MIB
+        before = _tiers.unbacked_bytes()
+        path = f"/proc/{os.getpid()}/fd/{arena.region.descriptor}"
+        descriptor = os.open(path, os.O_RDWR)
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, MIB)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        with pytest.raises(OSError, match="Invalid argument"):
+            _tiers.map_window(descriptor, 4 * MIB)
+        window = tensor_over(_tiers.map_window(descriptor, arena.region.nbytes))
+        os.close(descriptor)
+        assert "dc" in mapping_of(window.data_ptr())["VmFlags"].split(), "a fork must not inherit it"
+        memory[7] = 9
+        assert window[7] == 9 and window[8] == 5 and _tiers.unbacked_bytes() == before
+        arena.region.close_descriptor()
+        assert arena.region.descriptor == -1 and not os.path.exists(path)
+    del memory
+    assert window[7] == 9, "the last mapping keeps the memory"
+
+
+def test_a_private_arena_has_no_descriptor_and_an_ordinary_file_is_no_window(tmp_path: Path) -> None:
+    with HostArena(PAGE) as arena:
+        assert arena.region.descriptor == -1
+    (tmp_path / "file").write_bytes(bytes(PAGE))
+    with open(tmp_path / "file", "rb") as file, pytest.raises(OSError, match="Invalid argument"):
+        _tiers.map_window(file.fileno(), PAGE)
 
 
 def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
