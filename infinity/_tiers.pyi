@@ -1,4 +1,4 @@
-# The native core of infinity.tiers (csrc/tiers): regions, pools, leases, spans.
+# The native core of infinity.tiers (csrc/tiers): regions, boards, pools, leases, spans.
 
 from collections.abc import Callable
 from enum import Enum
@@ -27,6 +27,23 @@ def map_host(
 ) -> Region: ...
 def map_window(descriptor: int, nbytes: int) -> Region: ...
 def adopt(address: int, nbytes: int, *, device_kind: int, device_index: int, owner: object) -> Region: ...
+
+BOARD_ENTRY_BYTES: int
+
+class Board:
+    """Entries in shared memory: which bytes others may copy now (csrc/tiers/board.hpp)."""
+
+    def __init__(self, memory: Region) -> None: ...
+    @property
+    def entries(self) -> int: ...
+    def open(self, index: int, stamp: tuple[int, int, int], offset: int) -> None: ...
+    def close(self, index: int) -> None: ...
+    def copy(
+        self, index: int, stamp: tuple[int, int, int], window: Region, start: int, into: int, nbytes: int
+    ) -> bool:
+        """Copy bytes of an entry to the address `into`. Returns whether the entry was open with this stamp
+        all the time; if not, the bytes at `into` are undefined.
+        """
 
 class Lease:
     @property

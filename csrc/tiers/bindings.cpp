@@ -1,5 +1,6 @@
-// infinity._tiers: regions, pools, leases, spans for Python.
+// infinity._tiers: regions, boards, pools, leases, spans for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/variant.h>
@@ -12,6 +13,7 @@
 #include <system_error>
 #include <variant>
 
+#include "board.hpp"
 #include "dlpack.hpp"
 #include "pool.hpp"
 #include "python_leaving.hpp"
@@ -180,6 +182,27 @@ void bind_region(nb::module_& m) {
           nb::arg("device_kind"), nb::arg("device_index"), nb::arg("owner"));
 }
 
+void bind_board(nb::module_& m) {
+    nb::class_<Board>(m, "Board")
+        .def(nb::init<std::shared_ptr<Region>>(), nb::arg("memory"))
+        .def_prop_ro("entries", &Board::entries)
+        .def("open", &Board::open, nb::arg("index"), nb::arg("stamp"), nb::arg("offset"))
+        .def("close", &Board::close, nb::arg("index"))
+        .def(
+            "copy",
+            [](const Board& self, std::uint64_t index, const Board::Stamp& stamp,
+               const Region& window, std::uint64_t start, std::uint64_t into,
+               std::uint64_t nbytes) {
+                const nb::gil_scoped_release without_gil;
+                return self.copy(index, stamp, window, start,
+                                 reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(into)),
+                                 nbytes);
+            },
+            nb::arg("index"), nb::arg("stamp"), nb::arg("window"), nb::arg("start"),
+            nb::arg("into"), nb::arg("nbytes"));
+    m.attr("BOARD_ENTRY_BYTES") = Board::kEntryBytes;
+}
+
 void bind_lease(nb::module_& m) {
     nb::class_<LeaseHandle>(m, "Lease")
         .def_prop_ro("address",
@@ -261,6 +284,7 @@ NB_MODULE(_tiers, m) {
     });
     m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
     bind_region(m);
+    bind_board(m);
     bind_lease(m);
     bind_pool(m);
     bind_spans(m);

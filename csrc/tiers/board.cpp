@@ -1,0 +1,87 @@
+#include "board.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <stdexcept>
+
+namespace infinity::tiers {
+
+namespace {
+
+std::uint64_t load(const std::uint64_t& word) { return __atomic_load_n(&word, __ATOMIC_RELAXED); }
+
+void store(std::uint64_t& word, std::uint64_t value) {
+    __atomic_store_n(&word, value, __ATOMIC_RELAXED);
+}
+
+// Takes pages out of this process's page table. Otherwise all memory of others that it has ever
+// read would count as resident memory of this process, too.
+void forget_pages(const std::byte* address, std::uint64_t nbytes) {
+    static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+    const auto start = reinterpret_cast<std::uintptr_t>(address) / page * page;
+    const auto end = reinterpret_cast<std::uintptr_t>(address) + nbytes;
+    ::madvise(reinterpret_cast<void*>(start), end - start, MADV_DONTNEED);
+}
+
+}  // namespace
+
+// Words that two processes use at the same time, so all accesses are atomic.
+struct Board::Entry {
+    std::uint64_t changes;
+    std::uint64_t offset;
+    std::uint64_t stamp[std::tuple_size_v<Stamp>];
+
+    bool has(const Stamp& wanted) const {
+        for (std::size_t at = 0; at < wanted.size(); ++at) {
+            if (load(stamp[at]) != wanted[at]) return false;
+        }
+        return true;
+    }
+};
+
+Board::Entry* Board::entry(std::uint64_t index) const {
+    static_assert(sizeof(Entry) <= kEntryBytes);
+    if (index >= entries()) throw std::out_of_range("the board has no such entry");
+    return reinterpret_cast<Entry*>(memory_->address() + index * kEntryBytes);
+}
+
+void Board::open(std::uint64_t index, const Stamp& stamp, std::uint64_t offset) {
+    Entry& entry = *this->entry(index);
+    if (load(entry.changes) % 2 != 0 && load(entry.offset) == offset && entry.has(stamp)) return;
+    close(index);
+    store(entry.offset, offset);
+    for (std::size_t at = 0; at < stamp.size(); ++at) store(entry.stamp[at], stamp[at]);
+    // Release: whoever sees the entry open sees these words, and the bytes as they are now.
+    __atomic_store_n(&entry.changes, load(entry.changes) + 1, __ATOMIC_RELEASE);
+}
+
+void Board::close(std::uint64_t index) {
+    Entry& entry = *this->entry(index);
+    const std::uint64_t changes = load(entry.changes);
+    if (changes % 2 == 0) return;
+    store(entry.changes, changes + 1);
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // before the bytes change
+}
+
+bool Board::copy(std::uint64_t index, const Stamp& stamp, const Region& window, std::uint64_t start,
+                 std::byte* into, std::uint64_t nbytes) const {
+    const Entry& entry = *this->entry(index);
+    const std::uint64_t changes = __atomic_load_n(&entry.changes, __ATOMIC_ACQUIRE);
+    if (changes % 2 == 0) return false;
+    if (!entry.has(stamp)) return false;
+    const std::uint64_t offset = load(entry.offset);
+    if (offset > window.nbytes() || start > window.nbytes() - offset ||
+        nbytes > window.nbytes() - offset - start) {
+        if (load(entry.changes) != changes) return false;  // the words belong to different opens
+        throw std::out_of_range("the bytes are not in the shared memory");
+    }
+    const std::byte* from = window.address() + offset + start;
+    std::memcpy(into, from, nbytes);
+    forget_pages(from, nbytes);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);  // the copy before the second look
+    return load(entry.changes) == changes;
+}
+
+}  // namespace infinity::tiers
