@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from infinity.api import stage_of
@@ -53,6 +53,10 @@ def run(options: argparse.Namespace) -> int:
     with out.console.status("planning"):
         place = RankLocation(0, 0, ranks // nodes)
         job = make_job(options, ranks=SingleRank(options.device, share=share, place=place))
+    if given is not None and job.plan.speeds is not None:
+        plan = replace(job.plan, speeds=replace(job.plan.speeds, network=given))
+        plan = replace(plan, prediction=plan.predict())
+        job = replace(job, plan=plan, prediction=plan.predict(options.accumulate))
     out.say(job.lines(options))
     plan, guess = job.plan, job.prediction
     found = {

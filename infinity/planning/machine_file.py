@@ -142,6 +142,7 @@ class Machine:
             disk=disk if paths else None,
             host_stream=self.host_stream / ranks,
             link=self.link,
+            network=self.network,
             flops={DTYPES[name]: rate for name, rate in self.flops.items()},
             compute_memory=self.compute_memory,
         )

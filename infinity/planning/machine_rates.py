@@ -61,6 +61,8 @@ class MachineRates:
     """Bytes per second of copies between host RAM and the device, in one direction at a time. None if both
     are the same RAM.
     """
+    network: float | None = None
+    """Bytes per second that a node receives from other nodes; None if it is not known."""
     flops: Mapping[torch.dtype, float]
     """Floating-point operations per second of matrix products, by the dtype of the operands. Not empty."""
     compute_memory: float
@@ -116,6 +118,7 @@ def measure_rates(
         disk={mode: sum(disk[mode] for disk in disks) for mode in MODES} if disks else None,
         host_stream=host["rate"],
         link=link,
+        network=network_rate(),
         flops=flops,
         compute_memory=memory,
     )

@@ -9,17 +9,21 @@ were used longest ago give way, and are brought again.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateFormat
 from infinity.planning.placement import Kind
-from infinity.planning.plan import Plan
 from infinity.planning.plan_text import render
+from infinity.planning.predict import missing_share
+
+if TYPE_CHECKING:
+    from infinity.planning.plan import Plan
 
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt])(?:bit(?:/s)?|bps)", re.IGNORECASE)
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -27,9 +31,7 @@ _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 @dataclass(frozen=True)
 class Network:
-    """An upper bound on the bytes that travel in a step, and the rate of the link between nodes. Every use of
-    a page counts as a new transfer.
-    """
+    """An upper bound on the bytes that travel in a step, and the rate of the link between nodes."""
 
     parameters: int
     """Bytes of parameters that a rank receives."""
@@ -69,10 +71,10 @@ def network(plan: Plan, link: float | None, micro_batches: int, *, measured: boo
     """Count the bytes that travel in a step. plan: the plan of one of several ranks. micro_batches: number
     that each rank has in a step. link, measured: fields of Network.
 
-    Stage 3 brings parameters for the forward and for the backward of each micro-batch, and takes its
-    gradients to their owners. Stage 2 brings updated parameters once a step. Stages 0 and 1 take sums of
-    gradients to their owners once a step. Stage 0 then brings the sums of all ranks back, and stage 1 the
-    updated parameters.
+    Stage 3 brings parameters once a step, and those that leave the pool of resident pages for each further
+    forward and backward, and takes the gradients of each micro-batch to their owners. Stage 2 brings updated
+    parameters once a step. Stages 0 and 1 take sums of gradients to their owners once a step. Stage 0 then
+    brings the sums of all ranks back, and stage 1 the updated parameters.
     """
     share = plan.share
     whole = bytes_without_padding(plan)
@@ -84,7 +86,7 @@ def network(plan: Plan, link: float | None, micro_batches: int, *, measured: boo
         if plan.rule is not None and each.trainable
     )
     parameters, gradients = {
-        3: (2 * micro_batches * values, micro_batches * trained),
+        3: (math.ceil(values * _times(missing_share(plan), micro_batches)), micro_batches * trained),
         2: (trained, micro_batches * trained),
         1: (trained, summed),
         0: (0, 2 * summed),
@@ -105,7 +107,12 @@ def _crossings(plan: Plan, micro_batches: int) -> float:
     if plan.share.stage < 3:
         return 1.0
     kept = min(1.0, plan.node_cache_bytes / plan.relayed_bytes)
-    return 1 + (2 * micro_batches - 1) * (1 - kept)
+    return _times(min(missing_share(plan), 1 - kept), micro_batches)
+
+
+def _times(missing: float, micro_batches: int) -> float:
+    """How often a parameter comes in a step, on average, if `missing` of all leave after each use."""
+    return 1 + (2 * micro_batches - 1) * missing
 
 
 def rate_text(rate: float) -> str:

@@ -20,6 +20,7 @@ from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.shards import ALONE, Share, part_bytes
 from infinity.planning.machine_rates import MachineRates
+from infinity.planning.network import network
 from infinity.planning.placement import Kind, Placement
 from infinity.planning.plan_text import html_of_plan, text_of
 from infinity.planning.predict import Prediction, StepBytes, UpdateTime, Work, predict, traffic
@@ -305,7 +306,15 @@ class Plan(Placement):
         """
         if self.speeds is None or self.work is None or (self.rule is not None and self.rule.matrix):
             return None
-        return predict(self.traffic, self.speeds, self.work.seconds(self.speeds), micro_batches)
+        others = network(self, self.speeds.network, micro_batches)
+        return predict(
+            self.traffic,
+            self.speeds,
+            self.work.seconds(self.speeds),
+            micro_batches,
+            received=others.parameters + others.gradients,
+            crossing=others.between_nodes,
+        )
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.

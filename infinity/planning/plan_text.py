@@ -43,6 +43,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     if guess is not None:
         what = "measured" if guess.measured else "predicted"
         seconds = f"{what} {guess.text} s/step · limited by {guess.limited_by}"
+        if plan.share.on_node and plan.speeds is not None and not (guess.measured or plan.speeds.network):
+            seconds += ", without the network, whose rate is unknown (--link, infinity tune)"
     writes = Tier.NVME in plan.budgets or plan.commits
     yield f"{seconds} · {_writes(plan)}" if writes else seconds
     if plan.machine:

@@ -56,7 +56,7 @@ backward, "sync" after the last backward.
 class Prediction:
     """The seconds of one step, in total and for each resource. Predicted seconds of a resource are those for
     which it is busy. Measured seconds are those that the training thread spent on computing, on updates, or
-    on waiting for the disk or the link.
+    on waiting for the disk, the link or other ranks ("network").
     """
 
     least: float
@@ -64,11 +64,17 @@ class Prediction:
     most: float
     """Seconds of the step if no work overlaps. Equal to `least` if the step was measured."""
     limited_by: str
-    """The resource on which most of `least` is spent: "compute", "disk", "update" or "link"."""
+    """The resource on which most of `least` is spent: "compute", "disk", "update", "link", "exchange" or
+    "network".
+    """
     compute: float
     disk: float
     update: float
     link: float
+    exchange: float = 0.0
+    """Seconds of copying within RAM what comes from other ranks."""
+    network: float = 0.0
+    """Seconds in which bytes come to this node from other nodes; 0 if the rate is unknown."""
     measured: bool = False
     """Whether the seconds were measured in a finished step. If not, they were predicted."""
 
@@ -78,6 +84,7 @@ class Prediction:
         disk = sum(step.edges[edge].stall_seconds for edge in (Edge.NVME_TO_HOST, Edge.HOST_TO_NVME))
         link = sum(step.edges[edge].stall_seconds for edge in (Edge.HOST_TO_DEVICE, Edge.DEVICE_TO_HOST))
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
+        parts["network"] = step.rank_seconds
         longest = max(parts, key=parts.__getitem__)
         return Prediction(least=step.seconds, most=step.seconds, limited_by=longest, **parts, measured=True)
 
@@ -163,14 +170,13 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
     last backward. Parameters of mirrored units go to the device once, after the update.
 
-    Bytes of the network are not counted. Homes that hold only some chunks of parameter pages are read
-    whenever the whole pages are brought up. Homes that hold whole pages also receive the chunks that other
-    ranks have updated.
+    Bytes from other ranks are counted by infinity/planning/network.py. Homes that hold only some chunks of
+    parameter pages are read whenever the whole pages are brought up. Homes that hold whole pages also receive
+    the chunks that other ranks have updated.
     """
     share, unified = plan.share, plan.unified
     training = any(plan.page_sizes[Kind.GRADIENT])
-    away = sum(each.nbytes for unit, each in enumerate(plan.layout.units) if not plan.stays(unit))
-    missing = 1 - min(1.0, plan.resident_bytes / away) if away else 0.0
+    missing = missing_share(plan)
     forward = backward = accumulation = updating = PhaseBytes()
     for unit, home in enumerate(plan.homes):
         parameter, gradient, states = (plan.page_sizes[kind][unit] for kind in Kind)
@@ -205,6 +211,12 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     return StepBytes(
         forward=forward, backward=backward, accumulation=accumulation, update=updating, when=plan.update
     )
+
+
+def missing_share(plan: Plan) -> float:
+    """The fraction of the parameter pages' bytes that leave the pool between two uses, from 0 to 1."""
+    away = sum(each.nbytes for unit, each in enumerate(plan.layout.units) if not plan.stays(unit))
+    return 1 - min(1.0, plan.resident_bytes / away) if away else 0.0
 
 
 def _updating(
@@ -242,18 +254,31 @@ def _gradient(
     return stored, added + PhaseBytes(host=nbytes)
 
 
-def predict(moved: StepBytes, speeds: MachineRates, compute: float, micro_batches: int = 1) -> Prediction:
+def predict(
+    moved: StepBytes,
+    speeds: MachineRates,
+    compute: float,
+    micro_batches: int = 1,
+    *,
+    received: int = 0,
+    crossing: int = 0,
+) -> Prediction:
     """Predict the seconds of a step. compute: seconds of the operations of one forward and one backward.
+    received, crossing: bytes of a step that this rank gets from other ranks, and that its node gets from
+    other nodes; see infinity/planning/network.py.
 
-    An update that is not "sync" runs beside forwards and backwards. Without a link the device is the CPU: the
-    seconds of compute, updates and copies add up, and only the disk works at the same time. Equal amounts of
-    bytes read from disk and written to disk go at the mixed rate, and what remains at the rate of reads or of
-    writes. Raises ConfigError if `micro_batches` is less than 1.
+    An update that is not "sync" runs beside forwards and backwards, and so does what comes from other ranks.
+    Without a link the device is the CPU: the seconds of compute, updates and copies add up, and only the disk
+    and the network between nodes work at the same time. Equal amounts of bytes read from disk and written to
+    disk go at the mixed rate, and what remains at the rate of reads or of writes. Raises ConfigError if
+    `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
     computing, after = (_busy(phase, speeds) for phase in moved.phases(micro_batches))
     computing["compute"] = compute * micro_batches
+    computing["exchange"] = _copying(received, speeds)
+    computing["network"] = crossing / speeds.network if speeds.network else 0.0
     busy, spent = (dict.fromkeys(computing, 0.0) for _ in range(2))
     for parts in (computing, after):
         for resource, seconds in parts.items():
@@ -268,29 +293,37 @@ def predict(moved: StepBytes, speeds: MachineRates, compute: float, micro_batche
         disk=busy["disk"],
         update=busy["update"],
         link=busy["link"],
+        exchange=busy["exchange"],
+        network=busy["network"],
     )
 
 
 def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
     """Seconds for which a phase's bytes keep each resource busy."""
-    if speeds.link is None:  # a copy within RAM reads and writes every byte
-        link = 2 * (phase.to_device + phase.to_host) / speeds.host_stream
+    if speeds.link is None:
+        link = _copying(phase.to_device + phase.to_host, speeds)
     else:
         link = max(phase.to_device, phase.to_host) / speeds.link
-    update = phase.host / speeds.host_stream
-    return {"compute": 0.0, "disk": _disk_seconds(phase, speeds), "update": update, "link": link}
+    busy = {"disk": _disk_seconds(phase, speeds), "update": phase.host / speeds.host_stream, "link": link}
+    return {"compute": 0.0, "exchange": 0.0, "network": 0.0, **busy}
+
+
+def _copying(nbytes: int, speeds: MachineRates) -> float:
+    """Seconds of copies within RAM, which read and write every byte."""
+    return 2 * nbytes / speeds.host_stream
 
 
 def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
     """Return the resources that limit a phase: the sum of their seconds is the least time it can take.
 
     busy: resource -> seconds of its work. together: whether all resources work at the same time. If not, the
-    disk works at the same time as the others, and these work one after the other.
+    disk and the network work at the same time as the others, and these work one after the other.
     """
     if together:
         return [max(busy, key=busy.__getitem__)]
-    on_cpu = [each for each in busy if each != "disk"]
-    return ["disk"] if busy["disk"] >= sum(busy[each] for each in on_cpu) else on_cpu
+    beside = max(("disk", "network"), key=busy.__getitem__)
+    on_cpu = [each for each in busy if each not in ("disk", "network")]
+    return [beside] if busy[beside] >= sum(busy[each] for each in on_cpu) else on_cpu
 
 
 def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:

@@ -61,8 +61,10 @@ def test_the_network_is_measured_and_planned_with(
     after = job.plan(capsys, *cluster)["ranks"]["network"]
     assert (after["link"], after["measured"]) == (found["rate"], True)
     assert after["seconds"] == after["between_nodes"] / found["rate"]
-    given = job.plan(capsys, *cluster, "--link", "8Gbit")["ranks"]["network"]
+    planned = job.plan(capsys, *cluster, "--link", "8Gbit")
+    given = planned["ranks"]["network"]
     assert (given["link"], given["measured"]) == (1e9, False)
+    assert planned["prediction"]["network"] == given["seconds"]
 
 
 @pytest.mark.parametrize(

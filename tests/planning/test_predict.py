@@ -40,7 +40,9 @@ def check(found: Prediction, least: float, most: float, limited_by: str, **busy:
     assert (found.least, found.most) == pytest.approx((least, most))
     assert found.seconds == pytest.approx((least + most) / 2)
     assert found.limited_by == limited_by
-    parts = {"compute": found.compute, "disk": found.disk, "update": found.update, "link": found.link}
+    parts = {
+        name: getattr(found, name) for name in ("compute", "disk", "update", "link", "exchange", "network")
+    }
     assert parts == pytest.approx({**dict.fromkeys(parts, 0.0), **busy})
     assert not found.measured
 
@@ -113,6 +115,27 @@ def test_a_link_runs_beside_compute_and_update() -> None:
         update=PhaseBytes(host=8 * GB, to_host=1 * GB),
     )
     check(predict(moved, GPU, 1.0), 6.0, 9.0, "link", compute=1.0, link=6.0, update=2.0)
+
+
+def test_on_the_cpu_copies_from_ranks_add_up_and_the_network_runs_beside() -> None:
+    speeds = replace(CPU, network=0.5e9)
+    moved = StepBytes(backward=PhaseBytes(disk_read=2 * GB), update=PhaseBytes(host=4 * GB))
+    # 3 GB received are read and written at 4 GB/s; 2 GB from other nodes come at 0.5 GB/s.
+    busy = {"compute": 3.0, "update": 1.0, "exchange": 1.5, "disk": 2.0, "network": 4.0}
+    found = predict(moved, speeds, 1.5, 2, received=3 * GB, crossing=2 * GB)
+    check(found, 5.5, 11.5, "compute", **busy)
+    found = predict(moved, speeds, 1.5, 2, received=3 * GB, crossing=3 * GB)
+    check(found, 6.0, 13.5, "network", **(busy | {"network": 6.0}))
+    unknown = predict(moved, CPU, 1.5, 2, received=3 * GB, crossing=3 * GB)
+    check(unknown, 5.5, 7.5, "compute", **(busy | {"network": 0.0}))
+
+
+def test_beside_a_device_all_that_comes_from_ranks_runs_beside_compute() -> None:
+    speeds = replace(GPU, network=1e9)
+    # 6 GB received take 3 s of copies in RAM, 4 GB from other nodes 4 s on the network.
+    found = predict(StepBytes(), speeds, 3.5, received=6 * GB, crossing=4 * GB)
+    check(found, 4.0, 10.5, "network", compute=3.5, exchange=3.0, network=4.0)
+    check(predict(StepBytes(), speeds, 1.0, received=6 * GB), 3.0, 4.0, "exchange", compute=1.0, exchange=3.0)
 
 
 def test_without_a_disk_nothing_waits_for_one() -> None:
