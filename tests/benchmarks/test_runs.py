@@ -202,6 +202,23 @@ def test_ranks_of_two_nodes_with_a_link(disk: Path, capsys: pytest.CaptureFixtur
     assert all(0 < each["crossed_bytes"] < each["link_bytes"] for each in (kept, flat))
 
 
+def test_rank_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = importlib.import_module("rank_counts")
+    counts.main(["--ranks", "2", "--rounds", "1", "--steps", "1", "--idle", "0.1", "--json"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["medians"]["2, this"]
+    assert min(found[name] for name in ("messages", "MB", "CPU s", "threads", "sockets", "RSS MB")) > 0
+
+
+def test_communication_is_a_step_without_a_rank_s_part_of_a_step_alone() -> None:
+    counts = importlib.import_module("rank_counts")
+    here = {"CPU s": 5.0, "pss": 30, "plan": 40, "sent": {"gradients": 8}}
+    there = {"CPU s": 6.0, "pss": 20, "plan": 60, "sent": {}}
+    found = counts.turn_of([here, there], [{"F": 1.0, "S": 2.0}, {"F": 2.0, "S": 3.0}])
+    assert found["comm. s"] == 5.5 - (1.5 + 0.5) and found["PSS / plan"] == 0.5
+    assert found["sent"] == {"gradients": 4}
+    assert counts.ratios([found, found], [found | {"CPU s": 2.75}, found | {"CPU s": 11.0}])["CPU s"] == 1.25
+
+
 def test_terminal_picture(disk: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.svg"
     arguments = ["--out", str(out), "--in", str(disk), "--", "python3", "-c", "print('done & out')"]
