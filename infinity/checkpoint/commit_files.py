@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.checkpoint.codec import Tensors
-from infinity.checkpoint.manifest import BLOCK, CODECS, FORMAT, DataFile, Manifest, blocks
+from infinity.checkpoint.manifest import BLOCK, CODECS, FORMAT, READABLE, DataFile, Manifest, blocks
 from infinity.checkpoint.run_state import RunState
 from infinity.checkpoint.tensor_files import packed, unpacked
 from infinity.checkpoint.typed_json import CURE, Json, corrupt, dumps, parse, typed
@@ -386,9 +386,10 @@ def _manifest_text(content: bytes, path: Path) -> bytes:
         raise corrupt(path.name, f"has {len(body)} bytes behind its first line, not {int(line[2])}")
     if crc32c(body, crc32c(content[: line.start(3)])) != int(line[3], 16):
         raise corrupt(path.name, "has other bytes than were written: its CRC-32C is another")
-    if int(line[1]) != FORMAT:
+    if int(line[1]) not in READABLE:
         raise IncompatibleCheckpoint(
-            f"{path} has version {int(line[1])} of the format, and this infinity reads version {FORMAT}.",
+            f"{path} has version {int(line[1])} of the format, and this infinity reads versions "
+            f"{' and '.join(map(str, READABLE))}.",
             "Resume it with the version of infinity that wrote it; its weights go anywhere by "
             "`infinity checkpoint export` of that version.",
         )

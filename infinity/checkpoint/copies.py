@@ -289,9 +289,8 @@ class _Arrays:
             return
         states = self._source.states
         assert states is not None
-        for chunk_index, piece in page.layout.pieces(index):
-            for each in piece.parts(tensor_files.WINDOW):
-                yield states.entries(states.pages[page.index], chunk_index, array, each)
+        for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
+            yield states.entries(states.pages[page.index], index, array, start, count)
 
 
 def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedCommit, CommitSource]:

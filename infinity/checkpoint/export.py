@@ -45,7 +45,6 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.formats.encodings import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.adapters import adapter_configs, base_model, base_tensors, has_adapters, tuned_layers
-from infinity.layout.chunks import Piece
 from infinity.layout.names import is_a, plain_name, transformers_model, unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
@@ -84,22 +83,19 @@ class Source:
         layout = page.layout.parameters[index]
         if average and layout.trainable and self.states is not None and self.states.keeps_averages:
             state = self.states.pages[page.index]
-            for chunk_index, piece in page.layout.pieces(index):
-                for part in piece.parts(tensor_files.WINDOW):
-                    yield self._state(state, chunk_index, AVERAGE, part).view(torch.float32)
+            for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
+                yield self._state(state, index, AVERAGE, start, count).view(torch.float32)
             return
         master = self._master(place, dtype)
-        pieces = page.layout.pieces(index) if master is not None else ((0, Piece(index, 0, 0, layout.numel)),)
-        for chunk_index, piece in pieces:
-            for part in piece.parts(tensor_files.WINDOW):
-                if master is not None and layout.dtype != torch.bfloat16:
-                    yield self._state(master, chunk_index, "master", part).view(torch.float32)
-                    continue
-                values = self._values(place, part)
-                if master is not None:
-                    yield join(values, self._state(master, chunk_index, "remainder", part).view(torch.int16))
-                else:
-                    yield values.to(dtype)
+        for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
+            if master is not None and layout.dtype != torch.bfloat16:
+                yield self._state(master, index, "master", start, count).view(torch.float32)
+                continue
+            values = self._values(place, start, count)
+            if master is not None:
+                yield join(values, self._state(master, index, "remainder", start, count).view(torch.int16))
+            else:
+                yield values.to(dtype)
 
     def _master(self, place: Place, dtype: torch.dtype) -> StatePage | None:
         """Return the optimizer page with a parameter's fp32 master; None if the export needs no master.
@@ -114,15 +110,15 @@ class Source:
         state = self.states.pages[place.page.index]
         return None if place.index in state.edited else state
 
-    def _values(self, place: Place, part: Piece) -> torch.Tensor:
+    def _values(self, place: Place, start: int, count: int) -> torch.Tensor:
         """Return a copy of a range of a parameter's values, flat in the order of memory."""
         self.pager.lock.safe_point()
-        return self.pager.copied_values(place, part.start, part.count)
+        return self.pager.copied_values(place, start, count)
 
-    def _state(self, page: StatePage, chunk_index: int, name: str, part: Piece) -> torch.Tensor:
+    def _state(self, page: StatePage, parameter: int, name: str, start: int, count: int) -> torch.Tensor:
         assert self.states is not None
         self.pager.lock.safe_point()
-        return self.states.entries(page, chunk_index, name, part)
+        return self.states.entries(page, parameter, name, start, count)
 
 
 def export(

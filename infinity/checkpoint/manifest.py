@@ -30,8 +30,12 @@ from infinity.tiers.striping import VolumeRecord
 if TYPE_CHECKING:  # a manifest is read without pages
     from infinity.pages.optimizer_page import States
 
-FORMAT = 5
-"""The version of the format that is written, and the only one that is read."""
+FORMAT = 6
+"""The version of the format that is written."""
+READABLE = (5, FORMAT)
+"""The versions that are read. In version 5 parameters lie at other places of their pages; ranges of elements
+say where, in both.
+"""
 CODECS = {"moments": 1, "rounding": 1}
 """Versions of what bytes of pages mean: the codes of int8 moments, and the tables of stochastic rounding."""
 BLOCK = 4096

@@ -1,8 +1,8 @@
 """Agreed plan: all ranks check that their models are equal, divide them alike, and claim memory and disk
 space.
 
-Budgets may differ between ranks, but pages must be cut alike. So all ranks take the division of the rank with
-the smallest chunks and units.
+Budgets may differ between ranks, but units and shards must be the same. So all ranks take the units of the
+rank with the smallest ones. Each rank cuts its shards into chunks by itself.
 
 The ranks of a node take RAM, device memory and disk space at about the same time, so that each would count
 the same free bytes as its own. So they first tell each other how many bytes they will take (their claims),
@@ -109,45 +109,52 @@ def agreed_plan(
     *,
     adopts: Callable[[Plan], bool],
 ) -> Plan:
-    """Make this rank's plan, with a division of the model that all ranks use.
+    """Make this rank's plan, with units of the model that all ranks use.
 
     plan_with: function from a preferred division, or None, to a plan within `budget`. adopts: tells whether a
     plan's slabs exist already; all ranks call it once, at the same time. Raises ConfigError if this rank's
-    budget has no room for the division, BudgetError if the claims of the ranks of one node do not fit there
+    budget has no room for the units, BudgetError if the claims of the ranks of one node do not fit there
     together, and StorageError for a directory that cannot hold slabs.
     """
     plan = _divided_alike(communicator, plan_with)
     told = told_claims(claims_of(plan, budget, adopts=adopts(plan)))
     cache, node = plan.node_cache_bytes, communicator.place.node
-    heard = communicator.agree("offload()", node=node, claims=told, cache=cache)
+    heard = communicator.agree(
+        "offload()", node=node, claims=told, cache=cache, block=plan.exchange_block_bytes
+    )
     check_claims({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
+    # Each rank asks for no more bytes at once than any other one has room for.
+    plan = replace(plan, exchange_block_bytes=min(said["block"] for said in heard.values()))
     if cache and not all(said["cache"] for said in heard.values() if said["node"] == node):
         return replace(plan, node_cache_bytes=0)  # each rank of a node asks all others there
     return plan
 
 
 def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:
-    """Make this rank's plan, with the division of the rank whose chunks are the smallest. Raises ConfigError
-    if this rank's budget has no room for that division.
+    """Make this rank's plan, with the units of the rank whose units are the smallest. Raises ConfigError if
+    this rank's budget has no room for them.
     """
     plan = plan_with(None)
-    division = Division.of(plan.layout)
-    size = [division.chunk_elements, max(unit.nbytes for unit in plan.layout.units)]
-    heard = communicator.agree("offload()", size=size, digest=_digest(division.units))
+    units = Division.of(plan.layout).units
+    size = max(unit.nbytes for unit in plan.layout.units)
+    heard = communicator.agree(
+        "offload()", size=size, digest=_digest(units), chunk=plan.layout.chunk_elements
+    )
     smallest = min(heard, key=lambda rank: (heard[rank]["size"], rank))
-    if all(each == heard[smallest] for each in heard.values()):
+    if len({each["digest"] for each in heard.values()}) == 1:
         return plan
     mine = communicator.share.rank == smallest
-    told = communicator.agree("offload()", units=division.units if mine else None)[smallest]["units"]
-    wanted = Division(tuple((path, tuple(names)) for path, names in told), heard[smallest]["size"][0])
-    if wanted != division:
-        plan = plan_with(wanted)
-        if Division.of(plan.layout) != wanted:
-            raise ConfigError(
-                f"The budget of rank {communicator.share.rank} has no room for the division of the model "
-                f"that rank {smallest} can use.",
-                "Give all ranks budgets of about the same size.",
-            )
+    told = communicator.agree("offload()", units=units if mine else None)[smallest]["units"]
+    wanted = tuple((path, tuple(names)) for path, names in told)
+    for chunk in sorted({plan.layout.chunk_elements, heard[smallest]["chunk"]}, reverse=True):
+        if Division.of(plan.layout).units != wanted:
+            plan = plan_with(Division(wanted, chunk))
+    if Division.of(plan.layout).units != wanted:
+        raise ConfigError(
+            f"The budget of rank {communicator.share.rank} has no room for the units of the model that rank "
+            f"{smallest} can use.",
+            "Give all ranks budgets of about the same size.",
+        )
     return plan
 
 

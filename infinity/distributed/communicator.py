@@ -229,6 +229,7 @@ class Communicator(SingleRank):
                     scheduler=parts.scheduler,
                     room=store.exchange[1],
                     most_waiting=store.plan.waiting_bytes,
+                    block_bytes=store.plan.exchange_block_bytes,
                 )
             step = RankedStep(
                 self.share,

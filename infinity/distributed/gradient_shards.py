@@ -1,23 +1,24 @@
 """GradientShards: gradients on their way from the rank that computed them to the rank that keeps their sum
 (the reduce-scatter of ZeRO stages 2 and 3).
 
-The sum of a piece of a parameter's gradient is kept by one rank, the owner of the piece's chunk. Every rank's
-gradient of the piece is a shard. Its bytes stay where autograd made them until the owner asks for them. The
-owner asks when it is the shard's turn: micro-batch m of rank r counts as micro-batch m*N+r, so that the owner
-adds in the order in which one rank with N times as many micro-batches would (infinity/distributed/turns.py).
+The sums of a range of a parameter's gradient are kept by one rank, which owns the range
+(`UnitLayout.owned`). Every rank's gradient of the range is a gradient shard. Its bytes stay where autograd
+made them until the owner asks for them, a block at a time. The owner asks when it is the shard's turn:
+micro-batch m of rank r counts as micro-batch m*N+r, so that the owner adds in the order in which one rank
+with N times as many micro-batches would (infinity/distributed/turns.py).
 
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
 with the earliest turn waits only for ranks that compute: each rank with an earlier turn will either offer its
 shard or end its backward. Requests and transfers need no rank's training thread. This holds for a rank's
-first shard to a piece in a micro-batch. Further shards, as of shared parameters, wait for the ends of all
+first shard to a range in a micro-batch. Further shards, as of shared parameters, wait for the ends of all
 ranks' backwards, and so of this rank's own. So their bytes are not counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,19 +31,27 @@ from infinity.distributed.turns import ALL, Turns
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
 from infinity.gradients.gradients import Gradients
-from infinity.layout.chunks import Piece
+from infinity.layout.chunks import OwnedRange, Piece
 from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order
 from infinity.optim.scheduler import UpdateScheduler
+from infinity.pages.gradient_page import GradientPage
 from infinity.tiers import Pool
 
-Key = tuple[int, int, int]
-"""(index of a unit, index of a chunk in it, index of a piece in the chunk)."""
+Key = tuple[int, int]
+"""(index of a unit, index of a parameter in it)."""
+_Block = list[tuple[int, Piece]]
+"""(index of a chunk, piece) of consecutive pieces of a parameter, which are pulled together."""
+_DTYPES = {
+    str(each).removeprefix("torch."): each
+    for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+"""The dtypes of gradients, by the names that ranks tell each other."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """A shard that waits for its turn: one rank's gradient of a piece that this rank owns."""
+    """A shard that waits for its turn: one rank's gradient of what this rank owns of a parameter."""
 
     source: int
     """The rank that computed the gradient."""
@@ -52,20 +61,47 @@ class _Offer:
     micro_batch: int
     """Number of the micro-batch on that rank since gradients were cleared."""
     here: torch.Tensor | None = None
-    """The gradient, (count,), if this rank computed it; else None."""
+    """The gradient of the range that this rank owns, flat, if this rank computed it; else None."""
     room: int = 0
     """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A shard of another rank whose bytes are on their way into `memory`."""
+class _Pull:
+    """A shard of another rank whose turn has come."""
 
     key: Key
     epoch: int
     offer: _Offer
+    blocks: deque[_Block]
+    """The blocks that have not been requested yet."""
+    asked: int = 0
+    """Number of blocks that have been requested and not been added yet."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A block of a shard whose bytes are on their way into `memory`."""
+
+    pull: _Pull
+    block: _Block
     memory: torch.Tensor
     """The bytes, uint8, in the pool of the exchange."""
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """This rank's gradient of a range that another rank owns, until all of it is sent."""
+
+    unit: int
+    gradient: torch.Tensor
+    """Flat, in RAM."""
+    start: int
+    """Index of its first element in the parameter."""
+    left: int
+    """Number of elements that the owner has not asked for yet."""
+    counts: bool
+    """Whether its bytes count in `_waiting_bytes`."""
 
 
 class _AskedSum(NamedTuple):
@@ -78,6 +114,9 @@ class _AskedSum(NamedTuple):
     ended: int
     """Number of backwards that the rank has ended: the sum must include every rank's first `ended` ones."""
     key: Key
+    first: int
+    """Index in the parameter of the first wanted element."""
+    numel: int
 
 
 class GradientShards:
@@ -95,10 +134,12 @@ class GradientShards:
         scheduler: UpdateScheduler,
         room: Pool,
         most_waiting: int,
+        block_bytes: int,
     ) -> None:
         """gradients: the sums that this rank keeps. scheduler: adds to them. room: the pool that receives
         other ranks' shards. most_waiting: the most bytes of this rank's gradients that may wait for their
-        turn or for other ranks; a single gradient may be larger.
+        turn or for other ranks; a single gradient may be larger. block_bytes: the most bytes that are pulled
+        at once; the piece of a parameter in one chunk may be larger.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -115,25 +156,24 @@ class GradientShards:
         self._scheduler = scheduler
         self._room = room
         self._most_waiting = most_waiting
+        self._block_bytes = block_bytes
         self._epoch = 0
         """Number of times that gradients were cleared. Shards of different epochs are not mixed."""
-        self._turns: Turns[Key, _Offer] = Turns(share.ranks, self._parameter_of)
+        self._turns: Turns[Key, _Offer] = Turns(share.ranks)
         self._early: list[tuple[int, Message]] = []
         """(source, message) of each message about an epoch that this rank has not begun."""
-        self._ready: deque[tuple[Key, _Offer]] = deque()
-        """Shards of other ranks whose turn has come, but for which there was no room yet."""
+        self._ready: deque[_Pull] = deque()
+        """Shards of other ranks of which some blocks have not been requested yet, for want of room."""
         self._paused = self._closed = 0
         """Numbers of agreements that this rank has begun by `pause`, and ended by `await_all`."""
         self._asked: dict[int, _Asked] = {}
-        """Number of a delivery -> the shard that it brings."""
-        self._outgoing: dict[int, tuple[int, torch.Tensor, int]] = {}
-        """Token -> (unit, gradient, room): this rank's gradient of a piece that another rank owns, until it
-        is sent, and the bytes by which it counts in `_waiting_bytes`.
-        """
+        """Number of a delivery -> the block that it brings."""
+        self._outgoing: dict[int, _Outgoing] = {}
+        """Token -> this rank's gradient of a range that another rank owns."""
         self._sending: dict[Dispatch, int] = {}
-        """Gradients that are being sent -> the bytes by which they count in `_waiting_bytes`."""
+        """Blocks that are being sent -> the bytes by which they count in `_waiting_bytes`."""
         self._begun: set[tuple[Key, int]] = set()
-        """(piece, micro-batch) of this rank's shards since gradients were cleared."""
+        """(parameter, micro-batch) of this rank's shards since gradients were cleared."""
         self._asked_sums: list[_AskedSum] = []
         """Requests for sums that have not been answered yet."""
         self._token = 0
@@ -155,7 +195,7 @@ class GradientShards:
             raise self._late("takes the gradients of this rank")
 
     def offer(self, unit: int, parameter: int, gradient: torch.Tensor, micro_batch: int) -> None:
-        """Offer this rank's new gradient of a parameter to the owners of its pieces.
+        """Offer this rank's new gradient of a parameter to the ranks that own ranges of it.
 
         gradient: with any dense strides. micro_batch: the number of its backward on this rank since gradients
         were last cleared. Raises the errors of `UpdateScheduler.accumulate_piece`.
@@ -165,22 +205,19 @@ class GradientShards:
         flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
         if flat.device.type != "cpu":
             flat = flat.cpu()
-        for chunk_index, piece in page.layout.pieces(parameter):
-            owner = self._share.owner(chunk_index)
-            part = flat[piece.start : piece.start + piece.count]
-            index = page.layout.chunks[chunk_index].pieces.index(piece)
-            key = unit, chunk_index, index
+        key, dtype = (unit, parameter), str(flat.dtype).removeprefix("torch.")
+        counts = (key, micro_batch) not in self._begun
+        self._begun.add((key, micro_batch))
+        for owner, start, count in page.layout.owned(parameter):
+            part = flat[start : start + count]
             self._token += 1
-            room = 0 if (key, micro_batch) in self._begun else part.nbytes
-            self._begun.add((key, micro_batch))
-            self._count(room)
+            self._count(part.nbytes * counts)
             if owner == self._share.rank:
-                offer = _Offer(owner, self._token, part.dtype, micro_batch, part, room)
+                offer = _Offer(owner, self._token, part.dtype, micro_batch, part, part.nbytes * counts)
                 self._take(self._turns.offered(key, micro_batch, owner, offer))
             else:
                 self.offered[owner] += 1
-                self._outgoing[self._token] = unit, part, room
-                dtype = str(part.dtype).removeprefix("torch.")
+                self._outgoing[self._token] = _Outgoing(unit, part, start, count, counts)
                 self._wire.post(
                     owner, MessageKind.GRADIENT_SHARD, self._epoch, micro_batch, self._token, dtype, *key
                 )
@@ -265,25 +302,24 @@ class GradientShards:
         for source, message in early:
             self.heard(source, message)
 
-    def sum_of(self, unit: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
-        """Return the sum of all ranks' gradients of a piece, (piece.count,) in RAM; None if there is none.
+    def sum_of(self, page: GradientPage, parameter: int, wanted: OwnedRange) -> torch.Tensor | None:
+        """Return the sum of all ranks' gradients of a range of a parameter, (wanted.numel,) in RAM; None if
+        there is none.
 
         The sum includes every rank's first `ended` micro-batches, and may include later ones of ranks that
         are ahead. Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self.ended:
             return None
-        page = self._pages[unit]
-        key = unit, chunk_index, page.layout.chunks[chunk_index].pieces.index(piece)
-        owner = self._share.owner(chunk_index)
+        key, (owner, first, count) = (page.index, parameter), wanted
         if owner == self._share.rank:
             if not self._wire.wait(lambda: self._turns.complete(key, self.ended), "gradients"):
                 raise self._late("brings gradients to this rank")
-            return self._sum(key)
-        found = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
+            return self._gradients.elements(page, parameter, first, count)
+        found = page.blank(parameter, count)
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=unit)
-        fields = [self._epoch, self.ended, *key]
+        delivery = self._wire.expect(owner, [there, found.view(torch.uint8)], "gradients", unit=page.index)
+        fields = [self._epoch, self.ended, *key, first, count]
         self._wire.post(owner, MessageKind.REQUEST, delivery.number, What.SUM, *fields)
         delivery.wait()
         return found if there.item() else None
@@ -306,55 +342,62 @@ class GradientShards:
             self._take(self._turns.expects(source, micro_batch, found))
         elif epoch == self._epoch:
             self._heard[source] += 1
-            micro_batch, token, dtype, *key = fields
-            unit, chunk_index, index = key
+            micro_batch, token, dtype, unit, parameter = fields
             self._gradients.begin()
-            self._pages[unit].content.add(self._piece((unit, chunk_index, index)).parameter)
-            offer = _Offer(source, token, getattr(torch, dtype), micro_batch)
-            self._take(self._turns.offered((unit, chunk_index, index), micro_batch, source, offer))
+            self._pages[unit].content.add(parameter)
+            offer = _Offer(source, token, _DTYPES[dtype], micro_batch)
+            self._take(self._turns.offered((unit, parameter), micro_batch, source, offer))
         self._go_on()
 
-    def requested(self, source: int, number: int, token: int) -> None:
-        """Send the gradient with number `token` to its owner, the rank `source`.
+    def requested(self, source: int, number: int, token: int, first: int, count: int) -> None:
+        """Send elements [first, first + count) of a parameter's gradient to their owner, the rank `source`.
 
-        number: the number under which the owner expects the gradient.
+        token: of the gradient. number: the number under which the owner expects the elements.
         """
-        if token not in self._outgoing:
+        outgoing = self._outgoing.get(token)
+        if outgoing is None:
             self._wire.refuse(source, number, _cleared())
             return
-        unit, part, room = self._outgoing.pop(token)
+        outgoing.left -= count
+        if not outgoing.left:
+            del self._outgoing[token]
+        at = first - outgoing.start
+        part = outgoing.gradient[at : at + count]
         pieces = [part.view(torch.uint8)]
-        dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=unit, tell=True)
-        self._sending[dispatch] = room
+        dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=outgoing.unit, tell=True)
+        self._sending[dispatch] = part.nbytes * outgoing.counts
 
-    def sum_requested(self, source: int, number: int, epoch: int, ended: int, *key: int) -> None:
-        """Note another rank's request for the sum of a piece's gradients, and answer it as soon as the sum
-        includes every rank's first `ended` backwards.
+    def sum_requested(self, source: int, number: int, epoch: int, ended: int, *wanted: int) -> None:
+        """Note another rank's request for sums of gradients, and answer it as soon as they include every
+        rank's first `ended` backwards.
 
         source: the rank that asks. number: of the delivery at that rank. epoch: how often that rank has
-        cleared its gradients. key: (unit, chunk, index of the piece in the chunk).
+        cleared its gradients. wanted: unit, parameter, index of its first element, number of elements.
         """
-        unit, chunk_index, index = key
-        self._asked_sums.append(_AskedSum(source, number, epoch, ended, (unit, chunk_index, index)))
+        unit, parameter, first, count = wanted
+        self._asked_sums.append(_AskedSum(source, number, epoch, ended, (unit, parameter), first, count))
         self._answer_sums()
 
     def sent(self, dispatch: Dispatch) -> None:
-        """Note that a gradient has been sent, so that its memory is free."""
+        """Note that a block has been sent, so that its memory is free."""
         self._count(-self._sending.pop(dispatch))
 
     def arrived(self, delivery: Delivery) -> None:
-        """Add a shard that has arrived."""
+        """Add a block that has arrived."""
         asked = self._asked.pop(delivery.number)
-        if asked.epoch == self._epoch and not delivery.failed:
-            self._add(asked.key, asked.offer, asked.memory.view(asked.offer.dtype))
-            self._take(self._turns.taken(asked.key))
+        pull = asked.pull
+        if pull.epoch == self._epoch and not delivery.failed:
+            self._add(pull.key, pull.offer, asked.block, asked.memory.view(pull.offer.dtype))
+            pull.asked -= 1
+            if not pull.asked and not pull.blocks:
+                self._take(self._turns.taken(pull.key))
         del asked
         self._go_on()
 
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add those of the `given` shards that are on this rank; append the others to `_ready`.
+        """Add those of the `given` shards that are on this rank; append a pull of each other to `_ready`.
 
         Each addition may give further shards their turn, which are treated alike.
         """
@@ -362,16 +405,17 @@ class GradientShards:
         while turns:
             key, offer = turns.popleft()
             if offer.here is None:
-                self._ready.append((key, offer))
+                self._ready.append(_Pull(key, self._epoch, offer, self._blocks(key, offer.dtype)))
                 continue
-            self._add(key, offer, offer.here)
+            self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
             self._count(-offer.room)
             turns.extend(self._turns.taken(key))
 
     def _go_on(self) -> None:
-        """Request the shards of `_ready` for which there is room, and answer requests for sums."""
-        while self._ready and self._ask(*self._ready[0]):
-            self._ready.popleft()
+        """Request the blocks of `_ready` for which there is room, and answer requests for sums."""
+        while self._ready and self._ask(self._ready[0]):
+            if not self._ready[0].blocks:
+                self._ready.popleft()
         if self._asked_sums:
             self._answer_sums()
         self._failure_event.notify()
@@ -388,27 +432,33 @@ class GradientShards:
                 self._answer(each)
 
     def _answer(self, asked: _AskedSum) -> None:
-        key = asked.key
-        found = self._sum(key)
+        unit, parameter = asked.key
+        page = self._pages[unit]
+        found = self._gradients.elements(page, parameter, asked.first, asked.numel)
         there = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
         if found is None:
-            unit, chunk_index, _ = key
-            dtype = self._pages[unit].dtype(chunk_index)
-            found = torch.zeros(self._piece(key).count, dtype=dtype, device="cpu")
+            found = page.blank(parameter, asked.numel)
         pieces = [there, found.view(torch.uint8)]
-        self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=key[0])
+        self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=unit)
 
-    def _sum(self, key: Key) -> torch.Tensor | None:
-        """Return a copy of the sum of a piece that this rank owns; None if it has none."""
-        unit, chunk_index, _ = key
-        page, piece = self._pages[unit], self._piece(key)
-        if not page.has_piece(chunk_index, piece):
-            return None
-        return self._gradients.piece(page, chunk_index, piece)
+    def _blocks(self, key: Key, dtype: torch.dtype) -> deque[_Block]:
+        """Group the pieces of a parameter that this rank owns into blocks of at most `_block_bytes` bytes."""
+        found: deque[_Block] = deque()
+        nbytes = 0
+        for chunk_index, piece in self._pages[key[0]].pieces(key[1]):
+            size = piece.count * dtype.itemsize
+            if not found or nbytes + size > self._block_bytes:
+                found.append([])
+                nbytes = 0
+            found[-1].append((chunk_index, piece))
+            nbytes += size
+        return found
 
-    def _ask(self, key: Key, offer: _Offer) -> bool:
-        """Request a shard from its rank. Returns False if there is no room for it now."""
-        nbytes = self._piece(key).count * offer.dtype.itemsize
+    def _ask(self, pull: _Pull) -> bool:
+        """Request the next block of a shard from its rank. Returns False if there is no room for it now."""
+        block, offer = pull.blocks[0], pull.offer
+        count = sum(piece.count for _, piece in block)
+        nbytes = count * offer.dtype.itemsize
         if self._room.largest_free >= nbytes:
             with self._room.lease(nbytes) as lease:
                 memory = lease.residency()
@@ -416,27 +466,29 @@ class GradientShards:
             return False  # an arrival will make room
         else:  # what keeps the room is no shard, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(offer.source, [memory], "gradients", unit=key[0], tell=True)
-        self._asked[delivery.number] = _Asked(key, self._epoch, offer, memory)
-        self._wire.post(offer.source, MessageKind.REQUEST, delivery.number, What.GRADIENT, offer.token)
+        delivery = self._wire.expect(offer.source, [memory], "gradients", unit=pull.key[0], tell=True)
+        pull.blocks.popleft()
+        pull.asked += 1
+        self._asked[delivery.number] = _Asked(pull, block, memory)
+        wanted = [offer.token, block[0][1].start, count]
+        self._wire.post(offer.source, MessageKind.REQUEST, delivery.number, What.GRADIENT, *wanted)
         return True
 
-    def _add(self, key: Key, offer: _Offer, gradient: torch.Tensor) -> None:
-        unit, chunk_index, _ = key
-        last = offer.source == self._share.ranks - 1
-        try:
-            self._scheduler.accumulate_piece(unit, chunk_index, self._piece(key), gradient, last=last)
-        except InfinityError:
-            return  # the gradients of the step are lost; step() raises the error on all ranks
+    def _add(
+        self, key: Key, offer: _Offer, block: Sequence[tuple[int, Piece]], gradient: torch.Tensor
+    ) -> None:
+        """Add consecutive pieces of a shard. gradient: flat, the gradient of these pieces."""
+        unit, _ = key
+        last, done = offer.source == self._share.ranks - 1, 0
+        for chunk_index, piece in block:
+            part = gradient[done : done + piece.count]
+            done += piece.count
+            try:
+                self._scheduler.accumulate_piece(unit, chunk_index, piece, part, last=last)
+            except InfinityError:
+                return  # the gradients of the step are lost; step() raises the error on all ranks
         if last:
             self.fresh.add(unit)
-
-    def _parameter_of(self, key: Key) -> tuple[int, int]:
-        return key[0], self._piece(key).parameter
-
-    def _piece(self, key: Key) -> Piece:
-        unit, chunk_index, index = key
-        return self._pages[unit].layout.chunks[chunk_index].pieces[index]
 
     def _idle(self) -> bool:
         return not (self._asked or self._ready or self._outgoing or self._sending) and self._turns.drained(

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,7 +25,6 @@ from infinity.distributed.transfers import Dispatch
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.gradients import Gradients
-from infinity.layout.chunks import Piece
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.health import Health
 from infinity.pages.home import Home
@@ -46,9 +46,10 @@ class _Request:
     what: What
     step: int
     unit: int
-    fields: tuple[int, ...]
-    """For a page: offset from its start and number of bytes; for a parameter page also the asking rank's
-    version of it. For a gradient: the index of a chunk, and the fields of a Piece.
+    fields: tuple[Any, ...]
+    """For a parameter page: offset from its start, number of bytes, and the asking rank's version of it. For
+    states: the index of a parameter, the name of an array, first element, number of elements. For a gradient:
+    the index of a parameter, first element, number of elements.
     """
 
 
@@ -100,7 +101,7 @@ class PageService:
         if self._thread.is_alive():
             self._thread.join()
 
-    def requested(self, source: int, number: int, what: int, step: int, unit: int, *fields: int) -> None:
+    def requested(self, source: int, number: int, what: int, step: int, unit: int, *fields: Any) -> None:
         """Queue a request of another rank. Never blocks."""
         self._requests.put(_Request(source, number, What(what), step, unit, fields))
 
@@ -144,9 +145,10 @@ class PageService:
             if request.what is What.PARAMETERS and not self._has_edits(request):
                 self._early.append(request)
                 return
-            home, offset, nbytes = self._place(request)
+            home, places = self._places(request)
             memory = self._kept(request)
-            if memory is None and home.in_place:
+            if memory is None and home.in_place and len(places) == 1:
+                ((offset, nbytes),) = places
                 home.settle(offset, offset + nbytes, writing=False)
                 memory = home.view(offset, nbytes)
             if memory is not None:
@@ -154,10 +156,12 @@ class PageService:
                 if request.what is What.PARAMETERS and self._pages[request.unit].permanent:
                     self._remote.sends(self._pages[request.unit], dispatch)
                 return
-        block = self._block(nbytes)
-        with self._lock.turn():
-            reading: Transfer = self._store.read(home, offset, block)
-        reading.wait()
+        block, at = self._block(sum(nbytes for _, nbytes in places)), 0
+        for offset, nbytes in places:
+            with self._lock.turn():
+                reading: Transfer = self._store.read(home, offset, block[at : at + nbytes])
+            reading.wait()
+            at += nbytes
         self._sent.append((self._deliver(request, block), block))
 
     def _deliver(self, request: _Request, *pieces: torch.Tensor) -> Dispatch:
@@ -165,16 +169,15 @@ class PageService:
         return self._wire.deliver(request.source, request.number, pieces, label, unit=unit)
 
     def _send_gradient(self, request: _Request) -> None:
-        """Send a byte that says whether this rank has a gradient of a piece, then the gradient or zeros."""
+        """Send a byte that says whether this rank has a gradient of a parameter, then the wanted elements of
+        the gradient, or zeros.
+        """
         assert self._gradients is not None
-        chunk_index, *fields = request.fields
-        page, piece = self._gradients.pages[request.unit], Piece(*fields)
-        there = page.has_piece(chunk_index, piece)
-        if there:
-            memory = self._gradients.piece(page, chunk_index, piece)
-        else:
-            memory = torch.zeros(piece.count, dtype=page.dtype(chunk_index), device="cpu")
-        flag = torch.tensor([there], dtype=torch.uint8, device="cpu")
+        parameter, first, count = request.fields
+        page = self._gradients.pages[request.unit]
+        found = self._gradients.elements(page, parameter, first, count)
+        memory = page.blank(parameter, count) if found is None else found
+        flag = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
         self._deliver(request, flag, memory.view(torch.uint8))
 
     def _kept(self, request: _Request) -> torch.Tensor | None:
@@ -186,15 +189,18 @@ class PageService:
 
     def _has_edits(self, request: _Request) -> bool:
         """Whether the home has all edits that the asking rank has made."""
-        return self._pages[request.unit].home_version >= request.fields[2]
+        version: int = request.fields[2]
+        return self._pages[request.unit].home_version >= version
 
-    def _place(self, request: _Request) -> tuple[Home, int, int]:
-        start, nbytes = request.fields[:2]
+    def _places(self, request: _Request) -> tuple[Home, list[tuple[int, int]]]:
+        """Return the home that has the wanted bytes, and their (offset in it, number) in order."""
         if request.what is What.PARAMETERS:
+            start, nbytes = request.fields[:2]
             page = self._pages[request.unit]
             (held,) = page.shard.pieces(start, nbytes)
-            return page.home, held.home_start, nbytes
-        return self._states[request.unit].home, start, nbytes
+            return page.home, [(held.home_start, nbytes)]
+        states = self._states[request.unit]
+        return states.home, states.places(*request.fields)
 
     def _block(self, nbytes: int) -> torch.Tensor:
         """Lease a buffer. If there is no room, wait until earlier ones have been sent."""

@@ -43,7 +43,7 @@ from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError, RankDivergence, named_ranks, rank_failure
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.gradients import Gradients
-from infinity.layout.chunks import Piece
+from infinity.layout.chunks import OwnedRange
 from infinity.layout.shards import Share
 from infinity.pages.gradient_page import GradientPage
 from infinity.prefetch.engine import PrefetchEngine
@@ -412,11 +412,11 @@ class RankedStep(SingleStep):
             return self._gradients.zeros(unit, parameter)
         return self._gradients.read(unit, parameter, self._sum_of)
 
-    def _sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
+    def _sum_of(self, page: GradientPage, parameter: int, wanted: OwnedRange) -> torch.Tensor | None:
         if self.shards is not None:
-            return self.shards.sum_of(page.index, chunk_index, piece)
+            return self.shards.sum_of(page, parameter, wanted)
         assert self._whole is not None
-        return self._whole.sum_of(page, chunk_index, piece)
+        return self._whole.sum_of(page, parameter, wanted)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
         if self.shards is not None:

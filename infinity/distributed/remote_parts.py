@@ -26,7 +26,7 @@ import torch
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.wire import Wire
-from infinity.layout.chunks import Piece
+from infinity.layout.chunks import OwnedRange
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.remote import RemotePages
@@ -270,28 +270,28 @@ class RemoteParts(RemotePages):
                 self._kept.pop(page.index, None)
         return found
 
-    def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
+    def state(self, unit: int, parameter: int, name: str, wanted: OwnedRange, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        self._expect(owner, What.STATES, unit, into, self.step, unit, offset, nbytes).wait()
+        owner, *elements = wanted
+        fields = [parameter, name, *elements]
+        self._expect(owner, What.STATES, unit, into, self.step, unit, *fields).wait()
         return into
 
-    def local_gradient(
-        self, rank: int, unit: int, chunk_index: int, piece: Piece, into: torch.Tensor
-    ) -> bool:
-        """Fetch the gradient of a piece that the rank `rank` has alone, not summed over ranks. Returns False
-        if that rank has none.
+    def local_gradient(self, rank: int, unit: int, parameter: int, first: int, into: torch.Tensor) -> bool:
+        """Fetch elements [first, first + into.numel()) of a parameter's gradient that the rank `rank` has
+        alone, not summed over ranks. Returns False if that rank has none.
 
-        into: where the gradient goes, (piece.count,), in the dtype in which gradients are stored.
+        into: where the gradient goes, flat, in the dtype in which gradients are stored.
         """
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)
-        fields = [unit, chunk_index, piece.parameter, piece.start, piece.offset, piece.count]
+        fields = [unit, parameter, first, into.numel()]
         self._wire.post(rank, MessageKind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
         delivery.wait()
         return bool(there.item())
 
     def _expect(
-        self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: int, **options: Any
+        self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: Any, **options: Any
     ) -> Delivery:
         delivery = self._wire.expect(rank, [into], what.label, unit=unit, **options)
         self._wire.post(rank, MessageKind.REQUEST, delivery.number, what, *fields)

@@ -1,8 +1,8 @@
 """Turns: the order in which shards of a gradient are added at its owner. Pure.
 
 A sum's bits depend on the order of its terms, so the order must not depend on which rank is quick.
-Micro-batch m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a piece of a
-gradient), micro-batches come in order, and in each the ranks' first shards in the order of ranks. If a rank
+Micro-batch m of rank r counts as number m * N + r of N ranks' micro-batches: for each key (a parameter),
+micro-batches come in order, and in each the ranks' first shards in the order of ranks. If a rank
 makes several shards for a key in one micro-batch, as for shared parameters, its further shards are added
 after the first shards of all ranks, by rank and in their sequence.
 
@@ -13,7 +13,7 @@ its rank has ended the micro-batch, or earlier if the rank has announced all sha
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -51,10 +51,9 @@ class Turns(Generic[Key, Token]):
     Methods that note an event return the (key, token) pairs to add next. Call `taken` after adding each.
     """
 
-    def __init__(self, ranks: int, whole_of: Callable[[Key], Hashable]) -> None:
-        """ranks: number of ranks. whole_of: function from a key to its parameter, as `expects` names it."""
+    def __init__(self, ranks: int) -> None:
+        """ranks: number of ranks."""
         self._ranks = ranks
-        self._whole_of = whole_of
         self._begin()
 
     def _begin(self) -> None:
@@ -62,8 +61,8 @@ class Turns(Generic[Key, Token]):
         self._lines: defaultdict[Key, _Line[Token]] = defaultdict(_Line)
         self._blocked: defaultdict[tuple[int, int], set[Key]] = defaultdict(set)
         """(rank, micro-batch) -> keys that wait until the rank has ended the micro-batch."""
-        self._expected: dict[tuple[int, int], Container[Hashable]] = {}
-        """(rank, micro-batch) -> the parameters for which the rank makes shards, if it has announced them."""
+        self._expected: dict[tuple[int, int], Container[Key]] = {}
+        """(rank, micro-batch) -> the keys for which the rank makes shards, if it has announced them."""
         self._left: Counter[int] = Counter()
         """Micro-batch -> number of shards not yet added; no zeros."""
 
@@ -79,11 +78,11 @@ class Turns(Generic[Key, Token]):
         self._left[micro_batch] += 1
         return self._advance([key])
 
-    def expects(self, rank: int, micro_batch: int, wholes: Container[Hashable]) -> list[tuple[Key, Token]]:
-        """Note that a rank makes exactly one shard for each key of the parameters `wholes` in a micro-batch,
-        and no shards for other parameters. Returns the (key, token) pairs to add next.
+    def expects(self, rank: int, micro_batch: int, keys: Container[Key]) -> list[tuple[Key, Token]]:
+        """Note that a rank makes exactly one shard for each of `keys` in a micro-batch, and no shards for
+        others. Returns the (key, token) pairs to add next.
         """
-        self._expected[rank, micro_batch] = wholes
+        self._expected[rank, micro_batch] = keys
         return self._advance(self._blocked.pop((rank, micro_batch), ()))
 
     def done(self, rank: int, micro_batches: int) -> list[tuple[Key, Token]]:
@@ -184,7 +183,7 @@ class Turns(Generic[Key, Token]):
         if self._done[rank] > micro_batch:
             return False
         expected = self._expected.get((rank, micro_batch))
-        return expected is None or self._whole_of(key) in expected
+        return expected is None or key in expected
 
     def _may_come_again(self, rank: int, micro_batch: int) -> bool:
         """Whether a rank may make further shards for a key in a micro-batch."""

@@ -14,7 +14,7 @@ import torch
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
-from infinity.layout.chunks import Piece
+from infinity.layout.chunks import OwnedRange, Piece
 from infinity.layout.shards import Share
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.gradient_page import GradientPage
@@ -52,9 +52,9 @@ class WholeGradients:
             return
         for place, page in enumerate(self._gradients.pages.values()):
             for parameter in sorted(set().union(*(each[place] for each in contents.values()))):
+                ranks = [rank for rank in sorted(contents) if parameter in contents[rank][place]]
                 for chunk_index, piece in page.owned(parameter):
-                    ranks = [rank for rank in sorted(contents) if parameter in contents[rank][place]]
-                    total = self._sum(page, chunk_index, piece, ranks)
+                    total = self._sum(page, parameter, piece.start, piece.count, ranks)
                     assert total is not None, "a rank said that it has a gradient"
                     self._replace(page, chunk_index, piece, total)
 
@@ -66,19 +66,20 @@ class WholeGradients:
         for page in self._gradients.pages.values():
             for parameter in sorted(page.content):
                 for chunk_index, piece in page.layout.pieces(parameter):
-                    owner = self._share.owner(chunk_index)
+                    owner = page.layout.chunks[chunk_index].owner
                     if owner != self._share.rank:
-                        found = self._pull(page, owner, chunk_index, piece)
+                        found = self._pull(page, owner, parameter, piece.start, piece.count)
                         assert found is not None, "the owner has summed up what any rank has"
                         self._replace(page, chunk_index, piece, found)
 
-    def sum_of(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor | None:
-        """Return the sum of all ranks' gradients of a piece so far, (piece.count,); None if no rank has one.
+    def sum_of(self, page: GradientPage, parameter: int, wanted: OwnedRange) -> torch.Tensor | None:
+        """Return the sum of all ranks' gradients of a range of a parameter so far, (wanted.numel,); None if
+        no rank has one.
 
         Before the step ends, the gradients are pulled from all ranks; afterwards, the sum from its owner.
         """
-        owner = self._share.owner(chunk_index)
-        return self._sum(page, chunk_index, piece, [owner] if self.summed else range(self._share.ranks))
+        ranks = [wanted.owner] if self.summed else range(self._share.ranks)
+        return self._sum(page, parameter, wanted.start, wanted.numel, ranks)
 
     def ended(self) -> None:
         """Note that all ranks have the sums that they need."""
@@ -89,24 +90,27 @@ class WholeGradients:
         self.summed = False
 
     def _sum(
-        self, page: GradientPage, chunk_index: int, piece: Piece, ranks: Iterable[int]
+        self, page: GradientPage, parameter: int, first: int, count: int, ranks: Iterable[int]
     ) -> torch.Tensor | None:
-        """Sum up the ranks' gradients of a piece, in the order of `ranks`; None if no rank has one."""
+        """Sum up the ranks' gradients of elements [first, first + count) of a parameter, in the order of
+        `ranks`; None if no rank has one.
+        """
         total: torch.Tensor | None = None
         for rank in ranks:
             if rank == self._share.rank:
-                there = page.has_piece(chunk_index, piece)
-                found = self._gradients.piece(page, chunk_index, piece) if there else None
+                found = self._gradients.elements(page, parameter, first, count)
             else:
-                found = self._pull(page, rank, chunk_index, piece)
+                found = self._pull(page, rank, parameter, first, count)
             if found is not None:
                 total = found if total is None else total.add_(found)
         return total
 
-    def _pull(self, page: GradientPage, rank: int, chunk_index: int, piece: Piece) -> torch.Tensor | None:
-        """Pull a rank's gradient of a piece; None if it has none."""
-        into = torch.empty(piece.count, dtype=page.dtype(chunk_index), device="cpu")
-        there = self._remote.local_gradient(rank, page.index, chunk_index, piece, into)
+    def _pull(
+        self, page: GradientPage, rank: int, parameter: int, first: int, count: int
+    ) -> torch.Tensor | None:
+        """Pull elements [first, first + count) of a rank's gradient of a parameter; None if it has none."""
+        into = torch.empty(count, dtype=page.stored_dtype(parameter), device="cpu")
+        there = self._remote.local_gradient(rank, page.index, parameter, first, into)
         return into if there else None
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:

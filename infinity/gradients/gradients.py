@@ -27,7 +27,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.loss_scale import LossScale
-from infinity.layout.chunks import Piece
+from infinity.layout.chunks import OwnedRange, Piece
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
@@ -35,6 +35,8 @@ from infinity.telemetry.stats import Edge
 from infinity.tiers.link import User
 
 _NO_SUMS = np.zeros(0)
+_MOST_READ = 1 << 22
+"""The most elements of a gradient that are brought from another rank at once."""
 
 
 class Gradients:
@@ -338,12 +340,12 @@ class Gradients:
         self,
         unit: int,
         parameter: int,
-        part: Callable[[GradientPage, int, Piece], torch.Tensor | None] | None = None,
+        sum_of: Callable[[GradientPage, int, OwnedRange], torch.Tensor | None] | None = None,
     ) -> torch.Tensor | None:
         """Return a copy of a parameter's gradient as the optimizer would see it, in the accumulation dtype.
 
-        part: function (page, index of a chunk, piece) that returns the gradient of a piece, (piece.count,),
-        or None if there is none; None: `piece`, for gradients that this rank has alone. Returns None if the
+        sum_of: function (page, parameter, range of elements) that returns the gradient of the range, flat, or
+        None if there is none; None: `elements`, for gradients that this rank has alone. Returns None if the
         parameter has no gradient. Raises the errors of `check`, and ConfigError if an eager update has used
         the gradient.
         """
@@ -351,8 +353,8 @@ class Gradients:
         page = self.pages.get(unit)
         if page is None:
             return None
-        pieces = page.layout.pieces(parameter)  # of a frozen or an empty parameter there are none
-        if parameter not in page.content and (part is None or not pieces):
+        layout = page.layout.parameters[parameter]
+        if parameter not in page.content and (sum_of is None or not layout.trainable or not layout.numel):
             return self.zeros(unit, parameter)
         if page.consumed:
             raise ConfigError(
@@ -360,9 +362,14 @@ class Gradients:
                 "used the gradient during the backward.",
                 'Look at it in a hook of the parameter (p.register_hook), or offload with update="lazy".',
             )
-        layout = page.layout.parameters[parameter]
         dtype = self._store.plan.precision.accumulate_dtype(layout.dtype)
-        found = [(part or self.piece)(page, *each) for each in pieces]
+        ranges = page.layout.owned(parameter, _MOST_READ) if layout.trainable else ()
+        found = [
+            self.elements(page, parameter, each.start, each.numel)
+            if sum_of is None
+            else sum_of(page, parameter, each)
+            for each in ranges
+        ]
         parts = [each.to(dtype) for each in found if each is not None]
         if found and not parts:
             return self.zeros(unit, parameter)
@@ -567,8 +574,22 @@ class Gradients:
         # A waiting trainer thread helps; the ring's worker must not, as torch's threads are the trainer's.
         return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
 
-    def piece(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor:
-        """Return a copy in RAM of the stored gradient of a piece, which must have one: (piece.count,)."""
+    def elements(self, page: GradientPage, parameter: int, first: int, count: int) -> torch.Tensor | None:
+        """Return a copy in RAM of elements [first, first + count) of a parameter's stored gradient, all of
+        which lie in this page: (count,). None if none is stored.
+        """
+        found = []
+        sure = self.on_device(page.index)  # gradients there have no sums of squares until they are measured
+        for chunk_index, piece in page.pieces(parameter):
+            part = piece.within(first, count)
+            if part is not None and (sure or page.has_piece(chunk_index, piece)):
+                found.append(self._part(page, chunk_index, part))
+        if not found:
+            return None
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _part(self, page: GradientPage, chunk_index: int, piece: Piece) -> torch.Tensor:
+        """Return a copy in RAM of the stored gradient of a part of a piece: (piece.count,)."""
         here = page.in_ram(chunk_index)
         if here is not None:
             return page.typed(chunk_index, here)[piece.offset : piece.offset + piece.count].clone()

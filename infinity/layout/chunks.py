@@ -1,26 +1,26 @@
 """Chunks and regions: the place of every parameter in the parameter page of its unit.
 
 A unit is a group of parameters that are fetched together, and its parameter page holds their values. The page
-consists of at most two regions for each dtype: the trainable parameters of the dtype, laid one behind the
-other, and the frozen ones. A region of trainable parameters is divided into chunks, and every chunk is
-updated by a job of its own. The functions here read shapes and dtypes, and no tensor data.
+consists of at most two regions for each dtype: the trainable parameters of the dtype, and the frozen ones.
+The functions here read shapes and dtypes, and no tensor data.
 
-[Note: stripes]
-N ranks divide the chunks of a region among them: rank r owns every N-th chunk, beginning with chunk r. N
-chunks of equal length, one for each rank, are a stripe. A region consists of whole stripes, so that all
-ranks own equally many bytes of it. All stripes have the longest chunks that the plan allows, except the last
-stripe. Its chunks are as short as the rest of the region permits, because padding is a cost on every rank.
-The region's end is padded until the last stripe is whole, and a chunk may consist of padding alone. With one
-rank a stripe is a chunk, and the last chunk ends with the last parameter, without padding.
+[Note: shards and chunks]
+N ranks divide each region into N contiguous ranges of equal length, its shards: rank r owns shard r. A rank
+cuts the trainable regions that it keeps into chunks, and each chunk is updated by a job of its own. The last
+chunk of a shard may be shorter. Shards and chunks begin at multiples of BLOCK = 4096 elements, and a
+parameter is placed so that such a boundary cuts it only at multiples of BLOCK from its own first element: it
+begins at a multiple of BLOCK, or crosses none. So the places of parameters depend neither on the number of
+ranks nor on the length of chunks, and ranks may choose different lengths. Large parameters come first in a
+region, and small ones, which share blocks, come behind them.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -53,39 +53,41 @@ class ParameterLayout(SurveyedParameter):
 
 @dataclass(frozen=True)
 class RegionSize:
-    """The size of a range of a parameter page: the unit's trainable, or frozen, parameters of one dtype.
-
-    The parameters are laid one behind the other.
-    """
+    """The size of a range of a parameter page: the unit's trainable, or frozen, parameters of one dtype."""
 
     dtype: torch.dtype
     trainable: bool
-    elements: int
-    """Length of the region in elements, including gaps between parameters and, with several ranks, the
-    padding behind the last of them.
+    starts: tuple[int, ...]
+    """The prefix table of the region's shards: shard r begins at element `starts[r]`, and the last item is
+    the region's length in elements, with gaps between parameters and padding. The items are multiples of
+    4096, except the last one with one rank. All shards have equal lengths.
     """
-    chunk_elements: int
-    """Length in elements of the region's chunks, except those of its last stripe; see [Note: stripes]. In a
-    frozen region, which has no chunks: the length that chunks would have.
-    """
-    ranks: int
-    """Number of chunks in a stripe; see [Note: stripes]."""
+
+    @property
+    def elements(self) -> int:
+        """Length of the region in elements."""
+        return self.starts[-1]
+
+    @property
+    def shard_elements(self) -> int:
+        """Length of a shard in elements."""
+        return self.starts[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes that the region takes in the page: a multiple of 4096 times the number of ranks."""
-        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT * self.ranks)
+        return round_up(self.elements * self.dtype.itemsize, PAGE_ALIGNMENT)
 
-    def counts(self) -> Iterator[tuple[int, int]]:
-        """Yield (length in elements, number of chunks that have this length) for the region's chunks.
+    def counts(self, chunk_elements: int) -> Iterator[tuple[int, int]]:
+        """Yield (length in elements, number of chunks that have this length) for the chunks of one shard.
 
         A frozen region has no chunks; for it, the chunks are counted that it would have if it were trainable.
         """
-        stripes, rest = divmod(self.elements, self.chunk_elements * self.ranks)
-        if stripes:
-            yield self.chunk_elements, stripes * self.ranks
+        chunks, rest = divmod(self.shard_elements, chunk_elements)
+        if chunks:
+            yield chunk_elements, chunks
         if rest:
-            yield rest // self.ranks, self.ranks
+            yield rest, 1
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,17 @@ class Region(RegionSize):
 
     byte_offset: int
     """Distance in bytes from the start of the parameter page to the region; a multiple of 4096."""
+
+
+class OwnedRange(NamedTuple):
+    """Elements of one parameter that lie in one rank's shard."""
+
+    owner: int
+    """The rank that owns the shard."""
+    start: int
+    """Index of the first element in the parameter; a multiple of 4096 in trainable parameters."""
+    numel: int
+    """Number of elements."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +127,20 @@ class Piece:
         for done in range(0, self.count, most):
             yield Piece(self.parameter, self.start + done, self.offset + done, min(most, self.count - done))
 
+    def within(self, first: int, count: int) -> Piece | None:
+        """Return the part of the piece in elements [first, first + count) of the parameter; None if there is
+        none.
+        """
+        low, high = max(self.start, first), min(self.start + self.count, first + count)
+        return Piece(self.parameter, low, self.offset + low - self.start, high - low) if low < high else None
+
 
 @dataclass(frozen=True)
 class Chunk:
     """A range of a trainable region, which is updated as a whole, and the pieces of parameters in it."""
 
+    owner: int
+    """The rank in whose shard the chunk lies."""
     region: int
     """Index of the chunk's region in `UnitLayout.regions`."""
     start: int
@@ -138,10 +160,8 @@ class UnitLayout:
     parameters: tuple[ParameterLayout, ...]
     regions: tuple[Region, ...]
     chunks: tuple[Chunk, ...]
-    """The chunks of all trainable regions, in the order of the page.
-
-    A chunk has `Region.chunk_elements` elements. Only the chunks of a region's last stripe may be shorter:
-    with one rank, the last chunk; see [Note: stripes].
+    """The chunks of all trainable regions, in the order of the page: those of all ranks' shards, or of one
+    rank's; see `build`.
     """
     nbytes: int
     """Size of the parameter page in bytes: a multiple of 4096, and at least 4096."""
@@ -158,9 +178,8 @@ class UnitLayout:
         return region.byte_offset + chunk.start * region.dtype.itemsize
 
     def pieces(self, index: int) -> tuple[tuple[int, Piece], ...]:
-        """The pieces of the parameter `parameters[index]` in memory order, each as (chunk index, piece).
-
-        A frozen parameter has no pieces.
+        """The pieces of the parameter `parameters[index]` in memory order, each as (chunk index, piece), as
+        far as they lie in `chunks`. A frozen parameter has no pieces.
         """
         return self._pieces.get(index, ())
 
@@ -172,6 +191,21 @@ class UnitLayout:
                 found.setdefault(piece.parameter, []).append((chunk_index, piece))
         return {index: tuple(pieces) for index, pieces in found.items()}
 
+    def owned(self, index: int, most: int | None = None) -> Iterator[OwnedRange]:
+        """Yield the ranges of the parameter `parameters[index]` in all ranks' shards, in memory order.
+
+        most: the most elements of a range, a multiple of 4096; None: a range for each shard.
+        """
+        each = self.parameters[index]
+        starts, end = self.regions[each.region].starts, each.offset + each.numel
+        at = each.offset
+        while at < end:
+            owner = bisect.bisect_right(starts, at) - 1
+            stop = min(end, starts[owner + 1])
+            for first in range(at, stop, most or stop - at):
+                yield OwnedRange(owner, first - each.offset, min(most or stop - at, stop - first))
+            at = stop
+
 
 @dataclass(frozen=True)
 class ModelLayout:
@@ -179,9 +213,7 @@ class ModelLayout:
 
     units: tuple[UnitLayout, ...]
     chunk_elements: int
-    """Greatest length of a stripe in elements; with one rank a stripe is one chunk. A stripe of one block of
-    4096 elements for each rank may be longer.
-    """
+    """Greatest length of a chunk in elements."""
 
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
@@ -199,149 +231,75 @@ def page_bytes(regions: Sequence[RegionSize]) -> int:
     return max(PAGE_ALIGNMENT, sum(region.nbytes for region in regions))
 
 
-def build(surveyed: Survey, groups: Grouping, chunk_elements: int, ranks: int = 1) -> ModelLayout:
+def build(
+    surveyed: Survey,
+    groups: Grouping,
+    chunk_elements: int,
+    ranks: int = 1,
+    owners: Iterable[int] | None = None,
+) -> ModelLayout:
     """Lay out the parameter pages of all units of a model.
 
     surveyed: the model's parameters. groups: the units, from `surveyed.group`. chunk_elements: greatest
-    length of a stripe in elements; raises ConfigError if it is not a positive multiple of 4096. ranks: number
-    of ranks, which is the number of chunks in a stripe.
+    length of a chunk in elements; raises ConfigError if it is not a positive multiple of 4096. ranks: number
+    of ranks, which is the number of shards. owners: the ranks whose shards are cut into chunks, in ascending
+    order; None: all.
     """
     _check_chunk(chunk_elements)
+    cut = tuple(range(ranks) if owners is None else owners)
     units = (
-        _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements, ranks)
+        _build_unit(name, [surveyed.parameters[index] for index in members], chunk_elements, ranks, cut)
         for name, members in groups
     )
     return ModelLayout(tuple(units), chunk_elements)
 
 
-def region_sizes(
-    parameters: Sequence[SurveyedParameter], chunk_elements: int, ranks: int = 1
-) -> tuple[RegionSize, ...]:
+def region_sizes(parameters: Sequence[SurveyedParameter], ranks: int = 1) -> tuple[RegionSize, ...]:
     """The regions of the parameter page of a unit that consists of `parameters`.
 
     There is one region for each pair of dtype and `trainable` among the parameters, in the order in which the
-    pairs first occur. A region holds the parameters with its pair, laid one behind the other. The gaps
-    between them and the padding depend on `chunk_elements` and `ranks`, which are as in `build`.
+    pairs first occur. ranks: as in `build`.
     """
-    return _place(parameters, chunk_elements, ranks)[0]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """The chunks' ends in a region of trainable parameters. All lengths are elements, multiples of BLOCK."""
-
-    length: int
-    """Length of the chunks before `last_stripe`."""
-    last_stripe: int
-    """Distance from the region's start to the last stripe; see [Note: stripes]."""
-    last_length: int
-    """Length of the chunks of the last stripe."""
-
-    def around(self, place: int) -> tuple[int, int]:
-        """Return the start and the end of the chunk in which `place` lies. All three are distances in
-        elements from the region's start.
-        """
-        length, base = self.length, 0
-        if place >= self.last_stripe:
-            length, base = self.last_length, self.last_stripe
-        start = place - (place - base) % length
-        return start, start + length
+    return _place(parameters, ranks)[0]
 
 
 def _place(
-    parameters: Sequence[SurveyedParameter], chunk_elements: int, ranks: int
+    parameters: Sequence[SurveyedParameter], ranks: int
 ) -> tuple[tuple[RegionSize, ...], list[tuple[int, int]]]:
     """Return the regions of a unit that consists of `parameters`, and the place of each parameter.
 
     A place is (index of the region, offset of the parameter in the region in elements).
     """
-    length = max(BLOCK, chunk_elements // ranks // BLOCK * BLOCK)
     regions: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(parameters):
         regions.setdefault((parameter.dtype, parameter.trainable), []).append(index)
     places = [(0, 0)] * len(parameters)
     found = []
     for region, ((dtype, trainable), members) in enumerate(regions.items()):
-        numels = [parameters[index].numel for index in members]
-        alignment = PARAMETER_ALIGNMENT // dtype.itemsize
-        if trainable:
-            elements, offsets = _in_stripes(numels, alignment, length, ranks)
-        else:
-            elements, offsets = _in_line(numels, alignment, None)
-            if ranks > 1:  # the ranks' parts of a frozen region are whole pages of equal bytes
-                elements = round_up(elements * dtype.itemsize, ranks * PAGE_ALIGNMENT) // dtype.itemsize
-        found.append(RegionSize(dtype, trainable, elements, length, ranks))
-        for index, offset in zip(members, offsets, strict=True):
-            places[index] = (region, offset)
+        end, alignment = 0, PARAMETER_ALIGNMENT // dtype.itemsize
+        for index in sorted(members, key=lambda each: parameters[each].numel < BLOCK):
+            numel = parameters[index].numel
+            offset = round_up(end, alignment)
+            if offset % BLOCK + numel > BLOCK:
+                offset = round_up(offset, BLOCK)
+            if numel:  # an empty parameter takes no room, and the region's end may be outside of the page
+                places[index] = region, offset
+                end = offset + numel
+            else:
+                places[index] = region, 0
+        shard = end if ranks == 1 else round_up(-(-end // ranks), BLOCK)
+        found.append(RegionSize(dtype, trainable, tuple(shard * rank for rank in range(ranks + 1))))
     return tuple(found), places
 
 
-def _in_stripes(numels: Sequence[int], alignment: int, length: int, ranks: int) -> tuple[int, list[int]]:
-    """Lay the parameters of a trainable region one behind the other; see [Note: stripes].
-
-    numels: the parameters' numbers of elements. alignment: alignment of a parameter's start, in elements.
-    length: length of the chunks in elements, except those of the last stripe. Returns the region's length
-    with padding, and the offsets of the parameters, in elements.
-    """
-    end, offsets = _in_line(numels, alignment, _Cut(length, 0, length))
-    if ranks == 1 or not end:
-        return end, offsets
-    last_stripe = (end - 1) // (length * ranks) * length * ranks
-    # The parameters before the last stripe keep their places, whatever the length of its chunks is.
-    content = 0
-    for numel, offset in zip(numels, offsets, strict=True):
-        taken = round_up(numel, alignment)
-        content += min(taken, max(0, offset + taken - last_stripe))
-    # Gaps take less than two blocks of each chunk, so that the loop ends after at most three steps.
-    for last_length in range(round_up(-(-content // ranks), BLOCK), length, BLOCK):
-        tried, shorter = _in_line(numels, alignment, _Cut(length, last_stripe, last_length))
-        if tried <= last_stripe + last_length * ranks:
-            return last_stripe + last_length * ranks, shorter
-    return last_stripe + length * ranks, offsets
-
-
-def _in_line(numels: Sequence[int], alignment: int, cut: _Cut | None) -> tuple[int, list[int]]:
-    """Lay the parameters of a region one behind the other. Returns the end of the last parameter and the
-    offsets of all, in elements.
-
-    numels, alignment: as in `_in_stripes`. cut: the chunks' ends; None in a frozen region.
-    """
-    end, offsets = 0, []
-    for numel in numels:
-        if not numel:  # takes no room, and the region's end may be outside of the page
-            offsets.append(0)
-            continue
-        offset = round_up(end, alignment)
-        if cut is not None:
-            offset = _start(offset, numel, *cut.around(offset))
-        end = offset + numel
-        offsets.append(offset)
-    return end, offsets
-
-
-def _start(aligned: int, numel: int, chunk_start: int, chunk_end: int) -> int:
-    """Return where in a trainable region the next parameter starts, in elements from the region's start.
-
-    aligned: the first place behind the earlier parameters that has PARAMETER_ALIGNMENT. numel: the
-    parameter's number of elements. chunk_start, chunk_end: the ends of the chunk in which `aligned` lies. If
-    a chunk's end cuts the parameter, each of its pieces must begin at a multiple of BLOCK elements from the
-    parameter's start. A gap is left before the parameter where only a place later than `aligned` achieves
-    this.
-    """
-    if aligned + numel <= chunk_end:
-        return aligned
-    on_block = round_up(aligned, BLOCK)
-    # Chunks end at multiples of BLOCK from the region's start. A parameter that starts at a multiple of BLOCK
-    # is therefore cut at multiples of BLOCK from its own start, too.
-    if numel >= BLOCK and chunk_end - on_block >= BLOCK:
-        return on_block
-    return aligned if aligned == chunk_start else chunk_end
-
-
 def _build_unit(
-    name: str, members: Sequence[SurveyedParameter], chunk_elements: int, ranks: int
+    name: str,
+    members: Sequence[SurveyedParameter],
+    chunk_elements: int,
+    ranks: int,
+    owners: Sequence[int],
 ) -> UnitLayout:
-    found, places = _place(members, chunk_elements, ranks)
+    found, places = _place(members, ranks)
     parameters = tuple(
         ParameterLayout(**vars(member), region=region, offset=offset)
         for member, (region, offset) in zip(members, places, strict=True)
@@ -350,29 +308,38 @@ def _build_unit(
     for size in found:
         regions.append(Region(**vars(size), byte_offset=byte_offset))
         byte_offset += size.nbytes
-    chunks = (chunk for index in range(len(found)) for chunk in _chunks(parameters, index, found[index]))
+    chunks = (
+        chunk
+        for index, size in enumerate(found)
+        if size.trainable
+        for chunk in _chunks(parameters, index, size, chunk_elements, owners)
+    )
     return UnitLayout(name, parameters, tuple(regions), tuple(chunks), page_bytes(found))
 
 
-def _chunks(parameters: Sequence[ParameterLayout], region: int, size: RegionSize) -> Iterator[Chunk]:
-    """Yield the chunks of one region, none if it is frozen. region: the region's index. size: its size."""
-    if not size.trainable:
-        return
-    ends = list(itertools.accumulate(count for count, times in size.counts() for _ in range(times)))
-    pieces: list[list[Piece]] = [[] for _ in ends]
-    for index, parameter in enumerate(parameters):
-        if parameter.region != region or not parameter.numel:
-            continue
-        done = 0
-        chunk = bisect.bisect_right(ends, parameter.offset)
-        while done < parameter.numel:
-            offset = parameter.offset + done - (ends[chunk - 1] if chunk else 0)
-            part = min(ends[chunk] - parameter.offset, parameter.numel) - done
-            pieces[chunk].append(Piece(index, done, offset, part))
-            done += part
-            chunk += 1
-    for start, end, inside in zip([0, *ends], ends, pieces, strict=False):
-        yield Chunk(region, start, end - start, tuple(inside))
+def _chunks(
+    parameters: Sequence[ParameterLayout],
+    region: int,
+    size: RegionSize,
+    chunk_elements: int,
+    owners: Sequence[int],
+) -> Iterator[Chunk]:
+    """Yield the chunks of the shards of `owners` in one region. region: its index. size: its size."""
+    inside = sorted(
+        ((each.offset, each.numel, index) for index, each in enumerate(parameters) if each.region == region),
+    )
+    inside = [each for each in inside if each[1]]
+    ends = [offset + numel for offset, numel, _ in inside]
+    for owner in owners:
+        for start in range(size.starts[owner], size.starts[owner + 1], chunk_elements):
+            end = min(start + chunk_elements, size.starts[owner + 1])
+            pieces = []
+            for offset, numel, index in inside[bisect.bisect_right(ends, start) :]:
+                if offset >= end:
+                    break
+                low, high = max(offset, start), min(offset + numel, end)
+                pieces.append(Piece(index, low - offset, low - start, high - low))
+            yield Chunk(owner, region, start, end - start, tuple(pieces))
 
 
 def _check_chunk(chunk_elements: int) -> None:
@@ -394,7 +361,7 @@ class Division:
     canonical name of a parameter is the first of its names in `named_parameters`.
     """
     chunk_elements: int
-    """As in `ModelLayout`: greatest length of a stripe in elements."""
+    """As in `ModelLayout`: greatest length of a chunk in elements."""
 
     @staticmethod
     def of(layout: ModelLayout) -> Division:

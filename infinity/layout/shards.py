@@ -2,7 +2,7 @@
 
 The ranks are the processes that train one model together. ZeRO (Rajbhandari et al., 2020) has each of N ranks
 keep 1/N of the optimizer states (stage 1), also of the gradients (stage 2), or also of the parameters
-(stage 3). How the chunks of a unit are divided is told in [Note: stripes] in infinity/layout/chunks.py.
+(stage 3). How a unit is divided is told in [Note: shards and chunks] in infinity/layout/chunks.py.
 """
 
 from __future__ import annotations
@@ -72,13 +72,10 @@ class Share:
         """
         return number if whole else number // self.ranks
 
-    def owner(self, chunk_index: int) -> int:
-        """The rank that owns a chunk. chunk_index: index of the chunk in its unit."""
-        return chunk_index % self.ranks
-
-    def owns(self, chunk_index: int) -> bool:
-        """Whether this rank owns a chunk. chunk_index: index of the chunk in its unit."""
-        return self.owner(chunk_index) == self.rank
+    @property
+    def cut_shards(self) -> range:
+        """The ranks whose shards this rank cuts into chunks: all if it keeps their gradients, else itself."""
+        return range(self.ranks) if self.whole_gradients else range(self.rank, self.rank + 1)
 
 
 ALONE = Share()
@@ -105,18 +102,19 @@ class Span:
 def spans(layout: UnitLayout, ranks: int) -> tuple[Span, ...]:
     """Divide a unit's parameter page into spans, in page order and without gaps.
 
-    layout: laid out for this number of ranks. Each chunk is a span. A frozen region has a span of equal
-    length for each rank, in the order of ranks. With one rank, the whole page is a span. Otherwise a page
-    without elements has no spans.
+    layout: laid out for this number of ranks. Each shard of a region is a span. With one rank, the whole page
+    is a span. Otherwise a page without elements has no spans.
     """
     if ranks == 1:
         return (Span(0, 0, layout.nbytes, 0),)
     found = []
-    ends = [0] * ranks
-    for owner, start, nbytes in _owned(layout, ranks):
-        found.append(Span(owner, start, nbytes, ends[owner]))
-        ends[owner] += nbytes
-    assert len(set(ends)) == 1, "the unit is laid out for another number of ranks"
+    at = 0
+    for region in layout.regions:
+        assert len(region.starts) == ranks + 1, "the unit is laid out for another number of ranks"
+        nbytes = region.shard_elements * region.dtype.itemsize
+        for owner in range(ranks) if nbytes else ():
+            found.append(Span(owner, region.byte_offset + owner * nbytes, nbytes, at))
+        at += nbytes
     return tuple(found)
 
 
@@ -126,26 +124,9 @@ def part_bytes(layout: UnitLayout, ranks: int) -> int:
     """
     if ranks == 1:
         return layout.nbytes
-    return max(PAGE_ALIGNMENT, sum(nbytes for owner, _, nbytes in _owned(layout, ranks) if owner == 0))
-
-
-def _owned(layout: UnitLayout, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (owner, bytes from the page's start, length in bytes) for all ranges with one owner, in page
-    order.
-    """
-    chunks = iter(enumerate(layout.chunks))
-    for region in layout.regions:
-        nbytes = region.elements * region.dtype.itemsize
-        if not region.trainable:
-            assert nbytes % (ranks * PAGE_ALIGNMENT) == 0, "the unit is laid out for another number of ranks"
-            for owner in range(ranks) if nbytes else ():
-                yield owner, region.byte_offset + nbytes // ranks * owner, nbytes // ranks
-            continue
-        end = region.byte_offset
-        while end < region.byte_offset + nbytes:
-            index, chunk = next(chunks)
-            yield index % ranks, end, chunk.count * region.dtype.itemsize
-            end += chunk.count * region.dtype.itemsize
+    return max(
+        PAGE_ALIGNMENT, sum(region.shard_elements * region.dtype.itemsize for region in layout.regions)
+    )
 
 
 class HomeRange(NamedTuple):
@@ -204,8 +185,8 @@ class PageShard:
         return found
 
     @functools.cached_property
-    def others_chunks(self) -> tuple[Span, ...]:
-        """The spans that other ranks update: their chunks, without frozen parameters."""
+    def others_trained(self) -> tuple[Span, ...]:
+        """The spans that other ranks update, without frozen parameters."""
         trained = [
             (each.byte_offset, each.byte_offset + each.elements * each.dtype.itemsize)
             for each in self.layout.regions
@@ -254,10 +235,10 @@ def kept_pieces(
 
     whole: whether this rank keeps all pieces.
     """
-    if whole:
+    if whole or len(share.cut_shards) == 1:
         return layout.pieces
     found = {
-        index: tuple([each for each in layout.pieces(index) if share.owns(each[0])])
+        index: tuple([each for each in layout.pieces(index) if layout.chunks[each[0]].owner == share.rank])
         for index in range(len(layout.parameters))
     }
     return found.__getitem__
@@ -265,4 +246,4 @@ def kept_pieces(
 
 def kept_chunks(layout: UnitLayout, share: Share, *, whole: bool) -> Iterator[int]:
     """Yield the indices of a unit's chunks that this rank keeps. whole: whether it keeps all."""
-    return (index for index in range(len(layout.chunks)) if whole or share.owns(index))
+    return (index for index, chunk in enumerate(layout.chunks) if whole or chunk.owner == share.rank)

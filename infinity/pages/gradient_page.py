@@ -94,11 +94,11 @@ class GradientPage:
         ]
         self._offsets = [plan.gradient_offset(index, each) for each in range(len(layout.chunks))]
         self._dtypes = [plan.gradient_dtype(layout.regions[c.region].dtype) for c in layout.chunks]
+        self._stored_dtypes = [plan.gradient_dtype(each.dtype) for each in layout.parameters]
         self.as_they_come = frozenset(
             index
             for index in self._trainable
-            if plan.gradient_dtype(layout.parameters[index].dtype)
-            != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
+            if self._stored_dtypes[index] != plan.precision.accumulate_dtype(layout.parameters[index].dtype)
         )
         """Indices of parameters whose gradient is stored in the parameter's dtype because only one backward a
         step was declared, instead of in the accumulation dtype. A second gradient in a step is an error.
@@ -161,6 +161,14 @@ class GradientPage:
         self.arrivals[piece.parameter] = min(
             self.piece_arrivals[piece.parameter, each.start] for _, each in self.pieces(piece.parameter)
         )
+
+    def blank(self, parameter: int, count: int) -> torch.Tensor:
+        """Return zeros in the form of `count` elements of a parameter's stored gradient: flat, in RAM."""
+        return torch.zeros(count, dtype=self.stored_dtype(parameter), device="cpu")
+
+    def stored_dtype(self, parameter: int) -> torch.dtype:
+        """Dtype in which the gradient of a trainable parameter is stored."""
+        return self._stored_dtypes[parameter]
 
     def dtype(self, chunk_index: int) -> torch.dtype:
         """Dtype in which the gradients of a chunk are stored."""

@@ -19,13 +19,16 @@ from infinity.errors import ConfigError
 from infinity.formats import encodings
 from infinity.formats.encodings import join, rounded, rounds_to, split
 from infinity.formats.optimizer_rules import AVERAGE, Rule, StateArray, StateFormat, scale_of
-from infinity.layout.chunks import ParameterLayout, Piece, UnitLayout
+from infinity.layout.chunks import OwnedRange, ParameterLayout, Piece, UnitLayout
 from infinity.layout.shards import kept_chunks, kept_pieces
 from infinity.layout.strides import in_memory_order
 from infinity.pages.home import Home
 from infinity.pages.remote import RemotePages
 from infinity.pages.store import Store
 from infinity.planning.plan import Plan
+
+_MOST_AT_ONCE = 1 << 20
+"""The most entries of optimizer states that are read, or brought from another rank, at once."""
 
 
 class StatePage:
@@ -104,6 +107,13 @@ class StatePage:
         """
         offset, nbytes = self.formats[chunk_index].place(name, piece.offset, piece.count)
         return self._offsets[chunk_index] + offset, nbytes
+
+    def places(self, parameter: int, name: str, first: int, count: int) -> list[tuple[int, int]]:
+        """Find the entries of elements [first, first + count) of a parameter in the array `name`, as far as
+        they are in this page: (bytes from the start of the page, bytes) for each chunk, in memory order.
+        """
+        within = ((chunk_index, piece.within(first, count)) for chunk_index, piece in self.pieces(parameter))
+        return [self.place(chunk_index, name, part) for chunk_index, part in within if part is not None]
 
     def seed(self, parameter: int, step: int) -> int:
         """Return the 32-bit seed of stochastic rounding for a parameter's moments in one update.
@@ -386,24 +396,34 @@ class States:
         """Read a parameter's entries of the array `name`, and return a flat copy in memory order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
-            self.entries(page, chunk_index, name, piece).view(dtype)
-            for chunk_index, piece in page.layout.pieces(parameter)
+            self.entries(page, parameter, name, start, count).view(dtype)
+            for _, start, count in page.layout.owned(parameter, _MOST_AT_ONCE)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
-    def entries(self, page: StatePage, chunk_index: int, name: str, piece: Piece) -> torch.Tensor:
-        """Return a copy of the entries of a piece in the array `name` of a chunk's states, as uint8 in RAM.
+    def entries(self, page: StatePage, parameter: int, name: str, first: int, count: int) -> torch.Tensor:
+        """Return a copy of the entries of elements [first, first + count) of a parameter in the array `name`,
+        as uint8 in RAM. first: a multiple of 4096.
 
-        If another rank keeps the chunk's states, they are brought from there. Raises RankFailure then, too.
+        Entries that other ranks keep are brought from there. Raises RankFailure then, too.
         """
-        if chunk_index in page.kept:
-            return self._store.fetch(page.home, *page.place(chunk_index, name, piece))
-        owner = self._share.owner(chunk_index)
-        # The ranks' pages are laid out alike, so the owner has the chunk where this rank has its own of the
-        # same stripe.
-        return self._remote.state(
-            owner, page.index, *page.place(chunk_index - owner + self._share.rank, name, piece)
-        )
+        array = self._array(page, parameter, name)
+        found = []
+        for owner, start, numel in page.layout.owned(parameter):
+            low, high = max(start, first), min(start + numel, first + count)
+            if low >= high:
+                continue
+            if self._share.whole_states or owner == self._share.rank:
+                places = page.places(parameter, name, low, high - low)
+                found += [self._store.fetch(page.home, *place) for place in places]
+            else:
+                nbytes = array.entries(low, high - low)[1] * array.dtype.itemsize
+                found.append(
+                    self._remote.state(
+                        page.index, parameter, name, OwnedRange(owner, low, high - low), nbytes
+                    )
+                )
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _write(
         self, page: StatePage, parameter: int, name: str, values: torch.Tensor, first: int = 0

@@ -10,8 +10,8 @@ commit holds for good. So there is nothing to allocate and nothing to collect, a
 from the layout alone (infinity/planning/slab_layout.py).
 
 [Note: parts of others]
-The home of one of several ranks may have whole pages, of which other ranks update chunks. A part of another
-rank's chunk has slot A alone, and no commit of this rank holds it. Its owner commits it.
+The home of one of several ranks may have whole pages, of which other ranks update their shards. Another
+rank's shard is a part with slot A alone, and no commit of this rank holds it. Its owner commits it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import numpy.typing as npt
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
 from infinity.formats.optimizer_rules import StateFormat
-from infinity.layout.chunks import Chunk, UnitLayout
+from infinity.layout.chunks import UnitLayout
 from infinity.layout.shards import HomeRange, PageShard
-from infinity.planning.slab_layout import PageImages, region_bytes
+from infinity.planning.slab_layout import PageImages
 from infinity.tiers import PAGE_ALIGNMENT
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class Part:
         "_masters",
         "checksums",
         "chunk_index",
+        "committed",
         "durable",
         "end",
         "home",
@@ -88,12 +89,15 @@ class Part:
         home: Home,
         *,
         chunk_index: int | None = None,
+        committed: bool = True,
         begun: Sequence[bool] | None = None,
         masters: int = 0,
     ) -> None:
         """start, end: the part's range of bytes in the home. slots: offsets of slots A and B in the volume,
         or of A alone for a frozen part and for a part of another rank. rows: the rows of `segments` with
-        their meaning. home: the page's home. chunk_index: index of the chunk, None for a frozen part.
+        their meaning. home: the page's home. chunk_index: index of the chunk that this rank updates; None
+        for a frozen part and for a part of another rank. committed: whether this rank's commits hold the
+        part; see [Note: parts of others].
 
         begun: for the optimizer states of a chunk, `StatePage.begun`. While begun[chunk_index] is False, only
         the first `masters` rows of `segments` have values.
@@ -105,6 +109,7 @@ class Part:
         self.labels = tuple(row[1] for row in rows)
         """The meaning of each row of `segments`."""
         self.chunk_index = chunk_index
+        self.committed = committed
         self.home = home
         """The home of the part's page."""
         self.newest = 0
@@ -126,11 +131,6 @@ class Part:
     def trained(self) -> bool:
         """Whether the part has two slots."""
         return len(self.slots) > 1
-
-    @property
-    def committed(self) -> bool:
-        """Whether commits hold the part; see [Note: parts of others]."""
-        return self.trained or self.chunk_index is None
 
     @property
     def nbytes(self) -> int:
@@ -218,49 +218,63 @@ def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> PagePar
     shard: the ranges of the page that the rank has. images: the offsets of the page's images in the volume.
     home: the page's home.
     """
-    layout, share = shard.layout, shard.share
-    chunks = iter(enumerate(layout.chunks))
+    layout = shard.layout
     parts: list[Part] = []
     second = images.second
-    for number, region in enumerate(layout.regions):
-        start = region.byte_offset
-        end = start + region_bytes(region)
-        if not region.trainable:
-            for held in shard.pieces(start, end - start):
-                rows = _frozen_rows(layout, number, held)
-                stop = held.home_start + held.nbytes
-                parts.append(Part(held.home_start, stop, (images.first + held.home_start,), rows, home))
-        while region.trainable and start < end:
-            chunk_index, chunk = next(chunks)
-            nbytes = round_up(chunk.count * region.dtype.itemsize, PAGE_ALIGNMENT)
+    for number in range(len(layout.regions)):
+        for start, nbytes, chunk_index, committed in _cuts(shard, number):
             for held in shard.pieces(start, nbytes):
                 slots: tuple[int, ...] = (images.first + held.home_start,)
-                if share.whole_states or share.owns(chunk_index):
+                if chunk_index is not None:
                     slots = (*slots, second)
                     second += nbytes
-                rows = _chunk_rows(layout, chunk, region.dtype.itemsize)
-                stop = held.home_start + nbytes
-                parts.append(Part(held.home_start, stop, slots, rows, home, chunk_index=chunk_index))
-            start += nbytes
+                rows = _value_rows(layout, number, held)
+                stop = held.home_start + held.nbytes
+                parts.append(
+                    Part(
+                        held.home_start,
+                        stop,
+                        slots,
+                        rows,
+                        home,
+                        chunk_index=chunk_index,
+                        committed=committed,
+                    )
+                )
     end = parts[-1].end if parts else 0
     if end < shard.nbytes:
         parts.append(Part(end, shard.nbytes, (images.first + end,), [], home))
     return PageParts(parts)
 
 
-def _chunk_rows(layout: UnitLayout, chunk: Chunk, size: int) -> list[Row]:
-    """The rows of a chunk's slice of the parameter page. size: bytes of an element."""
-    return [
-        (
-            (each.offset * size, each.count * size, BLOCK * size),
-            Label(layout.parameters[each.parameter].names[0], "values", each.start),
-        )
-        for each in chunk.pieces
-    ]
+def _cuts(shard: PageShard, number: int) -> Iterator[tuple[int, int, int | None, bool]]:
+    """Cut a region into the ranges of its parts, in page order. number: index of the region in the unit.
+
+    Yields (bytes from the page's start, bytes, index of the chunk that the rank updates there or None,
+    whether the rank's commits hold the range).
+    """
+    layout, share = shard.layout, shard.share
+    region = layout.regions[number]
+    if not region.trainable:
+        yield region.byte_offset, region.nbytes, None, True
+        return
+    size = region.dtype.itemsize
+    chunks = [(index, each) for index, each in enumerate(layout.chunks) if each.region == number]
+    for owner in range(share.ranks) if region.elements else ():
+        if share.whole_states or owner == share.rank:
+            for index, each in chunks:
+                if each.owner == owner:
+                    nbytes = round_up(each.count * size, PAGE_ALIGNMENT)
+                    yield region.byte_offset + each.start * size, nbytes, index, True
+        else:
+            start = region.byte_offset + region.starts[owner] * size
+            yield start, region.shard_elements * size, None, False
 
 
-def _frozen_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
-    """The rows of a range of a frozen region. number: index of the region in the unit. held: the range."""
+def _value_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
+    """The rows of a range of a region, in memory order. number: index of the region in the unit. held: the
+    range.
+    """
     size = layout.regions[number].dtype.itemsize
     begin, end = held.page_start, held.page_start + held.nbytes
     rows: list[Row] = []
@@ -271,7 +285,7 @@ def _frozen_rows(layout: UnitLayout, number: int, held: HomeRange) -> list[Row]:
             if low < high:
                 label = Label(each.names[0], "values", (low - start) // size)
                 rows.append(((low - begin, high - low, BLOCK * size), label))
-    return rows
+    return sorted(rows)
 
 
 def state_parts(

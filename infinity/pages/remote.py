@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from infinity.layout.chunks import OwnedRange
 from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers.link import Transfer
 
@@ -46,9 +47,8 @@ class RemotePages:
         Ranks that have not fetched these bytes since the last step get them from the copy.
         """
 
-    def state(self, owner: int, unit: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a copy of bytes of a rank's optimizer page, uint8 (nbytes,) in RAM.
-
-        offset: bytes from the start of the owner's page. The pages of all ranks are laid out alike.
+    def state(self, unit: int, parameter: int, name: str, wanted: OwnedRange, nbytes: int) -> torch.Tensor:
+        """Return a copy of the entries that another rank keeps of the array `name` of optimizer states, for a
+        range of a parameter: uint8 (nbytes,) in RAM.
         """
         raise AssertionError("one rank has all pages")

@@ -90,6 +90,14 @@ _EXCHANGE_BUFFERS = 8
 way while others are read or added.
 """
 
+_LARGEST_EXCHANGE_BLOCK = 32 << 20
+"""Bytes of the longest payload between ranks where memory is not at its least. Networks reach their full rate
+with it, and a message's fixed cost is small beside it.
+"""
+
+_EXCHANGE_SHARE = 128
+"""An exchange buffer takes at most the host budget divided by this number, or a chunk's gradients."""
+
 
 class _Buffers(NamedTuple):
     """Bytes of working buffers."""
@@ -97,6 +105,7 @@ class _Buffers(NamedTuple):
     staging: int
     transit: int
     ring: int
+    exchange_block: int
     exchange: int
     in_ram: int
     """Bytes of host RAM that all of these take (the ring, which is on the device, has a buffer of the same
@@ -108,14 +117,11 @@ class Candidate:
     """One way to divide a model into units and chunks, with the bytes of its pages and working buffers."""
 
     def __init__(self, search: Search, grouping: Grouping, chunk_elements: int) -> None:
-        """chunk_elements: greatest length of a stripe in elements, as for `layout.chunks.build`."""
+        """chunk_elements: greatest length of a chunk in elements, as for `layout.chunks.build`."""
         self.grouping, self.chunk_elements = grouping, chunk_elements
         self._search, self._share = search, search.share
-        rule, ranks, surveyed = search.rule, search.share.ranks, search.surveyed
-        units = [
-            region_sizes([surveyed.parameters[index] for index in members], chunk_elements, ranks)
-            for _, members in grouping
-        ]
+        rule, ranks = search.rule, search.share.ranks
+        units = [search.regions(members) for _, members in grouping]
         self.update_bytes = self._largest_unit = 0
         """Bytes of the largest chunk update; and of the updates of all chunks of one unit on this rank, for
         the unit where they are most.
@@ -124,8 +130,9 @@ class Candidate:
         """Bytes of one transit buffer: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
         self._has_ring = search.ring and rule is not None
-        longest = max((count for unit in units for region in unit for count, _ in region.counts()), default=0)
-        self._exchange_block = 0 if ranks == 1 else round_up(longest * _LARGEST_ITEM, PAGE_ALIGNMENT)
+        shards = [region.shard_elements for unit in units for region in unit] if ranks > 1 else []
+        self._longest_shard = round_up(max(shards, default=0) * _LARGEST_ITEM, PAGE_ALIGNMENT)
+        """Bytes of the longest shard of a region in float32; 0 with one rank."""
         self._whole = [page_bytes(unit) for unit in units]
         """Bytes of each unit's whole parameter page, of which this rank's home may hold only some chunks."""
         self._pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
@@ -142,14 +149,14 @@ class Candidate:
         """Item n is the bytes that the NVMe tier needs if all pages but the first n of the line are at home
         there. It never grows with n.
         """
-        self._together = surveyed.together(grouping)
+        self._together = search.surveyed.together(grouping)
         self._residents: dict[int, list[int]] = {}
 
     def _measure(self, unit: Sequence[RegionSize]) -> None:
         gradient = optimizer = together = 0
         rule, share = self._search.rule, self._share
         for region in unit:
-            for count, times in region.counts():
+            for count, times in region.counts(self.chunk_elements):
                 update = round_up(count * region.dtype.itemsize, PAGE_ALIGNMENT)
                 self._transit_buffer = max(self._transit_buffer, min(update, _LARGEST_TRANSIT_BUFFER))
                 if rule is not None and region.trainable:
@@ -157,8 +164,8 @@ class Candidate:
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = StateFormat(rule.arrays(region.dtype), count).nbytes
                     update += gradients + states
-                    updated = share.kept(times, whole=share.whole_states)
-                    gradient += share.kept(times, whole=share.whole_gradients) * gradients
+                    updated = times * (share.ranks if share.whole_states else 1)
+                    gradient += times * len(share.cut_shards) * gradients
                     optimizer += updated * states
                     together += updated * update
                 self.update_bytes = max(self.update_bytes, update)
@@ -187,10 +194,20 @@ class Candidate:
             blocks = min(device // _RING_SHARE, _LARGEST_RING) // _SMALLEST_TRANSIT_BUFFER
             ring = (2 if least else max(2, blocks)) * _SMALLEST_TRANSIT_BUFFER
         transit = self._transit_buffer * (1 + level.transit_buffers * (device is not None))
-        exchange = (2 if least else _EXCHANGE_BUFFERS) * self._exchange_block
-        return _Buffers(
-            staging, transit, ring, exchange, staging + transit + ring + exchange + self._matrix_bytes
-        )
+        block = self._exchange_block(host, least=least)
+        exchange = (2 if least else _EXCHANGE_BUFFERS) * block
+        in_ram = staging + transit + ring + exchange + self._matrix_bytes
+        return _Buffers(staging, transit, ring, block, exchange, in_ram)
+
+    def _exchange_block(self, host: int, *, least: bool) -> int:
+        """Bytes of the longest payload between ranks: a chunk's gradients at least, for these are added as a
+        whole. host: bytes of host RAM. least: whether memory is at its least.
+        """
+        chunk = min(self.chunk_elements * _LARGEST_ITEM, self._longest_shard)
+        if least:
+            return chunk
+        room = min(_LARGEST_EXCHANGE_BLOCK, host // _EXCHANGE_SHARE) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+        return max(chunk, min(room, self._longest_shard))
 
     def far_room(self, *, unified: bool, nvme: bool) -> Room:
         """Return a room with the least device memory, no host RAM, and NVMe for all pages.
@@ -328,7 +345,13 @@ class Candidate:
         ]
         together = (sum(away[unit] for unit in units) for units in self._together)
         return Placement(
-            layout=build(self._search.surveyed, self.grouping, self.chunk_elements, self._share.ranks),
+            layout=build(
+                self._search.surveyed,
+                self.grouping,
+                self.chunk_elements,
+                self._share.ranks,
+                self._share.cut_shards,
+            ),
             homes=tuple(homes),
             chunk_update_bytes=self.update_bytes,
             staging_bytes=buffers.staging,
@@ -336,7 +359,7 @@ class Candidate:
             transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=buffers.ring,
-            exchange_block_bytes=self._exchange_block,
+            exchange_block_bytes=buffers.exchange_block,
             exchange_bytes=buffers.exchange,
         )
 
@@ -373,9 +396,14 @@ class Search:
         self._candidate = functools.cache(
             lambda grouping, chunk: Candidate(self, self._groupings[grouping], chunk)
         )
+        self.regions = functools.cache(self._regions)
+        """Function from the indices of a unit's parameters to the sizes of the unit's regions."""
         alike = None if self.prefer is None else self._of(self.prefer)
         self._preferred = [] if alike is None else [alike]
         """The candidate that is tried before all others, if there is one."""
+
+    def _regions(self, members: tuple[int, ...]) -> tuple[RegionSize, ...]:
+        return region_sizes([self.surveyed.parameters[index] for index in members], self.share.ranks)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

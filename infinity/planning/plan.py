@@ -393,8 +393,8 @@ class Plan(Placement):
         found: dict[Kind, list[list[int]]] = {kind: [] for kind in kept}
         for (kind, whole), (unit, layout) in itertools.product(kept.items(), enumerate(self.layout.units)):
             sizes = (
-                self._chunk_bytes(kind, unit, chunk) if whole or self.share.owns(chunk) else 0
-                for chunk in range(len(layout.chunks))
+                self._chunk_bytes(kind, unit, index) if whole or chunk.owner == self.share.rank else 0
+                for index, chunk in enumerate(layout.chunks)
             )
             found[kind].append([0, *itertools.accumulate(sizes)])
         return found

@@ -14,10 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.config import round_up
-from infinity.layout.chunks import Region, UnitLayout
+from infinity.layout.chunks import UnitLayout
 from infinity.layout.shards import PageShard, Share
-from infinity.tiers import PAGE_ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -69,15 +67,10 @@ def trained_bytes(unit: UnitLayout, share: Share) -> int:
 
 def trainable_bytes(unit: UnitLayout) -> int:
     """Bytes of the trainable regions of a unit's parameter page; a multiple of 4096."""
-    return sum(region_bytes(region) for region in unit.regions if region.trainable)
+    return sum(region.nbytes for region in unit.regions if region.trainable)
 
 
 def frozen_bytes(unit: UnitLayout, share: Share) -> int:
     """Bytes of frozen regions that a rank's home of the unit's parameter page holds; a multiple of 4096."""
-    frozen = sum(region_bytes(region) for region in unit.regions if not region.trainable)
+    frozen = sum(region.nbytes for region in unit.regions if not region.trainable)
     return share.kept(frozen, whole=share.whole_parameters)
-
-
-def region_bytes(region: Region) -> int:
-    """Bytes that a region takes in its page; a multiple of 4096."""
-    return round_up(region.elements * region.dtype.itemsize, PAGE_ALIGNMENT)

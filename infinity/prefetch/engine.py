@@ -590,7 +590,7 @@ class PrefetchEngine:
     def _keep_others(self, page: ParameterPage) -> None:
         """Write the bytes that an arrival has pulled from other ranks to the page's home."""
         assert page.residency is not None
-        for span in page.shard.others_chunks:
+        for span in page.shard.others_trained:
             source = page.residency[span.start : span.start + span.nbytes]
             self.store.write(page.home, span.start, self.store.copied_to_host(source))
         self._behind.discard(page.index)
@@ -600,7 +600,7 @@ class PrefetchEngine:
         if unit not in self._behind or unit in self._refreshes:
             return
         page = self.pages[unit]
-        chunks = page.shard.others_chunks
+        chunks = page.shard.others_trained
         self._refreshes[unit] = [each for span in chunks for each in self._fetch(page, span)]
 
     def _fetch(self, page: ParameterPage, span: Span) -> Iterator[_Part]:

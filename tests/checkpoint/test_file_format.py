@@ -20,7 +20,7 @@ from infinity.checkpoint.tensor_files import TORCH_DTYPES
 from infinity.checksum import crc32c
 from infinity.system.disk_files import DiskFiles
 
-FIRST_LINE = b"infinity-commit 5 1849 57f3a49e\n"
+FIRST_LINE = b"infinity-commit 6 1849 1ec5ab8b\n"
 BODY = (
     rb'{"data":{"nbytes":342,"crc32c":2247506458},"generation":7,"created":"2026-01-02T03:04:05Z","versions":{"'
     rb'infinity":"0.1","torch":"2.13","python":"3.11"},"isa":"scalar","threads":2,"volume":{"stripe_bytes":8192'

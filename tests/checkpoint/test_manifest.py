@@ -22,7 +22,7 @@ from typed_values import VALUES, same
 from infinity.checkpoint import commit_files
 from infinity.checkpoint.codec import decode, encode
 from infinity.checkpoint.commit_files import generations, newest, read, remove, write
-from infinity.checkpoint.manifest import FORMAT, Manifest
+from infinity.checkpoint.manifest import FORMAT, READABLE, Manifest
 from infinity.checkpoint.tensor_files import packed
 from infinity.checkpoint.typed_json import dumps, parse, typed
 from infinity.errors import ConfigError, CorruptState, IncompatibleCheckpoint, StorageError, StorageFull
@@ -201,7 +201,14 @@ def test_a_manifest_of_another_generation_is_refused(tmp_path: Path) -> None:
         newest(tmp_path, FILES)
 
 
-@pytest.mark.parametrize("version", [FORMAT - 1, FORMAT + 1])
+@pytest.mark.parametrize("version", READABLE)
+def test_every_readable_version_is_read(tmp_path: Path, version: int) -> None:
+    manifest, data = contents(small(7))
+    put(tmp_path, signed(manifest.split(b"\n", 1)[1], version=version), data)
+    assert read(tmp_path, 7, FILES).manifest == small(7).manifest
+
+
+@pytest.mark.parametrize("version", [READABLE[0] - 1, FORMAT + 1])
 def test_another_format_is_not_passed_over(tmp_path: Path, version: int) -> None:
     write(small(3), tmp_path, FILES)
     put(tmp_path, signed(b"anything at all", version=version), b"", generation=8)

@@ -63,7 +63,7 @@ class Rank:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
-        self.turns: Turns[str, GradientShard] = Turns(size, str)
+        self.turns: Turns[str, GradientShard] = Turns(size)
         self.at = 0
         """Number of things that the training thread has done."""
         self.epoch = self.ended = self.made = self.forgotten = self.sending = self.waiting = 0
@@ -110,7 +110,7 @@ def place(line: Any) -> tuple[Any, ...]:
 
 def thaw_turns(frozen: tuple[Any, ...]) -> Turns[str, GradientShard]:
     done, lines, blocked, left = frozen
-    turns: Turns[str, GradientShard] = Turns(len(done), str)
+    turns: Turns[str, GradientShard] = Turns(len(done))
     turns._done = list(done)
     for key, waiting, micro_batch, rank, taking in lines:
         line = turns._lines[key]

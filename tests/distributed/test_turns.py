@@ -26,7 +26,7 @@ class Owner:
     """Takes what it is given to take, one at a time per key, in an order of its own among keys."""
 
     def __init__(self, ranks: int) -> None:
-        self.turns: Turns[str, GradientShard] = Turns(ranks, str)
+        self.turns: Turns[str, GradientShard] = Turns(ranks)
         self.taking: dict[str, GradientShard] = {}
         self.order: dict[str, list[GradientShard]] = defaultdict(list)
 
@@ -99,7 +99,7 @@ def index_of(events: list[GradientShard | int], done: int) -> int:
 
 
 def test_a_shard_is_given_as_soon_as_its_turn_is_known() -> None:
-    turns: Turns[str, str] = Turns(2, str)
+    turns: Turns[str, str] = Turns(2)
     assert turns.offered("a", 0, 1, "late rank") == [], "rank 0 may still contribute"
     assert turns.done(0, 1) == [("a", "late rank")]
     assert turns.offered("a", 1, 0, "next") == []
@@ -108,7 +108,7 @@ def test_a_shard_is_given_as_soon_as_its_turn_is_known() -> None:
 
 
 def test_what_is_cleared_is_given_back_and_counting_begins_anew() -> None:
-    turns: Turns[str, str] = Turns(2, str)
+    turns: Turns[str, str] = Turns(2)
     assert turns.offered("a", 0, 0, "given") == [("a", "given")]
     turns.offered("a", 0, 1, "not given")
     turns.offered("b", 3, 1, "not even near")

@@ -65,10 +65,10 @@ def test_every_element_has_one_place(sizes, frozen, compute, keep, blocks) -> No
         end = region.byte_offset + region.elements * region.dtype.itemsize
     assert unit.nbytes % 4096 == 0
     assert unit.nbytes >= end
-    # Parameters of a region lie one after the other, on multiples of 256 bytes.
+    # Parameters of a region lie one after the other, on multiples of 256 bytes: the large ones, then others.
     for number, region in enumerate(unit.regions):
         end = 0
-        for parameter in unit.parameters:
+        for parameter in sorted(unit.parameters, key=lambda each: each.numel < BLOCK):
             if parameter.region == number and parameter.numel:
                 assert (parameter.dtype, parameter.trainable) == (region.dtype, region.trainable)
                 assert parameter.offset * region.dtype.itemsize % 256 == 0
@@ -96,24 +96,18 @@ def test_every_element_has_one_place(sizes, frozen, compute, keep, blocks) -> No
     trained = [size if index not in frozen else 0 for index, size in enumerate(sizes)]
     assert covered == trained
     surveyed = survey(model, precision)
-    assert page_bytes(region_sizes(surveyed.parameters, blocks * BLOCK)) == unit.nbytes
+    assert page_bytes(region_sizes(surveyed.parameters)) == unit.nbytes
 
 
 def test_packing_by_the_rule() -> None:
     model = Bag([(100,), (3 * BLOCK + 5,), (4000,), (200,), (10_000,)])
     layout = lay_out(model, Precision(), unit_bytes=WHOLE, chunk_elements=2 * BLOCK)
     (unit,) = layout.units
-    # 100 is followed at a block, since as much as a block is left; then 4000 fits no more, 200 fits;
-    # less than a block is left for the last.
+    # The two large parameters begin at blocks; 100 shares the last block of the second one, 4000 does not fit
+    # there, and 200 does not fit behind it.
     starts = [parameter.offset for parameter in unit.parameters]
-    assert starts == [0, BLOCK, 4 * BLOCK + 128, 4 * BLOCK + 128 + 4096, 6 * BLOCK]
-    assert [chunk.count for chunk in unit.chunks] == [
-        2 * BLOCK,
-        2 * BLOCK,
-        2 * BLOCK,
-        2 * BLOCK,
-        10_000 - 2 * BLOCK,
-    ]
+    assert starts == [4 * BLOCK + 10_112, 0, 7 * BLOCK, 8 * BLOCK, 4 * BLOCK]
+    assert [chunk.count for chunk in unit.chunks] == [2 * BLOCK] * 4 + [200]
 
 
 def test_a_region_per_dtype_and_training() -> None:

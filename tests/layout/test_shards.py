@@ -11,12 +11,12 @@ from torch import nn
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.layout.chunks import UnitLayout, build
-from infinity.layout.shards import HomeRange, PageShard, Share, Span, part_bytes, spans
+from infinity.layout.shards import PageShard, Share, Span, part_bytes, spans
 from infinity.layout.units import survey
 
 SIZES: dict[str, list[tuple[int, bool]]] = {
     "one small parameter": [(7, True)],
-    "several stripes": [(13 * BLOCK + 5, True), (100, True)],
+    "several chunks": [(13 * BLOCK + 5, True), (100, True)],
     "only frozen": [(5 * BLOCK, False)],
     "frozen before trained": [(3 * BLOCK + 1, False), (9 * BLOCK, True), (10, False)],
     "two dtypes": [(6 * BLOCK, True), (3 * BLOCK, True), (100, False)],
@@ -26,7 +26,7 @@ SIZES: dict[str, list[tuple[int, bool]]] = {
 
 
 def unit_of(name: str, ranks: int) -> UnitLayout:
-    """Lay out a unit of SIZES in stripes of at most 6 blocks. The second parameter is kept in fp32."""
+    """Lay out a unit of SIZES in chunks of at most 6 blocks. The second parameter is kept in fp32."""
     model = nn.Module()
     for index, (size, trained) in enumerate(SIZES[name]):
         parameter = nn.Parameter(torch.empty(size, device="meta"), requires_grad=trained)
@@ -46,11 +46,9 @@ def test_stages_divide_one_kind_after_the_other(stage, whole) -> None:
         assert (share.whole_parameters, share.whole_gradients, share.whole_states) == expected
 
 
-def test_owners_take_turns() -> None:
-    share = Share(1, 3, 2)
-    assert [share.owner(index) for index in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    assert [index for index in range(7) if share.owns(index)] == [1, 4]
-    assert all(Share().owns(index) for index in range(3))
+def test_shards_are_cut_where_their_gradients_are_kept() -> None:
+    assert [list(Share(1, 3, stage).cut_shards) for stage in range(4)] == [[0, 1, 2], [0, 1, 2], [1], [1]]
+    assert list(Share().cut_shards) == [0]
 
 
 @pytest.mark.parametrize("arguments", [(1, 1, 0), (-1, 2, 0), (0, 0, 0), (0, 2, 4), (0, 2, -1)])
@@ -75,14 +73,11 @@ def test_spans_cover_a_page_once(name, ranks) -> None:
     part = part_bytes(unit, ranks)
     assert {max(4096, each) for each in parts} == {part}
     assert part % 4096 == 0
-    starts = {span.start: span for span in found}
-    for index in range(len(unit.chunks) if ranks > 1 else 0):
-        region = unit.regions[unit.chunks[index].region]
-        span = starts[unit.chunk_start(index)]
-        assert (span.owner, span.nbytes) == (
-            index % ranks,
-            unit.chunks[index].count * region.dtype.itemsize,
-        )
+    for index, chunk in enumerate(unit.chunks if ranks > 1 else ()):
+        start, size = unit.chunk_start(index), unit.regions[chunk.region].dtype.itemsize
+        (span,) = [each for each in found if each.start <= start < each.start + each.nbytes]
+        assert span.owner == chunk.owner
+        assert start + chunk.count * size <= span.start + span.nbytes
 
 
 def test_spans_of_one_rank_are_the_page() -> None:
@@ -94,12 +89,12 @@ def test_spans_of_one_rank_are_the_page() -> None:
 def test_spans_of_frozen_regions() -> None:
     unit = unit_of("frozen before trained", 3)
     frozen = [span for span in spans(unit, 3) if span.start < unit.regions[1].byte_offset]
-    assert frozen == [Span(rank, rank * 12288, 12288, 0) for rank in range(3)]
+    assert frozen == [Span(rank, rank * 16384, 16384, 0) for rank in range(3)]
 
 
 def test_a_layout_for_other_ranks_is_refused() -> None:
     with pytest.raises(AssertionError, match="another number of ranks"):
-        spans(unit_of("several stripes", 2), 3)
+        spans(unit_of("several chunks", 2), 3)
     with pytest.raises(AssertionError, match="another number of ranks"):
         spans(unit_of("only frozen", 2), 3)
 
@@ -167,13 +162,14 @@ def test_chunks_are_found_in_the_home(name, ranks) -> None:
         for index in range(len(unit.chunks)):
             start = unit.chunk_start(index)
             assert page.home_start(index) == start
-            if not part.share.owns(index):
+            if unit.chunks[index].owner != rank:
                 with pytest.raises(AssertionError, match="does not hold"):
                     part.home_start(index)
             elif ranks > 1:
-                (span,) = [each for each in spans(unit, ranks) if each.start == start]
-                assert part.home_start(index) == span.at
-                assert HomeRange(start, span.at, span.nbytes) in part.own
+                (held,) = [
+                    each for each in part.own if each.page_start <= start < each.page_start + each.nbytes
+                ]
+                assert part.home_start(index) == held.home_start + start - held.page_start
 
 
 def test_ranges_outside_of_the_page_are_refused() -> None:

@@ -17,7 +17,7 @@ from infinity.config import Precision
 from infinity.layout.shards import ALONE
 from infinity.pages.home import Home
 from infinity.pages.parts import Label, PageParts, Part, Row, block_count
-from infinity.planning.slab_layout import region_bytes, trained_bytes
+from infinity.planning.slab_layout import trained_bytes
 from infinity.tiers import Tier
 
 PAGE = 4096
@@ -95,7 +95,7 @@ def test_slots_are_those_of_the_images(pages: DurablePages) -> None:
         assert second == images.second + trained_bytes(page.layout, ALONE)
         frozen = [part for part in page.parts if not part.trained]
         assert all(part.chunk_index is None for part in frozen)
-        nbytes = sum(region_bytes(each) for each in page.layout.regions if not each.trainable)
+        nbytes = sum(each.nbytes for each in page.layout.regions if not each.trainable)
         padding = 0 if any(each.elements for each in page.layout.regions) else PAGE
         assert sum(part.nbytes for part in frozen) == nbytes + padding
     for index, page in enumerate(pages.states):

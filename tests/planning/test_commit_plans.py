@@ -165,7 +165,7 @@ def test_the_preferred_division_is_taken(unit_bytes: int, chunk: int, commits: b
 
 def test_the_preferred_division_is_taken_down_to_its_smallest_budget_and_ignored_in_less() -> None:
     """The preferred division comes before others that would have more working room, as long as it fits."""
-    model = stack([64] * 6)
+    model = stack([128] * 6)
     whole = Division((("", tuple(name for name, _ in model.named_parameters())),), 4096)
     found = []
     for host in range(200 << 10, 3 * MiB, 32 << 10):
@@ -245,8 +245,8 @@ def test_updates_on_the_device_do_not_give_the_preferred_division_up(kernels: No
     units = (("0", tuple(names[:4])), ("2", tuple(names[4:8])), ("4", tuple(names[8:])))
     prefer = Division(units, 1 << 20)
     budget = {"host": "64MiB", "optimizer": torch.optim.SGD, "accumulation": 1}
-    assert planned(model, device=84 << 10, **budget).updated_on_device
-    made = planned(model, prefer=prefer, device=84 << 10, **budget)
+    assert planned(model, device=122 << 10, **budget).updated_on_device
+    made = planned(model, prefer=prefer, device=122 << 10, **budget)
     assert Division.of(made.layout) == prefer and not made.updated_on_device
     made = planned(model, prefer=prefer, device="16MiB", **budget)
     assert Division.of(made.layout) == prefer and made.updated_on_device

@@ -213,7 +213,7 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     "received from": (rank, what it was, bytes).
     "fetches": bytes of each unit that this rank asked others for. "pages": bytes of each unit's parameter
     page, in the order of units. "owned", "trained": elements of gradients that this rank sums up, and that
-    the model has; "pieces", "all pieces": the numbers of pieces in which they are.
+    the model has; "pieces", "all pieces": the numbers of pieces of both at stages 0 and 1.
     """
     with opened(case, place, directory) as (model, runtime):
         communicator = runtime._components.ranks
@@ -221,11 +221,13 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
         fetches = _counted_fetches(runtime)
         _steps(case, place, model, runtime)
         _land_all(runtime)
-        pieces = [
-            (runtime.plan.share.owns(at), piece.count)
+        rank = runtime.plan.share.rank
+        pieces = [chunk.owner == rank for unit in layouts for chunk in unit.chunks for _ in chunk.pieces]
+        ranges = [
+            (each.owner == rank, each.numel)
             for unit in layouts
-            for at, chunk in enumerate(unit.chunks)
-            for piece in chunk.pieces
+            for index, parameter in enumerate(unit.parameters)
+            for each in (unit.owned(index) if parameter.trainable else ())
         ]
     counters = communicator.wire.traffic()  # all has come, now that the runtime is closed
     return {
@@ -234,9 +236,9 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
         "received from": [[*sent, nbytes] for sent, nbytes in counters.received_from.items()],
         "fetches": fetches,
         "pages": [unit.nbytes for unit in layouts],
-        "owned": sum(count for mine, count in pieces if mine),
-        "pieces": sum(mine for mine, _ in pieces),
-        "trained": sum(count for _, count in pieces),
+        "owned": sum(numel for mine, numel in ranges if mine),
+        "pieces": sum(pieces),
+        "trained": sum(numel for _, numel in ranges),
         "all pieces": len(pieces),
     }
 

@@ -112,7 +112,7 @@ def check(made: Plan, budget: Budget) -> None:
             states = made.state_format(index, number).nbytes
             assert made.gradient_offset(index, number) == ends[Kind.GRADIENT]
             assert made.state_offset(index, number) == ends[Kind.OPTIMIZER]
-            owned = number % made.share.ranks == made.share.rank
+            owned = chunk.owner == made.share.rank
             ends[Kind.GRADIENT] += gradients * (owned or made.share.whole_gradients)
             ends[Kind.OPTIMIZER] += states * (owned or made.share.whole_states)
             assert (

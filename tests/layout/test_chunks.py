@@ -1,4 +1,4 @@
-"""Tests of stripes: how regions are cut into chunks for several ranks, and that one rank changes nothing."""
+"""Tests of the cuts of regions: shards of ranks, and chunks in them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meta_models import on_meta
 from torch import nn
 
-from infinity.config import Precision, round_up
+from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.layout.chunks import ModelLayout, UnitLayout, build, page_bytes, region_sizes
 from infinity.layout.units import Survey, survey
@@ -34,26 +34,6 @@ def whole(surveyed: Survey, chunk_elements: int, ranks: int = 1) -> UnitLayout:
     return build(surveyed, everything, chunk_elements, ranks).units[0]
 
 
-def old_places(sizes: list[int], itemsize: int, chunk: int) -> tuple[list[int], list[int]]:
-    """The rule for one rank, told by blocks: the start of each trained parameter, and the chunks' lengths."""
-    starts, end = [], 0
-    for size in sizes:
-        if size == 0:
-            starts.append(0)
-            continue
-        start = -(-end * itemsize // 256) * 256 // itemsize
-        room = chunk - start % chunk
-        if size > room:
-            into_block = -start % BLOCK
-            if size >= BLOCK and room - into_block >= BLOCK:
-                start += into_block
-            elif room < chunk:
-                start += room
-        starts.append(start)
-        end = start + size
-    return starts, [min(chunk, end - first) for first in range(0, end, chunk)]
-
-
 SIZES = st.lists(
     st.integers(0, 3 * BLOCK) | st.sampled_from([BLOCK, 2 * BLOCK, 5 * BLOCK, 40 * BLOCK, 40 * BLOCK + 1]),
     min_size=1,
@@ -61,17 +41,20 @@ SIZES = st.lists(
 )
 
 
+def layout(sizes: list[int], compute: str, blocks: int, ranks: int) -> UnitLayout:
+    return whole(survey(Bag(sizes), Precision(compute=compute)), blocks * BLOCK, ranks)
+
+
 @settings(max_examples=150, deadline=None)
-@given(sizes=SIZES, compute=st.sampled_from(["bf16", "fp32"]), blocks=st.integers(1, 9))
-def test_one_rank_keeps_the_rule_of_before(sizes, compute, blocks) -> None:
-    unit = whole(survey(Bag(sizes), Precision(compute=compute)), blocks * BLOCK)
-    itemsize = 2 if compute == "bf16" else 4
-    starts, lengths = old_places(sizes, itemsize, blocks * BLOCK)
-    assert [parameter.offset for parameter in unit.parameters] == starts
-    assert [chunk.count for chunk in unit.chunks] == lengths
-    assert [chunk.start for chunk in unit.chunks] == [blocks * BLOCK * index for index in range(len(lengths))]
-    assert [region.elements for region in unit.regions] == [sum(lengths)]
-    assert unit.nbytes == max(4096, round_up(sum(lengths) * itemsize, 4096))
+@given(
+    sizes=SIZES,
+    compute=st.sampled_from(["bf16", "fp32"]),
+    blocks=st.integers(1, 9),
+    ranks=st.integers(1, 9),
+)
+def test_places_depend_neither_on_ranks_nor_on_chunks(sizes, compute, blocks, ranks) -> None:
+    places = [each.offset for each in layout(sizes, compute, blocks, ranks).parameters]
+    assert places == [each.offset for each in layout(sizes, compute, 1, 1).parameters]
 
 
 @settings(max_examples=300, deadline=None)
@@ -82,44 +65,62 @@ def test_one_rank_keeps_the_rule_of_before(sizes, compute, blocks) -> None:
     keep=st.sampled_from([(), ("p*1",)]),
     cut=st.tuples(st.integers(1, 40), st.integers(2, 9)),
 )
-def test_stripes_give_every_rank_as_much(sizes, frozen, compute, keep, cut) -> None:
+def test_every_rank_has_a_shard_of_each_region(sizes, frozen, compute, keep, cut) -> None:
     surveyed = survey(Bag(sizes, frozen), Precision(compute=compute, keep=keep))
     chunk_elements, ranks = cut[0] * BLOCK, cut[1]
     unit = whole(surveyed, chunk_elements, ranks)
-    regions = region_sizes(surveyed.parameters, chunk_elements, ranks)
+    regions = region_sizes(surveyed.parameters, ranks)
     assert page_bytes(regions) == unit.nbytes
-    assert [(each.elements, each.chunk_elements) for each in regions] == [
-        (each.elements, each.chunk_elements) for each in unit.regions
-    ]
-    longest = max(BLOCK, chunk_elements // ranks // BLOCK * BLOCK)
+    assert [each.starts for each in regions] == [each.starts for each in unit.regions]
     end = 0
-    for number, (region, size) in enumerate(zip(unit.regions, regions, strict=True)):
+    for number, region in enumerate(unit.regions):
         assert region.byte_offset == end
-        end += size.nbytes
-        assert size.nbytes == region.elements * region.dtype.itemsize
-        assert size.nbytes % (ranks * 4096) == 0
+        end += region.nbytes
+        assert region.nbytes == region.elements * region.dtype.itemsize
+        shard = region.elements // ranks
+        assert region.starts == tuple(shard * rank for rank in range(ranks + 1))
+        assert shard % BLOCK == 0
+        content = max(each.offset + each.numel for each in unit.parameters if each.region == number)
+        assert 0 <= region.elements - content < ranks * BLOCK
         chunks = [chunk for chunk in unit.chunks if chunk.region == number]
         if not region.trainable:
             assert chunks == []
             continue
-        assert region.chunk_elements == longest
-        assert len(chunks) % ranks == 0
-        assert [chunk.count for chunk in chunks] == [
-            count for count, times in size.counts() for _ in range(times)
-        ]
-        start = 0
-        for index, chunk in enumerate(chunks):
-            assert (chunk.start, chunk.count % BLOCK) == (start, 0)
-            start += chunk.count
-            assert chunk.count == chunks[index // ranks * ranks].count
-            if index < len(chunks) - ranks:
-                assert chunk.count == longest
-        assert start == region.elements
-        if chunks:
-            assert chunks[-1].count <= longest
-            assert any(chunk.pieces for chunk in chunks[-ranks:])  # no stripe is padding alone
+        for owner in range(ranks):
+            start = region.starts[owner]
+            own = [chunk for chunk in chunks if chunk.owner == owner]
+            assert [chunk.count for chunk in own] == [
+                count for count, times in region.counts(chunk_elements) for _ in range(times)
+            ]
+            for chunk in own:
+                assert chunk.start == start
+                start += chunk.count
+            assert start == region.starts[owner + 1]
+        assert chunks == sorted(chunks, key=lambda each: each.start)
     assert unit.nbytes == max(end, 4096)
     check_pieces(unit, sizes)
+    check_owned(unit, sizes, ranks)
+    for rank in range(ranks):
+        alone = build(surveyed, (("", tuple(range(len(sizes)))),), chunk_elements, ranks, [rank]).units[0]
+        assert alone.chunks == tuple(chunk for chunk in unit.chunks if chunk.owner == rank)
+        assert (alone.regions, alone.parameters) == (unit.regions, unit.parameters)
+
+
+def check_owned(unit: UnitLayout, sizes: list[int], ranks: int) -> None:
+    """Assert that the ranges that ranks own of a parameter are those in their shards, and cover it once."""
+    for index, size in enumerate(sizes):
+        starts, offset = unit.regions[unit.parameters[index].region].starts, unit.parameters[index].offset
+        for most in (None, BLOCK, 3 * BLOCK):
+            end = 0
+            for owner, start, numel in unit.owned(index, most):
+                assert start == end
+                assert start % BLOCK == 0
+                assert 0 < numel <= (most or size)
+                assert starts[owner] <= offset + start
+                assert offset + start + numel <= starts[owner + 1]
+                end += numel
+            assert end == size
+        assert len(list(unit.owned(index))) <= ranks
 
 
 def check_pieces(unit: UnitLayout, sizes: list[int]) -> None:
@@ -149,21 +150,20 @@ def check_pieces(unit: UnitLayout, sizes: list[int]) -> None:
         ([1], 8, 4, [1, 1, 1, 1]),
         ([4 * BLOCK], 8, 4, [1, 1, 1, 1]),
         ([4 * BLOCK + 1], 8, 4, [2, 2, 2, 2]),
-        ([8 * BLOCK], 8, 4, [2] * 4),
-        ([8 * BLOCK + 1], 8, 4, [2] * 4 + [1] * 4),
-        ([17 * BLOCK], 8, 2, [4, 4, 4, 4, 1, 1]),
-        ([9 * BLOCK], 2, 3, [1] * 9),  # a block for each rank, although a stripe should be shorter
-        ([7 * BLOCK, BLOCK - 64, 100], 100, 2, [5, 5]),  # with chunks of 4 blocks, a gap is in the way
+        ([8 * BLOCK + 1], 2, 4, [2, 1] * 4),
+        ([17 * BLOCK], 4, 2, [4, 4, 1] * 2),
+        ([9 * BLOCK], 2, 3, [2, 1] * 3),
+        ([BLOCK - 128, 7 * BLOCK, 64], 100, 2, [4, 4]),  # small parameters share a block behind the large one
     ],
 )
-def test_stripes_by_the_rule(sizes, blocks, ranks, counts) -> None:
+def test_chunks_by_the_rule(sizes, blocks, ranks, counts) -> None:
     unit = whole(survey(Bag(sizes), Precision()), blocks * BLOCK, ranks)
     assert [chunk.count for chunk in unit.chunks] == [count * BLOCK for count in counts]
 
 
-def test_parts_of_frozen_regions_are_whole_pages() -> None:
+def test_shards_of_frozen_regions_are_whole_blocks() -> None:
     unit = whole(survey(Bag([3, 5000], frozen={0, 1}), Precision()), BLOCK, 3)
-    assert [region.elements * 2 for region in unit.regions] == [3 * 4096]
+    assert [region.elements for region in unit.regions] == [3 * BLOCK]
     assert unit.chunks == ()
 
 
