@@ -103,6 +103,7 @@ class _Buffers(NamedTuple):
     """Bytes of working buffers."""
 
     staging: int
+    transit_buffer: int
     transit: int
     ring: int
     exchange_block: int
@@ -127,7 +128,7 @@ class Candidate:
         the unit where they are most.
         """
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
-        """Bytes of one transit buffer: the largest chunk's parameters, within limits."""
+        """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
         self._has_ring = search.ring and rule is not None
         shards = [region.shard_elements for unit in units for region in unit] if ranks > 1 else []
@@ -193,11 +194,13 @@ class Candidate:
         if device is not None and self._has_ring:
             blocks = min(device // _RING_SHARE, _LARGEST_RING) // _SMALLEST_TRANSIT_BUFFER
             ring = (2 if least else max(2, blocks)) * _SMALLEST_TRANSIT_BUFFER
-        transit = self._transit_buffer * (1 + level.transit_buffers * (device is not None))
         block = self._exchange_block(host, least=least)
+        # What other ranks send to a device of its own memory comes through transit buffers.
+        transit_buffer = max(self._transit_buffer, 0 if device is None or least else block)
+        transit = transit_buffer * (1 + level.transit_buffers * (device is not None))
         exchange = (2 if least else _EXCHANGE_BUFFERS) * block
         in_ram = staging + transit + ring + exchange + self._matrix_bytes
-        return _Buffers(staging, transit, ring, block, exchange, in_ram)
+        return _Buffers(staging, transit_buffer, transit, ring, block, exchange, in_ram)
 
     def _exchange_block(self, host: int, *, least: bool) -> int:
         """Bytes of the longest payload between ranks: a chunk's gradients at least, for these are added as a
@@ -355,7 +358,7 @@ class Candidate:
             homes=tuple(homes),
             chunk_update_bytes=self.update_bytes,
             staging_bytes=buffers.staging,
-            transit_buffer_bytes=self._transit_buffer,
+            transit_buffer_bytes=buffers.transit_buffer,
             transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=buffers.ring,

@@ -239,7 +239,9 @@ class Arrival:
         ]
 
     def _legs_of_others(self) -> Iterator[_Leg]:
-        most = min(self._store.plan.exchange_block_bytes, self._store.transit_buffer_bytes)
+        most = self._store.plan.exchange_block_bytes
+        if not self._store.device.shares_host:
+            most = min(most, self._store.transit_buffer_bytes)
         for owner, spans in self._others.items():
             for span in spans:
                 for done in range(span.start, span.start + span.nbytes, most):
