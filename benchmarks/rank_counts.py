@@ -19,7 +19,8 @@ few cores say little of a cluster, so these are counted, of a rank (mean over ra
                     number), summed over ranks, divided by the RAM of all plans
 
 With `--nodes 2` half of the ranks believe that they run on another node. `--plans` runs nothing: it says in
-how many seconds and bytes of RSS one rank of 8 or 64 is planned for, of models with 7B and 1T parameters.
+how many seconds and bytes of RSS one rank of 8 or 64 is planned for, of models with 7B and 1T parameters, and
+how many messages it will send in a step, with and without shared memory in a node (8 ranks).
 """
 
 from __future__ import annotations
@@ -268,6 +269,7 @@ def plan_alone(options: argparse.Namespace) -> None:
     from infinity.config import Budget, Precision
     from infinity.layout.shards import Share
     from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
+    from infinity.planning import network
     from infinity.ranks import SingleRank
 
     wide = DecoderConfig(width=25600, layers=128, heads=200, hidden=67584, vocabulary=32768)
@@ -277,7 +279,7 @@ def plan_alone(options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     (ranks,) = options.ranks
     began, before = time.perf_counter(), rss.read("VmRSS")
-    plan_for(
+    plan = plan_for(
         SingleRank("cpu", share=Share(0, ranks, 3, 8 if ranks > 8 else 0)),
         model,
         optimizer,
@@ -289,6 +291,8 @@ def plan_alone(options: argparse.Namespace) -> None:
     )
     found: dict[str, Any] = {"parameters": config.parameters, "seconds": time.perf_counter() - began}
     found["rss"] = rss.read("VmHWM") - before
+    if hasattr(network, "messages"):  # an older checkout has none
+        found["messages"] = {str(there): network.messages(plan, windows=there) for there in (False, True)}
     print(json.dumps(found))
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateFormat
+from infinity.layout.shards import spans
 from infinity.planning.placement import Kind
 from infinity.planning.plan_text import render
 from infinity.planning.predict import missing_share
@@ -113,6 +114,32 @@ def _crossings(plan: Plan, micro_batches: int) -> float:
 def _times(missing: float, micro_batches: int) -> float:
     """How often a parameter comes in a step, on average, if `missing` of all leave after each use."""
     return 1 + (2 * micro_batches - 1) * missing
+
+
+def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> float:
+    """Count the messages that a rank sends in a step at stage 3, as a mean over ranks, without those of
+    agreements and of the ends of backwards, a few for each other rank.
+
+    Each block of parameters takes a request and an answer. Each gradient is offered to each rank that owns a
+    range of it, and each of its blocks takes a request and an answer. windows: whether ranks copy parameters
+    from the RAM of their own node, which takes no message.
+    """
+    share, here = plan.share, plan.share.on_node or plan.share.ranks
+    most = plan.exchange_block_bytes
+    if not plan.unified:
+        most = min(most, plan.transit_buffer_bytes)
+    asked = offers = blocks = 0
+    for unit in plan.layout.units:
+        asked += sum(math.ceil(span.nbytes / most) for span in spans(unit, share.ranks))
+        for index, parameter in enumerate(unit.parameters):
+            owned = list(unit.owned(index)) if parameter.trainable else []
+            sizes = [each.numel * parameter.dtype.itemsize for each in owned]
+            offers += len(owned)
+            blocks += sum(math.ceil(nbytes / plan.exchange_block_bytes) for nbytes in sizes)
+    others = (share.ranks - here) / here if windows else share.ranks - 1
+    times = _times(missing_share(plan), micro_batches)
+    gradients = micro_batches * (share.ranks - 1) * (offers + 2 * blocks)
+    return (2 * times * others * asked + gradients) / share.ranks
 
 
 def rate_text(rate: float) -> str:

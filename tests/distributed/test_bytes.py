@@ -111,6 +111,19 @@ def test_each_page_is_gathered_as_often_as_it_comes(size: int, tmp_path: Path) -
     assert [each["fetches"] for each in by_case[cases[2]]] == [each["fetches"] for each in by_case[divided]]
 
 
+@each_size
+def test_a_step_takes_the_planned_messages(size: int, tmp_path: Path) -> None:
+    """Beside them, each rank tells each other one of two agreements a step and of the ends of backwards, and
+    the pages for a further step may come.
+    """
+    cases = [Case(name, 3, accumulate=n) for name in ("large", "decoder") for n in (1, 2)]
+    for case, ranks in launched("bytes_over_the_wire", cases, size, tmp_path).items():
+        sent = sum(found["messages"] for found in ranks) / size
+        planned = ranks[0]["planned messages"]
+        told = (size - 1) * (STEPS * (4 + case.accumulate) + 3)
+        assert STEPS * planned <= sent - told <= (STEPS + 1) * planned, case
+
+
 def test_rank_0_s_values_come_once(tmp_path: Path) -> None:
     cases = [Case("large", stage, steps=0) for stage in STAGES]
     for case, ranks in launched("bytes_over_the_wire", cases, 2, tmp_path).items():

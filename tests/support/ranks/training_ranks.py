@@ -31,6 +31,7 @@ from resumed_cases import (
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.formats.muon import Muon
+from infinity.planning.network import messages
 from infinity.planning.placement import Kind
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
@@ -213,12 +214,14 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     "received from": (rank, what it was, bytes).
     "fetches": bytes of each unit that this rank asked others for. "pages": bytes of each unit's parameter
     page, in the order of units. "owned", "trained": elements of gradients that this rank sums up, and that
-    the model has; "pieces", "all pieces": the numbers of pieces of both at stages 0 and 1.
+    the model has; "pieces", "all pieces": the numbers of pieces of both at stages 0 and 1. "messages": that
+    this rank sent in all steps and at their end; "planned messages": in a step.
     """
     with opened(case, place, directory) as (model, runtime):
         communicator = runtime._components.ranks
         layouts = runtime.plan.layout.units
         fetches = _counted_fetches(runtime)
+        started, planned = communicator.wire.traffic().messages_sent, messages(runtime.plan, case.accumulate)
         _steps(case, place, model, runtime)
         _land_all(runtime)
         rank = runtime.plan.share.rank
@@ -240,6 +243,8 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
         "pieces": sum(pieces),
         "trained": sum(numel for _, numel in ranges),
         "all pieces": len(pieces),
+        "messages": counters.messages_sent - started,
+        "planned messages": planned,
     }
 
 
