@@ -128,6 +128,8 @@ class SingleRank(Closing):
         self.share = share
         self.place = RankLocation(0, 0, 1) if place is None else place
         """The index of this rank on its node, and the number of ranks there."""
+        self.mates: Sequence[int] = ()
+        """The ranks of this node that read this rank's host arena, while this rank reads theirs."""
         self.meter = Meter()
         """The runtime's meter. It exists before the runtime, because ranks send bytes before."""
         self.lock = RuntimeLock()
@@ -380,6 +382,12 @@ class SingleStep:
 
     def stepped(self, updated: Callable[[], Sequence[int]]) -> None:
         """Note that a step has been decided. updated: function that returns the units it updates."""
+
+    def offer(self, unit: int) -> None:
+        """Let ranks of this node copy a unit's page by themselves, though user code has views of it.
+
+        Before user code may write to the page, `Store.settle_for_user` is called again.
+        """
 
     def updated_in_part(self, begun: bool) -> bool:
         """Whether a step that cannot be completed has updated, on any rank, some chunks of a unit and not its

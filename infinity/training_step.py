@@ -543,6 +543,7 @@ class TrainingStep:
             for unit in exposed:  # their parts of other ranks
                 parts.prefetch_engine.demand([unit], AccessKind.UPDATE)
                 parts.prefetch_engine.settle_for_user([unit])
+                self._ranks.offer(unit)
         parts.prefetch_engine.look_ahead()
 
     def _update_matrices(self) -> None:

@@ -49,7 +49,7 @@ Board::Entry* Board::entry(std::uint64_t index) const {
 
 void Board::open(std::uint64_t index, const Stamp& stamp, std::uint64_t offset) {
     Entry& entry = *this->entry(index);
-    if (load(entry.changes) % 2 != 0 && load(entry.offset) == offset && entry.has(stamp)) return;
+    if (load(entry.offset) == offset && is_open(index, stamp)) return;
     close(index);
     store(entry.offset, offset);
     for (std::size_t at = 0; at < stamp.size(); ++at) store(entry.stamp[at], stamp[at]);
@@ -63,6 +63,11 @@ void Board::close(std::uint64_t index) {
     if (changes % 2 == 0) return;
     store(entry.changes, changes + 1);
     __atomic_thread_fence(__ATOMIC_RELEASE);  // before the bytes change
+}
+
+bool Board::is_open(std::uint64_t index, const Stamp& stamp) const {
+    const Entry& entry = *this->entry(index);
+    return load(entry.changes) % 2 != 0 && entry.has(stamp);
 }
 
 bool Board::copy(std::uint64_t index, const Stamp& stamp, const Region& window, std::uint64_t start,

@@ -37,6 +37,9 @@ class Board {
     // Closes an entry, if it is open. Call it before the bytes change. Throws std::out_of_range.
     void close(std::uint64_t index);
 
+    // Whether an entry is open with this stamp. Throws std::out_of_range.
+    bool is_open(std::uint64_t index, const Stamp& stamp) const;
+
     // Copies `nbytes` bytes from byte `start` of an entry to `into`. `window` is the shared memory
     // of the board's process. Returns whether the entry was open with this stamp all the time; if
     // not, `into` has undefined bytes. Throws std::out_of_range, also for bytes beyond the window.

@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import NodeCache, RemoteParts
 from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.whole_gradients import WholeGradients
+from infinity.distributed.windows import Told, Windows, wanted
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
 from infinity.layout.chunks import Division
@@ -68,6 +69,7 @@ class Communicator(SingleRank):
         self.liveness = Liveness(self.ranks, self.failure_event)
         self.barrier = Barrier(self.ranks, self.wire)
         self.service_thread = ServiceThread(self.wire, self.lock, self.liveness)
+        self._windows = Windows() if wanted() else None
         self._closed = False
         self._alone = False
         """Whether this rank has left without waiting for the others."""
@@ -144,14 +146,17 @@ class Communicator(SingleRank):
         return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
-        """Set `place`, `share.on_node` and `met`. All ranks call this.
+        """Set `place`, `share.on_node`, `met` and `mates`. All ranks call this.
 
         If the launcher's environment names the node of every rank, ranks are grouped by these nodes, else by
         the machines on which they run.
         """
         given = launcher.location()
         node = None if given is None else given.node
-        heard = self.agree("offload()", machine=machine.identity(), node=node, clock=time.time_ns())
+        board = None if self._windows is None else self._windows.tell_board()
+        heard = self.agree(
+            "offload()", machine=machine.identity(), node=node, clock=time.time_ns(), board=board
+        )
         self.met = heard[0]["clock"]
         told = [heard[rank] for rank in range(self.ranks.size)]
         key = "machine" if any(each["node"] is None for each in told) else "node"
@@ -162,6 +167,20 @@ class Communicator(SingleRank):
         )
         self.place = given or found
         self.share = replace(self.share, on_node=_on_each(nodes))
+        near = [rank for rank, each in heard.items() if nodes[rank] == mine and each["board"] is not None]
+        here = [rank for rank in near if heard[rank]["machine"] == told[self.ranks.rank]["machine"]]
+        self._find_mates({rank: heard[rank]["board"] for rank in here if rank != self.ranks.rank})
+
+    def _find_mates(self, boards: Mapping[int, Told]) -> None:
+        """Set `mates`: those ranks of this node of which each reads the other's board. All ranks call this.
+
+        boards: rank of this node -> its board.
+        """
+        reads = [] if self._windows is None else self._windows.read_boards(boards)
+        readers = self.gather("offload()", reads)
+        self.mates = [rank for rank in reads if self.ranks.rank in readers[rank]]
+        if self._windows is not None:
+            self._windows.meet(self.mates)
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -171,7 +190,8 @@ class Communicator(SingleRank):
     def agreed_plan(
         self, budget: Budget, draft: Callable[[Division | None], Plan], adopts: Callable[[Plan], bool]
     ) -> Plan:
-        return agreed_plan(self, budget, draft, adopts=adopts)
+        found = agreed_plan(self, budget, draft, adopts=adopts)
+        return replace(found, mates=(self.place.ranks - 1, len(self.mates)))
 
     def name_of_run(self) -> str:
         found: str = self.gather("offload()", uuid.uuid4().hex)[0]
@@ -179,7 +199,7 @@ class Communicator(SingleRank):
 
     def remote_pages(self, room: Pool | None) -> RemoteParts:
         cache = None if room is None else NodeCache(self.wire, room)
-        self.remote = RemoteParts(self.wire, self.share, cache)
+        self.remote = RemoteParts(self.wire, self.share, cache, self._windows if self.mates else None)
         return self.remote
 
     def exchange(self, label: str, give: Give) -> Exchange:
@@ -242,9 +262,23 @@ class Communicator(SingleRank):
                 engine=parts.prefetch_engine,
                 gradients=parts.gradients,
             )
+        self._open_windows(parts)
+        service.offer()
         drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
         self.service_thread.attach(service, step, remote.cache, drive)
         return step
+
+    def _open_windows(self, parts: Components) -> None:
+        """Let ranks of this node read this rank's host arena, and read theirs. All ranks call this."""
+        told = None
+        if self._windows is not None and self.mates:
+            told = self._windows.tell_arena(parts.store.host, parts.pages)
+        heard = self.gather("offload()", told)
+        if self._windows is not None and self.mates:
+            self._windows.read_arenas(heard)
+        self.gather("offload()", None)
+        if told is not None:
+            parts.store.host.region.close_descriptor()
 
     def close(self) -> None:
         if self._closed:
@@ -261,6 +295,8 @@ class Communicator(SingleRank):
         if not ended:
             self.ranks.hang_up()
             self.wire.close()
+        if self._windows is not None:
+            self._windows.close()
         self.ranks.close(orderly=orderly and self.failure_event.failure is None)
 
 

@@ -76,7 +76,9 @@ class MessageKind(enum.IntEnum):
     updates that its own rank commit still needs.
     """
     REDIRECT = 20
-    """Fields: the delivery's number. The sender has no room to relay the bytes: their owner must be asked."""
+    """Fields: the delivery's number. The sender has no room to relay the bytes, so their owner must be asked;
+    or they are its own and at home now, so that the receiver can copy them by itself.
+    """
 
 
 class What(enum.IntEnum):

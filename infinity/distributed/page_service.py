@@ -2,7 +2,8 @@
 
 A request names bytes of this rank's part of a page, and the number of the step after which they are wanted.
 The service waits until this rank has decided that step, completes the unit's update, and sends the bytes from
-the page's home: straight from there if the home is in RAM, else through a buffer of the exchange.
+the page's home: straight from there if the home is in RAM, else through a buffer of the exchange. A rank of
+the same node is told instead that it can copy them by itself (infinity/distributed/windows.py).
 
 Only bytes at home are sent: user code may change the model's memory at any time.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.message import What
+from infinity.distributed.message import MessageKind, What
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.transfers import Dispatch
 from infinity.distributed.wire import Wire
@@ -47,9 +48,10 @@ class _Request:
     step: int
     unit: int
     fields: tuple[Any, ...]
-    """For a parameter page: offset from its start, number of bytes, and the asking rank's version of it. For
-    states: the index of a parameter, the name of an array, first element, number of elements. For a gradient:
-    the index of a parameter, first element, number of elements.
+    """For a parameter page: offset from its start, number of bytes, the asking rank's version of it, and 1 if
+    that rank copies the bytes by itself when they are at home, else 0. For states: the index of a parameter,
+    the name of an array, first element, number of elements. For a gradient: the index of a parameter, first
+    element, number of elements.
     """
 
 
@@ -93,6 +95,12 @@ class PageService:
 
     def start(self) -> None:
         self._thread.start()
+
+    def offer(self, units: Sequence[int] | None = None) -> None:
+        """Let ranks of this node copy those pages of `units`, or of all, that are up to date at home."""
+        for unit in range(len(self._pages)) if units is None else units:
+            if self._scheduler is None or not self._scheduler.pending(unit):
+                self._remote.offer(self._pages[unit])
 
     def stop(self) -> None:
         """End the thread, and wait for it. Requests that are still queued are not answered."""
@@ -147,10 +155,17 @@ class PageService:
                 return
             home, places = self._places(request)
             memory = self._kept(request)
-            if memory is None and home.in_place and len(places) == 1:
+            at_home = memory is None and home.in_place and len(places) == 1
+            if at_home:
                 ((offset, nbytes),) = places
                 home.settle(offset, offset + nbytes, writing=False)
-                memory = home.view(offset, nbytes)
+            if self._copies(request, at_home=at_home):
+                self._wire.post(request.source, MessageKind.REDIRECT, request.number)
+                return
+            if request.what is What.PARAMETERS:
+                self._remote.served(request.source, self._pages[request.unit], *request.fields[:2])
+            if at_home:
+                memory = home.view(*places[0])
             if memory is not None:
                 dispatch = self._deliver(request, memory)
                 if request.what is What.PARAMETERS and self._pages[request.unit].permanent:
@@ -185,7 +200,13 @@ class PageService:
         if request.what is not What.PARAMETERS:
             return None
         start, nbytes = request.fields[:2]
-        return self._remote.kept(request.source, self._pages[request.unit], start, nbytes)
+        return self._remote.kept(self._pages[request.unit], start, nbytes)
+
+    def _copies(self, request: _Request, *, at_home: bool) -> bool:
+        """Whether the asking rank can copy the wanted bytes by itself. at_home: as for RemoteParts.offer."""
+        if request.what is not What.PARAMETERS or not request.fields[3]:
+            return False
+        return self._remote.offer(self._pages[request.unit], at_home=at_home)
 
     def _has_edits(self, request: _Request) -> bool:
         """Whether the home has all edits that the asking rank has made."""

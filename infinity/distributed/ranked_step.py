@@ -479,7 +479,11 @@ class RankedStep(SingleStep):
     def stepped(self, updated: Callable[[], Sequence[int]]) -> None:
         self._remote.step += 1
         self._engine.stepped(updated())
+        self._service.offer()
         self._service.stepped()
+
+    def offer(self, unit: int) -> None:
+        self._service.offer([unit])
 
     def _name(self, unit: int, parameter: int) -> str:
         return self._pages[unit].layout.parameters[parameter].names[0]

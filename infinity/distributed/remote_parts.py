@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,13 +26,15 @@ import torch
 
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
+from infinity.distributed.windows import Stamp, Windows
 from infinity.distributed.wire import Wire
+from infinity.errors import InfinityError
 from infinity.layout.chunks import OwnedRange
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.remote import RemotePages
 from infinity.tiers import Pool
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import ARRIVED, Transfer
 
 
 class Wanted(NamedTuple):
@@ -48,10 +51,17 @@ class Wanted(NamedTuple):
     version: int
     """Edit version of the page."""
 
+    @property
+    def stamp(self) -> Stamp:
+        return self.step, self.loads, self.version
 
-def asked(wanted: Wanted) -> tuple[int, ...]:
-    """Return the fields of the message that requests the bytes `wanted` from their owner."""
-    return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version
+
+def asked(wanted: Wanted, *, copies: bool = False) -> tuple[int, ...]:
+    """Return the fields of the message that requests the bytes `wanted` from their owner.
+
+    copies: whether the asking rank copies the bytes by itself, if the owner answers that they are at home.
+    """
+    return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version, int(copies)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,8 +197,12 @@ class NodeCache:
 class RemoteParts(RemotePages):
     """Fetches the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
 
-    def __init__(self, wire: Wire, share: Share, cache: NodeCache | None = None) -> None:
-        """cache: keeps parameters of other nodes; None: each rank asks the owners itself."""
+    def __init__(
+        self, wire: Wire, share: Share, cache: NodeCache | None = None, windows: Windows | None = None
+    ) -> None:
+        """cache: keeps parameters of other nodes; None: each rank asks the owners itself. windows: to the RAM
+        of ranks of this node; None: these are asked, too.
+        """
         self.step = 0
         self._loads = 0
         """Number of copies of runs loaded so far."""
@@ -203,9 +217,12 @@ class RemoteParts(RemotePages):
         self._wire = wire
         self._share = share
         self.cache = cache
+        self._windows = windows
 
     def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
         wanted = Wanted(self.step, self._loads, page.index, start, into.nbytes, page.version)
+        if self._windows is not None and self._windows.reads(owner) and self._wire.failure is None:
+            return self._copy(self._windows, owner, page, wanted, into)  # a dead rank's RAM is still there
         relay = owner if self.cache is None else self._share.relay(owner)
         if relay == owner:
             return self._ask(owner, wanted, into)
@@ -218,9 +235,55 @@ class RemoteParts(RemotePages):
 
         return self._expect(relay, What.RELAYED, page.index, into, owner, *wanted, instead=instead)
 
-    def _ask(self, owner: int, wanted: Wanted, into: torch.Tensor, **options: Any) -> Delivery:
-        """Request the `wanted` bytes of a parameter page from their owner. options: for `Wire.expect`."""
-        return self._expect(owner, What.PARAMETERS, wanted.unit, into, *asked(wanted), **options)
+    def _copy(
+        self, windows: Windows, owner: int, page: ParameterPage, wanted: Wanted, into: torch.Tensor
+    ) -> Transfer:
+        """Copy bytes that a rank of this node owns. If they are not at home there, ask the owner, and copy
+        them when it answers that they are.
+        """
+
+        def copied() -> bool:
+            began = time.perf_counter_ns()
+            if not windows.copy(owner, page, wanted.stamp, wanted.start, into):
+                return False
+            self._wire.copied(owner, What.PARAMETERS.label, wanted.unit, into.nbytes, began)
+            return True
+
+        def at_home(first: Delivery) -> None:
+            try:
+                if copied():
+                    first.end()
+                else:  # the owner has changed them again
+                    self._ask(owner, wanted, into, told=lambda second: first.end(second.failure))
+            except InfinityError as error:
+                first.end(error)
+
+        return ARRIVED if copied() else self._ask(owner, wanted, into, instead=at_home)
+
+    def offer(self, page: ParameterPage, *, at_home: bool = True) -> bool:
+        """Let ranks of this node copy this rank's part of a page by themselves, if they can. Returns whether
+        they can.
+
+        at_home: whether the page's home has the values after the last step, no update of it is under way, and
+        no user code may change it. If not, nothing is allowed that is not allowed already.
+        """
+        if self._windows is None:
+            return False
+        stamp = self.step, self._loads, page.home_version
+        return self._windows.offers(page, stamp) or (at_home and self._windows.offer(page, stamp))
+
+    def _ask(
+        self,
+        owner: int,
+        wanted: Wanted,
+        into: torch.Tensor,
+        *,
+        instead: Callable[[Delivery], object] | None = None,
+        told: Callable[[Delivery], None] | None = None,
+    ) -> Delivery:
+        """Request the `wanted` bytes of a page from their owner. instead, told: for `Wire.expect`."""
+        fields = asked(wanted, copies=instead is not None)
+        return self._expect(owner, What.PARAMETERS, wanted.unit, into, *fields, instead=instead, told=told)
 
     def replaced(self) -> None:
         self._loads += 1
@@ -252,23 +315,27 @@ class RemoteParts(RemotePages):
         unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
         self._sending[page.index] = [*unfinished, dispatch]
 
-    def kept(self, source: int, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
+    def kept(self, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
         """Return the copy of bytes of this rank's part that `keep` made for other ranks, or None.
 
-        source: the rank that fetches these bytes now. start: bytes from the start of the page.
+        start: bytes from the start of the page.
         """
-        found = None
         for each, copy in self._kept.get(page.index, ()):
             at = start - each.page_start
             if 0 <= at < each.nbytes:
-                found = copy[at : at + nbytes]
+                return copy[at : at + nbytes]
+        return None
+
+    def served(self, source: int, page: ParameterPage, start: int, nbytes: int) -> None:
+        """Note that bytes of this rank's part are sent to the rank `source`. Copies that no rank will fetch
+        any more are dropped. Ranks that copy the bytes by themselves are not noted.
+        """
         if page.index in self._unserved and (source, page.index, start) not in self._served:
             self._served.add((source, page.index, start))
             self._unserved[page.index] -= nbytes
             if not self._unserved[page.index]:
                 del self._unserved[page.index]
                 self._kept.pop(page.index, None)
-        return found
 
     def state(self, unit: int, parameter: int, name: str, wanted: OwnedRange, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")

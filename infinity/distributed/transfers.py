@@ -118,7 +118,7 @@ class Delivery(_Transfer):
             return super().wait(timeout)
 
     def end(self, failure: InfinityError | None = None) -> None:
-        self.into = ()
+        self.into, self.instead = (), None  # both keep memory
         super().end(failure)
 
 

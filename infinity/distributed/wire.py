@@ -37,6 +37,8 @@ class Traffic:
     sent: Counter[str] = field(default_factory=Counter)
     received_from: Counter[tuple[int, str]] = field(default_factory=Counter)
     """(rank that sent them, label) -> bytes."""
+    copied: Counter[str] = field(default_factory=Counter)
+    """Label -> those bytes of `received_from` that this rank has copied itself from RAM of other ranks."""
     messages_sent: int = 0
     messages_received: int = 0
 
@@ -141,7 +143,7 @@ class Wire:
         """Return a copy of the counters. Bytes sent are counted when the peer has taken them."""
         with self._lock:
             mine = self._traffic
-            counters = Counter(mine.sent), Counter(mine.received_from)
+            counters = Counter(mine.sent), Counter(mine.received_from), Counter(mine.copied)
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
     def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
@@ -251,6 +253,13 @@ class Wire:
             if self._closed:
                 raise ConfigError("The wire is closed.", "Use the runtime before its close().")
             self._lines[peer].put(parcel)
+
+    def copied(self, peer: int, label: str, unit: int, nbytes: int, began: int) -> None:
+        """Count bytes that this rank has copied itself from a peer's RAM. began: perf_counter_ns()."""
+        self.meter.crossed(f"from rank {peer}", label, unit, nbytes, began)
+        with self._lock:
+            self._traffic.received_from[peer, label] += nbytes
+            self._traffic.copied[label] += nbytes
 
     # --- told by the lines --------------------------------------------------------------------------------
     # The meter is told first: whoever finds a payload counted or ended finds it in the timeline, too.

@@ -352,6 +352,8 @@ class ChunkUpdate:
         awaited: whether the caller is about to wait for the ticket and take part in the computation then.
         Raises the error by which the gradient was lost on its way down from a device.
         """
+        if self.page.home.in_place:
+            self.page.home.withdraw(self._home_start, self._home_start + self.parameter_bytes)
         if self.in_ram:
             self._take_at_home()
         ledger = self._store.ledger

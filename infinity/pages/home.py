@@ -47,6 +47,10 @@ class InFlightRequest:
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
 
 
+def _nothing(start: int, end: int) -> None:
+    """Do nothing: the default of `Home.withdraw`."""
+
+
 @dataclass(slots=True, eq=False)
 class Home:
     """The place where a page rests: a range of bytes in one tier, and the requests in flight over it."""
@@ -68,6 +72,10 @@ class Home:
     describe: Callable[[int], str] | None = None
     """Function from an offset in the home to words for what lies in the 4096 bytes from there, for errors. It
     must not refer to the home, which would never be freed then.
+    """
+    withdraw: Callable[[int, int], object] = _nothing
+    """Function to be called before bytes [start, end) of `memory` change: other processes may copy them until
+    then.
     """
     failure: InfinityError | None = None
     in_flight: list[InFlightRequest] = field(default_factory=list)

@@ -57,18 +57,20 @@ class Store:
         others: int = 0,
         adopted: VolumeRecord | None = None,
         locks: Mapping[Path, PathLock] | None = None,
+        shared: bool = False,
     ) -> None:
         """plan, budget: give the bytes of every tier and pool, and the directories on NVMe. meter: counts the
         bytes moved and the waits. others: bytes on the device that this process uses outside the budget.
         adopted: the slabs of a commit, which become the slabs of this run; None: new slabs. locks: directory
-        -> its lock, for directories that the caller has locked already.
+        -> its lock, for directories that the caller has locked already. shared: whether other processes read
+        the host arena.
         """
         self.plan = plan
         self.meter = meter
         self._opened: list[Home] = []
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
         with contextlib.ExitStack() as cleanup:
-            self.host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device))
+            self.host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device, shared=shared))
             self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
             cleanup.callback(self.device.close)
             if plan.device.type == "cuda":
@@ -308,6 +310,7 @@ class Store:
         if home.in_place:
             if durable:
                 self.ledger.settle(home.parts.over(offset, offset + source.nbytes))
+            home.withdraw(offset, offset + source.nbytes)
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)
@@ -433,6 +436,7 @@ class Store:
         """Wait until no flush and no write of the pending commit reads the memory of a page, so that user
         code may change the page there.
         """
+        home.withdraw(0, home.nbytes)
         self.ledger.settle(home.parts)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)

@@ -101,6 +101,10 @@ class Plan(Placement):
     """Bytes of host RAM in which this rank keeps parameters of other nodes for the ranks of its node; 0 if
     each rank of the node asks for its own.
     """
+    mates: tuple[int, int] | None = field(default=None, compare=False)
+    """(number of other ranks on this node, how many of them this rank copies parameters from, without their
+    help); None where the ranks have not met.
+    """
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
     """Function (budget of the tier that computes, in bytes) that makes a plan with otherwise the same inputs,
     or returns None if the model does not fit.

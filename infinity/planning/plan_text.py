@@ -57,6 +57,12 @@ def _notes(plan: Plan) -> Iterator[str]:
         line += f" · {format_size(plan.exchange_bytes)} of working in RAM are exchange buffers"
         cache = f", {format_size(plan.node_cache_bytes)} a cache of other nodes' parameters"
         yield line + cache * bool(plan.node_cache_bytes)
+        asked = 0 if plan.mates is None else plan.mates[0] - plan.mates[1]
+        if asked:
+            yield (
+                f"parameters of {asked} ranks of this node come by messages, because this rank cannot read "
+                "their RAM: they have another user or container, or INFINITY_WINDOWS=0"
+            )
     if plan.updated_on_device:
         trained = plan.page_sizes[Kind.GRADIENT]
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)

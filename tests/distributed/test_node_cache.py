@@ -114,7 +114,7 @@ def test_a_redirected_rank_asks_the_owner() -> None:
     assert bool((into == 4).all())
     assert wire.posted == [
         (0, MessageKind.REQUEST, 7, What.RELAYED, 2, 0, 0, 5, 4096, PAGE, 3),
-        (2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 4096, PAGE, 3),
+        (2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 4096, PAGE, 3, 0),
     ]
 
 
@@ -184,7 +184,7 @@ def test_all_who_ask_get_what_came_once(wire: _Wire, cache: NodeCache) -> None:
     cache.requested(1, 11, 2, *wanted(5))
     landing = cache.fetch(2, wanted(5), mine)
     cache.requested(3, 12, 2, *wanted(5))
-    assert wire.posted == [(2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 0, PAGE, 0)]
+    assert wire.posted == [(2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 0, PAGE, 0, 0)]
     assert landing is not None and not landing.done() and not wire.delivered
     wire.bring(9)
     landing.wait()
@@ -202,7 +202,7 @@ def test_other_steps_and_edits_are_other_bytes(wire: _Wire, cache: NodeCache) ->
         cache.fetch(2, asked, memory())
         wire.bring(1)
     cache.fetch(2, wanted(5, step=1, version=1), memory())
-    assert [(step, version) for _, _, _, _, step, *_, version in wire.posted] == [(0, 0), (1, 0), (1, 1)]
+    assert [(step, version) for _, _, _, _, step, *_, version, _ in wire.posted] == [(0, 0), (1, 0), (1, 1)]
 
 
 def test_what_was_used_longest_ago_makes_room(wire: _Wire, cache: NodeCache) -> None:

@@ -12,6 +12,8 @@ import training_ranks
 from ranked_cases import Case
 from timelines import Event, check_rows, crossings, load, rows_of
 
+from infinity.distributed.windows import VARIABLE
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str, Any]]]:
@@ -22,8 +24,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, list[dict[str,
         Case("mlp", 1),
         Case("mlp", 0),
     ]
-    directory = tmp_path_factory.mktemp("timelines")
-    ranks = training_ranks.launch("bytes_in_timelines", cases, 2, directory, timeout=120.0)
+    return recorded(cases, tmp_path_factory.mktemp("timelines"), {VARIABLE: "0"})
+
+
+def recorded(
+    cases: list[Case], directory: Path, environment: dict[str, str]
+) -> dict[Case, list[dict[str, Any]]]:
+    """The timelines of two ranks."""
+    nodes = [environment] * 2
+    ranks = training_ranks.launch("bytes_in_timelines", cases, 2, directory, timeout=120.0, nodes=nodes)
     for each in ranks:
         for one in each:
             assert isinstance(one, dict), one
@@ -68,6 +77,14 @@ def test_what_one_rank_gets_the_other_has_sent(found: dict[Case, list[dict[str, 
         for rank, each in enumerate(ranks):
             sent = crossings(ranks[1 - rank]["events"], "to", rank)
             assert told(crossings(each["events"], "from", 1 - rank)) == told(sent), case
+
+
+def test_what_a_rank_copies_itself_comes_from_the_other_one(tmp_path: Path) -> None:
+    for ranks in recorded([Case("mlp", 2)], tmp_path, {}).values():
+        for rank, each in enumerate(ranks):
+            came = crossings(each["events"], "from", 1 - rank)
+            assert summed(came, "what") == each["from"] and each["from"]["parameters"]
+            assert set(summed(crossings(each["events"], "to", 1 - rank), "what")) == {"gradients"}
 
 
 def test_waits_for_other_ranks_stand_among_the_waits(found: dict[Case, list[dict[str, Any]]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import itertools
 import json
 import os
 import traceback
@@ -30,6 +31,7 @@ from resumed_cases import (
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
+from infinity.distributed.windows import Windows
 from infinity.formats.muon import Muon
 from infinity.planning.network import messages
 from infinity.planning.placement import Kind
@@ -116,6 +118,20 @@ def training_on_unequal_devices() -> list[Any]:
     if os.environ["RANK"] == "1":
         iteration: Any = Muon._orthogonal
         Muon._orthogonal = lambda self, matrix: iteration(self, matrix) * (1 + 2**-7)  # type: ignore[method-assign]
+    return training()
+
+
+def training_with_failing_copies() -> list[Any]:
+    """As `training`, but of two copies from another rank's RAM, one fails and has written other bytes."""
+    copy, numbers = Windows.copy, itertools.count()
+
+    def fails(self: Windows, *wanted: Any) -> bool:
+        if next(numbers) % 2:
+            wanted[-1].fill_(255)
+            return False
+        return copy(self, *wanted)
+
+    Windows.copy = fails  # type: ignore[method-assign]
     return training()
 
 
@@ -236,6 +252,7 @@ def traffic(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     return {
         "received": dict(counters.received),
         "sent": dict(counters.sent),
+        "copied": dict(counters.copied),
         "received from": [[*sent, nbytes] for sent, nbytes in counters.received_from.items()],
         "fetches": fetches,
         "pages": [unit.nbytes for unit in layouts],
@@ -278,7 +295,8 @@ def _settled_traffic(runtime: Any) -> Any:
     wire = communicator.wire
     _land_all(runtime)
     communicator.agree("nothing is asked for")
-    mine = sum(wire.traffic().received.values())
+    traffic = wire.traffic()
+    mine = sum(traffic.received.values()) - sum(traffic.copied.values())
     other = communicator.agree("all has come", received=mine)[wire.peers[0]]["received"]
     communicator.failure_event.wait_for(lambda: sum(wire.traffic().sent.values()) == other)
     found = wire.traffic()

@@ -1,0 +1,156 @@
+"""Model of a rank that copies from another one's RAM, in which all orders of events are tried.
+
+It has what infinity/distributed/windows.py, remote_parts.py and page_service.py do without bytes and threads.
+The owner's page has two halves, which it changes one after the other. A mate wants the page as it is after a
+change, looks at the board, copies the halves one after the other, and looks again, or asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+CHANGES = 2
+"""Number of times that the owner changes its page: an update or an edit."""
+
+
+class State(NamedTuple):
+    """The state of both ranks. A number of changes is the stamp of the page that has them."""
+
+    at: int = 0
+    """Events of the owner's program that have happened."""
+    page: tuple[int, int] = (0, 0)
+    """Number of changes that each half of the page has."""
+    stamp: int = 0
+    counts: int = 1
+    """Times that the entry was opened or closed: it is open if odd."""
+    requests: tuple[tuple[int, bool], ...] = ()
+    """(wanted stamp, whether the mate copies) of requests that the owner has not answered."""
+    answers: tuple[tuple[int, int] | None, ...] = ()
+    """Bytes that are on their way to the mate, or None: it can copy them."""
+    wanted: int = 0
+    doing: str = "look"
+    """What the mate does next: "look", "copy 0", "copy 1", "look again", "await", or "got"."""
+    again: bool = False
+    """Whether the mate has been told that it can copy."""
+    seen: int = 0
+    """The count that the mate has seen at its first look."""
+    copied: tuple[int, int] = (0, 0)
+    dead: bool = False
+
+
+class Model:
+    """The events of the two ranks."""
+
+    change = ("close", "write 0", "write 1", "open")
+    """What the owner does to change its page. It answers requests before and after, not meanwhile."""
+
+    def owner(self, state: State) -> Iterator[State]:
+        """What may happen next on the owner's side."""
+        if state.dead:
+            return
+        between = state.at % len(self.change) == 0
+        if state.requests and between and state.requests[0][0] <= state.page[0]:
+            wanted, copies = state.requests[0]
+            here = state._replace(requests=state.requests[1:])
+            if copies and state.counts % 2 and state.stamp == wanted:
+                yield here._replace(answers=(None,))
+            else:  # its present bytes, or a copy that it has kept
+                yield here._replace(answers=((wanted, wanted),))
+        if state.at < CHANGES * len(self.change):
+            yield self.changed(state._replace(at=state.at + 1), self.change[state.at % len(self.change)])
+
+    def changed(self, state: State, what: str) -> State:
+        number = 1 + (state.at - 1) // len(self.change)
+        if what == "close":
+            return state._replace(counts=state.counts + 1)
+        if what == "open":
+            return state._replace(counts=state.counts + 1, stamp=number)
+        page = [*state.page]
+        page[int(what[-1])] = number
+        return state._replace(page=(page[0], page[1]))
+
+    def mate(self, state: State) -> Iterator[State]:
+        """What may happen next on the mate's side."""
+        what = state.doing
+        if what == "look":
+            is_open = state.counts % 2 == 1 and state.stamp == state.wanted
+            yield state._replace(seen=state.counts, doing="copy 0") if is_open else self.asking(state)
+        elif what.startswith("copy"):
+            half = int(what[-1])
+            copied = [*state.copied]
+            copied[half] = state.page[half]
+            yield state._replace(copied=(copied[0], copied[1]), doing="look again" if half else "copy 1")
+        elif what == "look again":
+            yield state._replace(doing="got") if self.unchanged(state) else self.asking(state)
+        elif what == "await" and state.answers:
+            (answer,) = state.answers
+            here = state._replace(answers=(), again=True)
+            yield here._replace(doing="look") if answer is None else here._replace(copied=answer, doing="got")
+        elif what == "got" and state.wanted < CHANGES:
+            yield state._replace(wanted=state.wanted + 1, doing="look", again=False)
+
+    def asking(self, state: State) -> State:
+        """The mate asks for the bytes. The second time, it has the owner send them."""
+        return state._replace(requests=(*state.requests, (state.wanted, not state.again)), doing="await")
+
+    def unchanged(self, state: State) -> bool:
+        return state.counts == state.seen
+
+
+def check(model: Model, *, deaths: bool = False) -> int:
+    """Try all orders of events, and check what the mate gets. Returns the number of states."""
+    found, frontier = {State()}, [State()]
+    while frontier:
+        state = frontier.pop()
+        following = [*model.owner(state), *model.mate(state)]
+        if deaths and not state.dead:
+            following.append(state._replace(dead=True))
+        assert state.doing != "got" or state.copied == (state.wanted,) * 2, "the mate got other bytes"
+        ended = state.doing == "got" and state.wanted == CHANGES
+        # The failure event ends the wait for a rank that is dead.
+        assert following or ended or (state.dead and state.doing == "await"), "the mate waits for ever"
+        for each in following:
+            if each not in found:
+                found.add(each)
+                frontier.append(each)
+    return len(found)
+
+
+@pytest.mark.parametrize("deaths", [False, True])
+def test_a_mate_gets_what_it_wants_in_every_order(deaths: bool) -> None:
+    assert check(Model(), deaths=deaths) > 100
+
+
+class LooksOnce(Model):
+    """A mate that does not look at the entry again after its copy."""
+
+    def unchanged(self, state: State) -> bool:
+        return True
+
+
+class LooksForOpen(Model):
+    """A mate whose second look is for an open entry with its stamp, whatever has happened meanwhile."""
+
+    def unchanged(self, state: State) -> bool:
+        return state.counts % 2 == 1
+
+
+class ClosesLate(Model):
+    """An owner that begins to change its page before it closes the entry."""
+
+    change = ("write 0", "close", "write 1", "open")
+
+
+class OpensEarly(Model):
+    """An owner that opens its entry before all bytes are there."""
+
+    change = ("close", "write 0", "open", "write 1")
+
+
+@pytest.mark.parametrize("kind", [LooksOnce, LooksForOpen, ClosesLate, OpensEarly])
+def test_the_model_notices_a_mistake(kind: type[Model]) -> None:
+    with pytest.raises(AssertionError, match="the mate got other bytes"):
+        check(kind())

@@ -1,0 +1,161 @@
+"""Tests of windows: ranks of a node copy parameters from each other's RAM, or send messages."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rank_processes
+import torch
+import training_ranks
+from ranked_cases import Case
+
+from infinity.distributed.windows import VARIABLE, Windows, wanted
+from infinity.errors import ConfigError
+from infinity.layout.shards import HomeRange, Span
+from infinity.pages.home import Home
+from infinity.tiers import HostArena, Tier
+
+CASES = (
+    Case("decoder", 3, accumulate=2, clip=0.05, generates=True),
+    Case("mlp", 3, accumulate=2, update="eager", declared=True),
+    Case("mlp", 3, home="host", states="int8"),
+    Case("decoder", 2, home="nvme", compute="bf16"),
+    Case("mlp", 1, home="host"),
+)
+"""Cases that test_bits.py has with windows."""
+OFF = {VARIABLE: "0"}
+PAGE = 4096
+
+
+def test_messages_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    training_ranks.check_bits(CASES, 2, tmp_path, nodes=[OFF] * 2)
+
+
+def test_copies_that_fail_are_asked_for(tmp_path: Path) -> None:
+    training_ranks.check_bits(CASES, 2, tmp_path, function="training_with_failing_copies")
+
+
+def test_a_rank_without_windows_among_others(tmp_path: Path) -> None:
+    training_ranks.check_bits(CASES[:1], 4, tmp_path, nodes=[OFF, {}, {}, {}])
+
+
+@pytest.mark.parametrize("home", ["unified", "host", "nvme"])
+def test_what_rests_in_ram_is_copied_and_all_else_is_asked_for(home: str, tmp_path: Path) -> None:
+    """Other bytes than those of parameters always come by messages."""
+    for nodes in ([], [OFF] * 2):
+        cases = [Case("even", stage, home=home) for stage in (1, 2, 3)]
+        found = training_ranks.launch("bytes_over_the_wire", cases, 2, tmp_path, timeout=200.0, nodes=nodes)
+        for case, ranks in zip(cases, found, strict=True):
+            for each in ranks:
+                copied = {} if nodes or home == "nvme" else {"parameters": each["received"]["parameters"]}
+                assert each["received"]["parameters"] == sum(each["fetches"]) > 0
+                assert each["copied"] == copied, case
+
+
+def test_the_plan_says_when_ranks_of_a_node_send_messages() -> None:
+    on, off = (
+        rank_processes.run("window_ranks.py", "plans", size=2, environment={VARIABLE: each})
+        for each in ("1", "0")
+    )
+    line = "parameters of 1 ranks of this node come by messages"
+    assert all(line not in each.result for each in on)
+    assert all(line in each.result for each in off)
+
+
+def test_a_rank_dies_while_others_copy_from_it() -> None:
+    *others, dead = rank_processes.run("window_ranks.py", "dying", size=3)
+    assert dead.code == -signal.SIGKILL
+    for each in others:
+        times, copied = each.result or (0, 0)
+        assert times and copied, each.text
+
+
+def test_an_unknown_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wanted()
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ConfigError, match=VARIABLE):
+        wanted()
+
+
+class Pair:
+    """Two ranks of one process. Rank 0 owns the first half of a page of two blocks, rank 1 the second."""
+
+    def __init__(self) -> None:
+        self.arenas = [HostArena(8 * PAGE, shared=True) for _ in range(2)]
+        self.windows = [Windows() for _ in range(2)]
+        self.pages: list[Any] = []
+        for rank, arena in enumerate(self.arenas):
+            memory = arena.pool("homes", 4 * PAGE).lease(PAGE).residency().fill_(rank + 1)
+            other = 1 - rank
+            shard = SimpleNamespace(
+                own=(HomeRange(rank * PAGE, 0, PAGE),),
+                others={other: (Span(other, other * PAGE, PAGE, 0),)},
+                share=SimpleNamespace(whole_parameters=False),
+            )
+            home = Home(Tier.HOST, PAGE, memory, True)
+            self.pages.append(SimpleNamespace(index=3, home=home, shard=shard, permanent=False, holds=0))
+
+    def meet(self) -> None:
+        boards = [each.tell_board() for each in self.windows]
+        for rank, each in enumerate(self.windows):
+            assert each.read_boards({1 - rank: boards[1 - rank]}) == [1 - rank]
+        for rank, each in enumerate(self.windows):
+            each.meet([1 - rank])
+        told = {
+            rank: self.windows[rank].tell_arena(self.arenas[rank], [self.pages[rank]]) for rank in range(2)
+        }
+        for each in self.windows:
+            each.read_arenas(told)
+
+
+def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
+    pair, into = Pair(), torch.zeros(PAGE, dtype=torch.uint8)
+    pair.meet()
+    (mine, theirs), (page, there) = pair.windows, pair.pages
+
+    def copies(stamp: tuple[int, int, int]) -> bool:
+        return mine.copy(1, page, stamp, PAGE, into)
+
+    assert mine.reads(1) and not mine.reads(2)
+    assert not copies((0, 0, 0))
+    assert not theirs.offers(there, (4, 0, 1)) and theirs.offer(there, (4, 0, 1))
+    assert theirs.offers(there, (4, 0, 1)) and not theirs.offers(there, (4, 1, 1))
+    assert copies((4, 0, 1)) and bool((into == 2).all())
+    assert not copies((4, 0, 2)) and not copies((3, 0, 1)) and not copies((4, 1, 1))
+    there.home.withdraw(PAGE, 2 * PAGE)  # not this rank's own bytes
+    assert copies((4, 0, 1))
+    there.home.withdraw(0, 1)
+    assert not copies((4, 0, 1))
+    there.permanent, there.holds = True, 1
+    assert not theirs.offer(there, (4, 0, 1)), "user code may edit the home"
+    there.holds = 0
+    assert theirs.offer(there, (5, 0, 1)) and copies((5, 0, 1))
+
+
+def test_another_process_or_file_is_no_mate() -> None:
+    pair = Pair()
+    process, descriptor, inode, nbytes = pair.windows[1].tell_board()
+    read = os.open("/proc/self/status", os.O_RDONLY)
+    strange = [
+        [process, descriptor, inode + 1, nbytes],
+        [process, descriptor, inode, nbytes + PAGE],
+        [process, read, os.fstat(read).st_ino, PAGE],
+        [process, 1 << 20, inode, nbytes],
+        [1 << 22, descriptor, inode, nbytes],
+    ]
+    assert pair.windows[0].read_boards(dict(enumerate(strange))) == []
+    os.close(read)
+
+
+def test_a_mate_whose_ram_cannot_be_mapped_is_asked() -> None:
+    pair = Pair()
+    boards = {1: pair.windows[1].tell_board()}
+    assert pair.windows[0].read_boards(boards) == [1]
+    pair.windows[0].meet([1])
+    pair.windows[0].read_arenas({1: [os.getpid(), 1 << 20, 0, PAGE]})
+    assert not pair.windows[0].reads(1)

@@ -1,0 +1,44 @@
+"""Programs of ranks that copy from each other's RAM while one of them dies, or that tell their plans."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import rank_processes
+import torch
+from racing_ranks import RANK, SIZE, Training
+from ranked_cases import Case, Place, opened
+from ranked_models import SUBJECTS
+
+from infinity.errors import RankFailure
+
+
+def dying() -> list[int]:
+    """The last rank is killed while the others copy what it owns, over and over. Returns the number of times
+    that this rank has read the model, and the bytes that it has copied.
+    """
+    case, times = Case("even", 3, home="host"), 0
+    subject = SUBJECTS[case.subject]
+    with opened(case, Place(RANK, SIZE, alone=False), Path()) as (model, runtime):
+        wire = runtime._components.ranks.wire
+        if RANK == SIZE - 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            while True:
+                with torch.no_grad():
+                    subject.loss_of(model, subject.batch(0, 0))
+                times += 1
+        except RankFailure:
+            return [times, wire.traffic().copied["parameters"]]
+
+
+def plans() -> str:
+    with Training("parameters").runtime as runtime:
+        return str(runtime.plan)
+
+
+if __name__ == "__main__":
+    rank_processes.serve(globals())
