@@ -7,6 +7,7 @@ processes train a decoder of 9.9M parameters at ZeRO-3, in RAM, with a short mic
 few cores say little of a cluster, so these are counted, of a rank (mean over ranks; median over rounds):
 
     messages, MB    messages, and bytes of payloads, that a rank sends to others in a step
+    copied MB       bytes that it copies from the RAM of others in its node
     CPU s           CPU seconds of all threads of the process in a step
     comm. s         those minus the CPU seconds of a rank's part of a step without other ranks. For that, N
                     processes train alone at the same time, for the same load on caches and cores; each takes
@@ -18,9 +19,10 @@ few cores say little of a cluster, so these are counted, of a rank (mean over ra
     PSS / plan      growth of the PSS after the steps (a page that several processes map is divided by their
                     number), summed over ranks, divided by the RAM of all plans
 
-With `--nodes 2` half of the ranks believe that they run on another node. `--plans` runs nothing: it says in
-how many seconds and bytes of RSS one rank of 8 or 64 is planned for, of models with 7B and 1T parameters, and
-how many messages it will send in a step, with and without shared memory in a node (8 ranks).
+With `--nodes 2` half of the ranks believe that they run on another node. Variables of the environment are
+those of all processes, such as INFINITY_WINDOWS=0. `--plans` runs nothing: it says in how many seconds and
+bytes of RSS one rank of 8 or 64 is planned for, of models with 7B and 1T parameters, and how many messages it
+will send in a step, with and without shared memory in a node (8 ranks).
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ _PLAN_SECONDS, _PLAN_BYTES = 90, 8 << 30
 _COLUMNS = {
     "messages": (1.0, 0),
     "MB": (1e-6, 2),
+    "copied MB": (1e-6, 2),
     "CPU s": (1.0, 3),
     "comm. s": (1.0, 3),
     "threads": (1.0, 0),
@@ -118,7 +121,9 @@ def train(options: argparse.Namespace) -> None:
         found: dict[str, Any] = {"CPU s": cpu(options.steps)}
         last, in_steps = wire.traffic(), len(operations)
         time.sleep(options.idle)
+        copied = [sum(getattr(each, "copied", {}).values()) for each in (first, last)]
         found |= {
+            "copied MB": (copied[1] - copied[0]) / options.steps,
             "messages": (last.messages_sent - first.messages_sent) / options.steps,
             "sent": {name: (n - first.sent[name]) / options.steps for name, n in last.sent.items()},
             "threads": len(os.listdir("/proc/self/task")),
