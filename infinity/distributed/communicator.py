@@ -232,7 +232,7 @@ class Communicator(SingleRank):
             gradients=parts.gradients,
             scheduler=parts.scheduler,
             store=store,
-            room=store.exchange[0],
+            room=store.exchange.outgoing,
             lock=self.lock,
             health=parts.health,
         )
@@ -247,8 +247,9 @@ class Communicator(SingleRank):
                     self.share,
                     gradients=parts.gradients,
                     scheduler=parts.scheduler,
-                    room=store.exchange[1],
-                    most_waiting=store.plan.waiting_bytes,
+                    room=store.exchange.incoming,
+                    waiting=store.exchange.waiting,
+                    windows=self._windows if self.mates else None,
                     block_bytes=store.plan.exchange_block_bytes,
                 )
             step = RankedStep(

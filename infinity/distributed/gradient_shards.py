@@ -2,10 +2,11 @@
 (the reduce-scatter of ZeRO stages 2 and 3).
 
 The sums of a range of a parameter's gradient are kept by one rank, which owns the range
-(`UnitLayout.owned`). Every rank's gradient of the range is a gradient shard. Its bytes stay where autograd
-made them until the owner asks for them, a block at a time. The owner asks when it is the shard's turn:
-micro-batch m of rank r counts as micro-batch m*N+r, so that the owner adds in the order in which one rank
-with N times as many micro-batches would (infinity/distributed/turns.py).
+(`UnitLayout.owned`). Every rank's gradient of the range is a gradient shard. Its bytes wait in the host arena
+of their rank until the owner adds them, straight from there if it has a window to that rank's RAM, or else
+asks for them, a block at a time. It does so when it is the shard's turn: micro-batch m of rank r counts as
+micro-batch m*N+r, so that the owner adds in the order in which one rank with N times as many micro-batches
+would (infinity/distributed/turns.py).
 
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
@@ -17,6 +18,7 @@ ranks' backwards, and so of this rank's own. So their bytes are not counted.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
+from infinity.distributed.windows import Windows
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
 from infinity.gradients.gradients import Gradients
@@ -49,7 +52,7 @@ _DTYPES = {
 """The dtypes of gradients, by the names that ranks tell each other."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Offer:
     """A shard that waits for its turn: one rank's gradient of what this rank owns of a parameter."""
 
@@ -61,7 +64,9 @@ class _Offer:
     micro_batch: int
     """Number of the micro-batch on that rank since gradients were cleared."""
     here: torch.Tensor | None = None
-    """The gradient of the range that this rank owns, flat, if this rank computed it; else None."""
+    """The gradient of the range that this rank owns, flat, in RAM that this rank can read; None if it has to
+    be pulled, or has been added.
+    """
     room: int = 0
     """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
 
@@ -133,12 +138,14 @@ class GradientShards:
         gradients: Gradients,
         scheduler: UpdateScheduler,
         room: Pool,
-        most_waiting: int,
+        waiting: Pool,
+        windows: Windows | None,
         block_bytes: int,
     ) -> None:
         """gradients: the sums that this rank keeps. scheduler: adds to them. room: the pool that receives
-        other ranks' shards. most_waiting: the most bytes of this rank's gradients that may wait for their
-        turn or for other ranks; a single gradient may be larger. block_bytes: the most bytes that are pulled
+        other ranks' shards. waiting: the pool for this rank's gradients that wait for their turn or for other
+        ranks; a single gradient may be larger, and then waits where autograd made it. windows: to the RAM of
+        ranks of this node; None: there are none. block_bytes: the most bytes that are pulled
         at once; the piece of a parameter in one chunk may be larger.
         """
         self.ended = 0
@@ -155,7 +162,8 @@ class GradientShards:
         self._pages = gradients.pages
         self._scheduler = scheduler
         self._room = room
-        self._most_waiting = most_waiting
+        self._waiting = waiting
+        self._windows = windows
         self._block_bytes = block_bytes
         self._epoch = 0
         """Number of times that gradients were cleared. Shards of different epochs are not mixed."""
@@ -189,7 +197,7 @@ class GradientShards:
         Raises RankFailure, and RankDivergence after the time-out.
         """
         if not self._wire.wait_for_step(
-            lambda: self._waiting_bytes + nbytes <= self._most_waiting or not self._waiting_bytes,
+            lambda: self._waiting_bytes + nbytes <= self._waiting.nbytes or not self._waiting_bytes,
             "room for gradients",
         ):
             raise self._late("takes the gradients of this rank")
@@ -215,13 +223,24 @@ class GradientShards:
             if owner == self._share.rank:
                 offer = _Offer(owner, self._token, part.dtype, micro_batch, part, part.nbytes * counts)
                 self._take(self._turns.offered(key, micro_batch, owner, offer))
+                if offer.here is not None:
+                    offer.here, _ = self._kept(part)
             else:
                 self.offered[owner] += 1
+                part, place = self._kept(part)
                 self._outgoing[self._token] = _Outgoing(unit, part, start, count, counts)
-                self._wire.post(
-                    owner, MessageKind.GRADIENT_SHARD, self._epoch, micro_batch, self._token, dtype, *key
-                )
+                fields = [self._epoch, micro_batch, self._token, dtype, *key, place]
+                self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields)
         self._go_on()
+
+    def _kept(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Copy a gradient that has to wait into the arena, and return the copy and its offset there. If there
+        is no room, return the gradient itself, and -1.
+        """
+        if self._waiting.largest_free < part.nbytes:
+            return part, -1
+        with self._waiting.lease(part.nbytes) as lease:
+            return lease.residency().view(part.dtype).copy_(part), lease.offset
 
     def expect(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
         """Tell all ranks which parameters get a gradient of this rank in a micro-batch, exactly one each.
@@ -342,10 +361,12 @@ class GradientShards:
             self._take(self._turns.expects(source, micro_batch, found))
         elif epoch == self._epoch:
             self._heard[source] += 1
-            micro_batch, token, dtype, unit, parameter = fields
+            micro_batch, token, dtype, unit, parameter, place = fields
             self._gradients.begin()
             self._pages[unit].content.add(parameter)
             offer = _Offer(source, token, _DTYPES[dtype], micro_batch)
+            if place >= 0 and self._windows is not None and self._windows.reads(source):
+                offer.here = self._windows.view(source, place, self._owned((unit, parameter)), offer.dtype)
             self._take(self._turns.offered((unit, parameter), micro_batch, source, offer))
         self._go_on()
 
@@ -366,6 +387,12 @@ class GradientShards:
         pieces = [part.view(torch.uint8)]
         dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=outgoing.unit, tell=True)
         self._sending[dispatch] = part.nbytes * outgoing.counts
+
+    def taken(self, token: int) -> None:
+        """Note that the owner has added a gradient that it has read by itself. token: of the gradient."""
+        outgoing = self._outgoing.pop(token, None)
+        if outgoing is not None:  # else it was cleared
+            self._count(-outgoing.gradient.nbytes * outgoing.counts)
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, *wanted: int) -> None:
         """Note another rank's request for sums of gradients, and answer it as soon as they include every
@@ -397,7 +424,7 @@ class GradientShards:
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add those of the `given` shards that are on this rank; append a pull of each other to `_ready`.
+        """Add those of the `given` shards that this rank can read; append a pull of each other to `_ready`.
 
         Each addition may give further shards their turn, which are treated alike.
         """
@@ -407,7 +434,12 @@ class GradientShards:
             if offer.here is None:
                 self._ready.append(_Pull(key, self._epoch, offer, self._blocks(key, offer.dtype)))
                 continue
+            began = time.perf_counter_ns()
             self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
+            if offer.source != self._share.rank:
+                self._wire.copied(offer.source, "gradients", key[0], offer.here.nbytes, began)
+                self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
+            offer.here = None
             self._count(-offer.room)
             turns.extend(self._turns.taken(key))
 
@@ -440,6 +472,10 @@ class GradientShards:
             found = page.blank(parameter, asked.numel)
         pieces = [there, found.view(torch.uint8)]
         self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=unit)
+
+    def _owned(self, key: Key) -> int:
+        """Number of elements of a parameter that this rank owns."""
+        return sum(piece.count for _, piece in self._pages[key[0]].pieces(key[1]))
 
     def _blocks(self, key: Key, dtype: torch.dtype) -> deque[_Block]:
         """Group the pieces of a parameter that this rank owns into blocks of at most `_block_bytes` bytes."""

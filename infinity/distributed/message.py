@@ -30,7 +30,8 @@ class MessageKind(enum.IntEnum):
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
     GRADIENT_SHARD = 4
     """The sender has a gradient shard for the receiver, who owns its piece. Fields: the sender's number of
-    zero_grad calls, micro-batch, token, dtype, and indices of the unit, the chunk and the piece.
+    zero_grad calls, micro-batch, token, dtype, indices of the unit and the parameter, and offset of the
+    gradient in the sender's host arena, or -1.
     """
     BACKWARD_DONE = 5
     """The sender has ended a backward, and offers no more shards of it. Fields: the sender's numbers of
@@ -75,6 +76,8 @@ class MessageKind(enum.IntEnum):
     """Fields: the number of a commit. The sender's training waits for it, so the receiver completes the
     updates that its own rank commit still needs.
     """
+    TAKEN = 21
+    """The sender has added a gradient shard, which it has read from the receiver's RAM. Fields: the token."""
     REDIRECT = 20
     """Fields: the delivery's number. The sender has no room to relay the bytes, so their owner must be asked;
     or they are its own and at home now, so that the receiver can copy them by itself.

@@ -194,6 +194,8 @@ class ServiceThread:
             shards.arrived(*message.fields)
         elif message.kind is MessageKind.SENT:
             shards.sent(*message.fields)
+        elif message.kind is MessageKind.TAKEN:
+            shards.taken(*message.fields)
         else:
             shards.heard(source, message)
 

@@ -1,4 +1,4 @@
-"""Windows: the ranks of a node copy parameters straight from each other's RAM.
+"""Windows: the ranks of a node read parameters and gradients straight from each other's RAM.
 
 Each rank's host arena is shared memory, which the other ranks of its node, its **mates**, map for reading: a
 window. Its board (csrc/tiers/board.hpp) says which parameter pages they may copy from there now. If a page is
@@ -33,6 +33,7 @@ from infinity.errors import ConfigError
 from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers import HostArena
+from infinity.tiers.pool import tensor_over
 
 VARIABLE = "INFINITY_WINDOWS"
 _ENTRIES = 1 << 14
@@ -138,6 +139,15 @@ class Windows:
         return page.index < _ENTRIES and self._boards[owner].copy(
             page.index, stamp, self._arenas[owner], place, into.data_ptr(), into.nbytes
         )
+
+    def view(self, owner: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a view of elements in a mate's RAM, (numel,), which must not be written to. start: bytes
+        from the start of the arena. Raises ConfigError if they are not all in there.
+        """
+        memory, nbytes = tensor_over(self._arenas[owner]), numel * dtype.itemsize
+        if not 0 <= start <= memory.nbytes - nbytes:
+            raise ConfigError(f"Rank {owner} names bytes outside of its RAM.", "Report this bug.")
+        return memory[start : start + nbytes].view(dtype)
 
     def close(self) -> None:
         """Unmap the windows, when no thread copies any more."""

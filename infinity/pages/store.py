@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +40,17 @@ from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.striping import VolumeRecord
+
+
+class ExchangePools(NamedTuple):
+    """Pools in the host arena for bytes that travel between ranks."""
+
+    outgoing: Pool
+    """For bytes of pages that are sent."""
+    incoming: Pool
+    """For gradients that come."""
+    waiting: Pool
+    """For this rank's gradients, until the ranks that keep their sums have them."""
 
 
 class Store:
@@ -88,7 +100,7 @@ class Store:
             """A transit buffer for reads and writes of single parameters."""
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.exchange = self._open_exchange()
-            """Buffers for bytes that go to other ranks, and for those that come; None with one rank."""
+            """None with one rank."""
             self.node_cache: Pool | None = None
             """Room for parameters of other nodes that this rank keeps for its node; None if it keeps none."""
             if plan.node_cache_bytes:
@@ -184,13 +196,14 @@ class Store:
         with self._transit.lease(self.transit_buffer_bytes) as lease:
             return lease.residency()
 
-    def _open_exchange(self) -> tuple[Pool, Pool] | None:
+    def _open_exchange(self) -> ExchangePools | None:
         plan = self.plan
         if not plan.exchange_bytes:
             return None
         buffers = plan.exchange_bytes - plan.waiting_bytes
         half = buffers // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
-        return self.host.pool("outgoing", half), self.host.pool("incoming", buffers - half)
+        sizes = {"outgoing": half, "incoming": buffers - half, "waiting gradients": plan.waiting_bytes}
+        return ExchangePools(*(self.host.pool(name, nbytes) for name, nbytes in sizes.items()))
 
     def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan

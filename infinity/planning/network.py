@@ -121,8 +121,9 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
     agreements and of the ends of backwards, a few for each other rank.
 
     Each block of parameters takes a request and an answer. Each gradient is offered to each rank that owns a
-    range of it, and each of its blocks takes a request and an answer. windows: whether ranks copy parameters
-    from the RAM of their own node, which takes no message.
+    range of it, and each of its blocks takes a request and an answer. windows: whether ranks of a node read
+    each other's RAM. Then parameters take no message there, if they are at home in RAM, and a gradient takes
+    an offer and an answer.
     """
     share, here = plan.share, plan.share.on_node or plan.share.ranks
     most = plan.exchange_block_bytes
@@ -138,7 +139,8 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
             blocks += sum(math.ceil(nbytes / plan.exchange_block_bytes) for nbytes in sizes)
     others = (share.ranks - here) / here if windows else share.ranks - 1
     times = _times(missing_share(plan), micro_batches)
-    gradients = micro_batches * (share.ranks - 1) * (offers + 2 * blocks)
+    readers = here - 1 if windows else 0
+    gradients = micro_batches * (readers * 2 * offers + (share.ranks - 1 - readers) * (offers + 2 * blocks))
     return (2 * times * others * asked + gradients) / share.ranks
 
 

@@ -183,17 +183,17 @@ class Plan(Placement):
     def waiting_bytes(self) -> int:
         """The most bytes of this rank's gradients that wait in RAM for the ranks that keep their sums.
 
-        They lie in autograd's tensors, outside of the arena, and are part of `exchange_bytes`. 0 at stages 0
-        and 1, where a rank adds its gradients up by itself first. Also 0 with the smallest exchange buffers:
-        then only one gradient waits at a time, which is not counted.
+        They are part of `exchange_bytes`. 0 at stages 0 and 1, where a rank adds its gradients up by itself
+        first. Also 0 with the smallest exchange buffers: then only one gradient waits at a time, in
+        autograd's tensor, which is not counted.
         """
         blocks = self.exchange_bytes // self.exchange_block_bytes if self.exchange_block_bytes else 0
         return 0 if self.share.whole_gradients else blocks // 4 * self.exchange_block_bytes
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the host arena: all memory of the host tier except `waiting_bytes` and `matrix_bytes`."""
-        return self.host_bytes - self.waiting_bytes - self.matrix_bytes
+        """Bytes of the host arena: all memory of the host tier except `matrix_bytes`."""
+        return self.host_bytes - self.matrix_bytes
 
     @property
     def matrix_bytes(self) -> int:

@@ -46,15 +46,20 @@ def test_a_rank_without_windows_among_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", ["unified", "host", "nvme"])
 def test_what_rests_in_ram_is_copied_and_all_else_is_asked_for(home: str, tmp_path: Path) -> None:
-    """Other bytes than those of parameters always come by messages."""
+    """Gradients are read where they wait, except those for which the pool of waiting ones is too small."""
     for nodes in ([], [OFF] * 2):
         cases = [Case("even", stage, home=home) for stage in (1, 2, 3)]
         found = training_ranks.launch("bytes_over_the_wire", cases, 2, tmp_path, timeout=200.0, nodes=nodes)
         for case, ranks in zip(cases, found, strict=True):
             for each in ranks:
-                copied = {} if nodes or home == "nvme" else {"parameters": each["received"]["parameters"]}
+                copied = each["copied"]
                 assert each["received"]["parameters"] == sum(each["fetches"]) > 0
-                assert each["copied"] == copied, case
+                gradients = copied.pop("gradients", 0)
+                roomy = home == "unified" and not nodes
+                assert (gradients > 0) == (roomy and case.stage > 1), case
+                assert gradients <= each["received"]["gradients"]
+                parameters = {} if nodes or home == "nvme" else {"parameters": each["received"]["parameters"]}
+                assert copied == parameters, case
 
 
 def test_the_plan_says_when_ranks_of_a_node_send_messages() -> None:

@@ -223,7 +223,7 @@ def test_gradients_that_wait_for_other_ranks_are_planned(stage) -> None:
     assert made.waiting_bytes == (
         2 * made.exchange_block_bytes if stage >= DIVIDED_FROM[Kind.GRADIENT] else 0
     )
-    assert made.host_bytes - made.arena_bytes == made.waiting_bytes
+    assert made.exchange_bytes > made.waiting_bytes
 
 
 def test_ranks_send_each_other_few_long_chunks_where_ram_has_room() -> None:
