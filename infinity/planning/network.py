@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.config import format_size
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import StateFormat
-from infinity.layout.shards import spans
+from infinity.layout.shards import Share, part_bytes, spans
 from infinity.planning.placement import Kind
 from infinity.planning.plan_text import render
 from infinity.planning.predict import missing_share
@@ -174,20 +174,25 @@ class StageBytes:
 
 def bytes_by_stage(plan: Plan) -> tuple[StageBytes, ...]:
     """The bytes of each kind at each stage, in order, for the plan's layout and number of ranks."""
-    elements = bytes_without_padding(plan)
+    elements, here, ranks = bytes_without_padding(plan), _kept_whole(plan.share), plan.share.ranks
+    part = {kind: sum(plan.page_sizes[kind]) // (ranks if here[kind] else 1) for kind in Kind}
+    part[Kind.PARAMETER] = sum(part_bytes(unit, ranks) for unit in plan.layout.units)
     found = []
     for stage in range(4):
-        share = replace(plan.share, stage=stage)
-        sizes = replace(plan, share=share).page_sizes
-        whole = {
-            Kind.PARAMETER: share.whole_parameters,
-            Kind.GRADIENT: share.whole_gradients,
-            Kind.OPTIMIZER: share.whole_states,
-        }
+        whole = _kept_whole(replace(plan.share, stage=stage))
         for kind in Kind:
-            formula = elements[kind] / (1 if whole[kind] else share.ranks)
-            found.append(StageBytes(stage, kind, sum(sizes[kind]), formula))
+            times = ranks if whole[kind] else 1
+            found.append(StageBytes(stage, kind, part[kind] * times, elements[kind] * times / ranks))
     return tuple(found)
+
+
+def _kept_whole(share: Share) -> dict[Kind, bool]:
+    """Whether a rank keeps whole pages of each kind."""
+    return {
+        Kind.PARAMETER: share.whole_parameters,
+        Kind.GRADIENT: share.whole_gradients,
+        Kind.OPTIMIZER: share.whole_states,
+    }
 
 
 def text_by_stage(found: Sequence[StageBytes]) -> str:
