@@ -167,6 +167,8 @@ void bind_region(nb::module_& m) {
                 self.before_release([kept] { kept.call_and_drop(); });
             },
             nb::arg("undo"));
+    nb::class_<Window, Region>(m, "Window")
+        .def("forget", &Window::forget, nb::arg("offset"), nb::arg("nbytes"));
     m.def("unbacked_bytes", &unbacked_bytes);
     m.def(
         "map_host",
@@ -192,7 +194,7 @@ void bind_board(nb::module_& m) {
         .def(
             "copy",
             [](const Board& self, std::uint64_t index, const Board::Stamp& stamp,
-               const Region& window, std::uint64_t start, std::uint64_t into,
+               const Window& window, std::uint64_t start, std::uint64_t into,
                std::uint64_t nbytes) {
                 const nb::gil_scoped_release without_gil;
                 return self.copy(index, stamp, window, start,

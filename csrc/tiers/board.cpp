@@ -1,8 +1,5 @@
 #include "board.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <stdexcept>
 
@@ -14,15 +11,6 @@ std::uint64_t load(const std::uint64_t& word) { return __atomic_load_n(&word, __
 
 void store(std::uint64_t& word, std::uint64_t value) {
     __atomic_store_n(&word, value, __ATOMIC_RELAXED);
-}
-
-// Takes pages out of this process's page table. Otherwise all memory of others that it has ever
-// read would count as resident memory of this process, too.
-void forget_pages(const std::byte* address, std::uint64_t nbytes) {
-    static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-    const auto start = reinterpret_cast<std::uintptr_t>(address) / page * page;
-    const auto end = reinterpret_cast<std::uintptr_t>(address) + nbytes;
-    ::madvise(reinterpret_cast<void*>(start), end - start, MADV_DONTNEED);
 }
 
 }  // namespace
@@ -70,7 +58,7 @@ bool Board::is_open(std::uint64_t index, const Stamp& stamp) const {
     return load(entry.changes) % 2 != 0 && entry.has(stamp);
 }
 
-bool Board::copy(std::uint64_t index, const Stamp& stamp, const Region& window, std::uint64_t start,
+bool Board::copy(std::uint64_t index, const Stamp& stamp, const Window& window, std::uint64_t start,
                  std::byte* into, std::uint64_t nbytes) const {
     const Entry& entry = *this->entry(index);
     const std::uint64_t changes = __atomic_load_n(&entry.changes, __ATOMIC_ACQUIRE);
@@ -84,7 +72,7 @@ bool Board::copy(std::uint64_t index, const Stamp& stamp, const Region& window, 
     }
     const std::byte* from = window.address() + offset + start;
     std::memcpy(into, from, nbytes);
-    forget_pages(from, nbytes);
+    window.forget(offset + start, nbytes);
     __atomic_thread_fence(__ATOMIC_ACQUIRE);  // the copy before the second look
     return load(entry.changes) == changes;
 }

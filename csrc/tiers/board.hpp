@@ -43,7 +43,7 @@ class Board {
     // Copies `nbytes` bytes from byte `start` of an entry to `into`. `window` is the shared memory
     // of the board's process. Returns whether the entry was open with this stamp all the time; if
     // not, `into` has undefined bytes. Throws std::out_of_range, also for bytes beyond the window.
-    bool copy(std::uint64_t index, const Stamp& stamp, const Region& window, std::uint64_t start,
+    bool copy(std::uint64_t index, const Stamp& stamp, const Window& window, std::uint64_t start,
               std::byte* into, std::uint64_t nbytes) const;
 
   private:

@@ -243,7 +243,13 @@ std::shared_ptr<Region> map_host(const HostMapping& wanted) {
     return region;
 }
 
-std::shared_ptr<Region> map_window(int descriptor, std::uint64_t nbytes) {
+void Window::forget(std::uint64_t offset, std::uint64_t nbytes) const {
+    if (offset > this->nbytes() || nbytes > this->nbytes() - offset) return;
+    const std::uint64_t start = offset / base_page() * base_page();
+    ::madvise(address() + start, offset + nbytes - start, MADV_DONTNEED);
+}
+
+std::shared_ptr<Window> map_window(int descriptor, std::uint64_t nbytes) {
     struct stat found{};
     if (::fstat(descriptor, &found) != 0) fail(errno, "fstat");
     const int seals = ::fcntl(descriptor, kGetSeals);
@@ -254,7 +260,7 @@ std::shared_ptr<Region> map_window(int descriptor, std::uint64_t nbytes) {
     void* address = ::mmap(nullptr, nbytes, PROT_READ, MAP_SHARED, descriptor, 0);
     if (address == MAP_FAILED) fail(errno, "mmap");
     ::madvise(address, nbytes, MADV_DONTFORK);
-    return std::make_shared<Region>(static_cast<std::byte*>(address), nbytes, Device{},
+    return std::make_shared<Window>(static_cast<std::byte*>(address), nbytes, Device{},
                                     [address, nbytes] { ::munmap(address, nbytes); });
 }
 

@@ -77,10 +77,20 @@ struct HostMapping {
 // map it again for writing. The kernel frees it with its last mapping and descriptor.
 std::shared_ptr<Region> map_host(const HostMapping& wanted);
 
-// Maps the first `nbytes` bytes of another process's shared memory for reading. `descriptor` opens
-// this memory, and may be closed afterwards. Throws std::system_error: EINVAL if the memory is
-// shorter, or if its size can change.
-std::shared_ptr<Region> map_window(int descriptor, std::uint64_t nbytes);
+// Another process's shared memory, mapped for reading.
+class Window : public Region {
+  public:
+    using Region::Region;
+
+    // Takes bytes out of this process's page table. Otherwise all memory of others that it has ever
+    // read would count as resident memory of this process, too.
+    void forget(std::uint64_t offset, std::uint64_t nbytes) const;
+};
+
+// Maps the first `nbytes` bytes of another process's shared memory. `descriptor` opens this memory,
+// and may be closed afterwards. Throws std::system_error: EINVAL if the memory is shorter, or if
+// its size can change.
+std::shared_ptr<Window> map_window(int descriptor, std::uint64_t nbytes);
 
 // The number of the region's bytes that are in RAM now (mincore). Throws std::system_error.
 std::uint64_t resident_bytes(const Region& region);

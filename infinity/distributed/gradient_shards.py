@@ -437,6 +437,8 @@ class GradientShards:
             began = time.perf_counter_ns()
             self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
             if offer.source != self._share.rank:
+                assert self._windows is not None
+                self._windows.forget(offer.source, offer.here)
                 self._wire.copied(offer.source, "gradients", key[0], offer.here.nbytes, began)
                 self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
             offer.here = None

@@ -65,7 +65,7 @@ class Windows:
         self._memory = _tiers.map_host(nbytes, huge_pages=False, shared=True)
         self._board = _tiers.Board(self._memory)
         self._boards: dict[int, _tiers.Board] = {}
-        self._arenas: dict[int, _tiers.Region] = {}
+        self._arenas: dict[int, _tiers.Window] = {}
         self._offsets: dict[int, int] = {}
         """Unit whose page is at home in shared memory -> bytes from the start of this memory to the home."""
 
@@ -149,6 +149,11 @@ class Windows:
             raise ConfigError(f"Rank {owner} names bytes outside of its RAM.", "Report this bug.")
         return memory[start : start + nbytes].view(dtype)
 
+    def forget(self, owner: int, memory: torch.Tensor) -> None:
+        """Have a view of a mate's RAM no longer count as this rank's resident memory, once it is read."""
+        window = self._arenas[owner]
+        window.forget(memory.data_ptr() - window.address, memory.nbytes)
+
     def close(self) -> None:
         """Unmap the windows, when no thread copies any more."""
         self._arenas.clear()
@@ -166,7 +171,7 @@ def _told(memory: _tiers.Region) -> Told:
     return [os.getpid(), memory.descriptor, inode, memory.nbytes]
 
 
-def _opened(told: Told) -> _tiers.Region:
+def _opened(told: Told) -> _tiers.Window:
     """Map another process's shared memory. Raises OSError if this process may not."""
     process, number, inode, nbytes = told
     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)

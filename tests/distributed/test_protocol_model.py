@@ -313,6 +313,31 @@ class World:
                 self.wires[source, to].clear()
 
 
+class Lending(World):
+    """Ranks of one node: an owner adds a shard from shared memory of the rank that made it."""
+
+    def take(self, me: Rank, given: list[tuple[str, GradientShard]]) -> None:
+        turns = deque(given)
+        while turns:
+            key, token = turns.popleft()
+            self.add(me, token)
+            if token[2] == me.rank:
+                me.waiting -= token[4]
+            else:
+                self.post(me, "taken", token, to=token[2])
+            turns.extend(me.turns.taken(key))
+
+    def receive(self, case: Case, source: int, me: Rank) -> None:
+        what, *fields = self.wires[source, me.rank][0]
+        if what != "taken":
+            super().receive(case, source, me)
+            return
+        del self.wires[source, me.rank][0]
+        me.outgoing.remove(fields[0])
+        me.waiting -= fields[0][4]
+        self.go_on(case, me)
+
+
 def events(case: Case, world: World, programs: list[list[tuple[str, ...]]]) -> list[tuple[str, int, int]]:
     """What is to be tried next: (what, rank, source of a message).
 
@@ -438,11 +463,17 @@ def check(case: Case, kind: type[World] = World) -> None:
             assert me.waiting == me.sending == 0
 
 
+EACH_WAY = pytest.mark.parametrize("kind", [World, Lending])
+"""Shards go to their owners by messages, or lie in shared memory."""
+
+
+@EACH_WAY
 @pytest.mark.parametrize("name", CASES)
-def test_every_order_ends_with_the_same_sums(name: str) -> None:
-    check(CASES[name])
+def test_every_order_ends_with_the_same_sums(name: str, kind: type[World]) -> None:
+    check(CASES[name], kind)
 
 
+@EACH_WAY
 @pytest.mark.parametrize(
     "name",
     [
@@ -452,13 +483,21 @@ def test_every_order_ends_with_the_same_sums(name: str) -> None:
         "three ranks, one contributes",
     ],
 )
-def test_all_that_survive_a_death_end(name: str) -> None:
+def test_all_that_survive_a_death_end(name: str, kind: type[World]) -> None:
     case = CASES[name]._replace(deaths=True)
-    _, ends = explore(case)
+    _, ends = explore(case, kind)
     assert any(me.dead for world in ends for me in world.ranks)
     for world in ends:
         for me in world.ranks:
             assert me.dead or me.failed or me.at == len(case.program(me.rank))
+
+
+class GivesNothingBack(Lending):
+    """Owners that do not say when they have added a shard."""
+
+    def post(self, me: Rank, *message: Any, to: int | None = None) -> None:
+        if message[0] != "taken":
+            super().post(me, *message, to=to)
 
 
 class Silent(World):
@@ -516,6 +555,7 @@ CIRCLE = "the ranks wait for each other in a circle"
         (Case(((("|", "1a", "1b", "|"), ("|",)),)), Silent, CIRCLE),
         (CASES["two ranks, a backward more, without room"], Unpaused, CIRCLE),
         (CASES["three ranks, one is idle"], Unpaused, CIRCLE),
+        (CASES["three ranks, one contributes"], GivesNothingBack, CIRCLE),
         (CASES["two ranks, one is idle in the second step"], PausedTooEarly, "cleared"),
         (CASES["two ranks, one is idle in the second step"], PausedOnce, CIRCLE),
         (CASES["two ranks, one is idle in the second step"], FormerNumbers, CIRCLE),
