@@ -1,6 +1,6 @@
 """Ranks: several processes train one model together on this machine's CPU, with infinity and with its peers.
 
-Each case is a group of `--ranks` processes, which speak over gloo. In every round each case takes a turn, in
+Each case is a group of `--ranks` processes, which speak over TCP. In every round each case takes a turn, in
 rotating order: its processes are started, train `--lead` untimed steps and then `--steps` timed ones.
 
     ours:3:ram       ZeRO-3, what a rank keeps is in RAM; a host budget with room for that and for the pages

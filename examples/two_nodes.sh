@@ -7,8 +7,8 @@
 # If a rank dies, all end, and torchrun starts them again: they go on from the last commit. The same happens if
 # both are started again by hand. PAGES is the directory on NVMe with its budget, such as /mnt/nvme0:40GiB, and
 # COMMITS that of the commits; both may be others on each node. PROCESSES is the number of ranks on a node.
-# INTERFACE is the network interface that leads to the other node; without it gloo takes the one to which the
-# node's own name resolves.
+# INTERFACE is the network interface that leads to the other node; without it torch's own group takes the one to
+# which the node's own name resolves. INFINITY_SECRET, the same on both nodes, has all messages encrypted.
 set -euo pipefail
 
 node=$1 first=$2

@@ -52,7 +52,7 @@ REPLACEMENTS = {
     "torch.utils._pytree": "optree",
     "torch.utils._python_dispatch.TorchDispatchMode": "its public name, once torch gives one",
     "torch.utils._device.DeviceContext": "the class of torch.get_default_device()'s mode",
-    "torch._C._distributed_c10d": "the names of the stores and of gloo's groups in torch.distributed",
+    "torch._C._distributed_c10d": "the names of the stores in torch.distributed",
     "torch.distributed.distributed_c10d._get_default_store": "a TCPStore of our own at MASTER_ADDR",
     "torch.autograd.Variable._execution_engine": "torch.autograd.graph, once it queues callbacks",
 }

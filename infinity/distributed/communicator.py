@@ -21,7 +21,6 @@ from infinity.distributed.barrier import Barrier, CommitVotes, check_same, error
 from infinity.distributed.exchange import Exchange, InitialStates, initial_values
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.gradient_shards import GradientShards
-from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
@@ -50,7 +49,7 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 class Communicator(SingleRank):
-    """One rank's connections to the others: wire, heartbeats and barriers; and the runtime's lock."""
+    """One rank's connections to the others: wire and barriers; and the runtime's lock."""
 
     closes_dropped = False
 
@@ -66,9 +65,8 @@ class Communicator(SingleRank):
         """Rank 0's time.time_ns() in `find_place`, equal on all ranks; 0 before."""
         self.failure_event = FailureEvent()
         self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
-        self.liveness = Liveness(self.ranks, self.failure_event)
         self.barrier = Barrier(self.ranks, self.wire)
-        self.service_thread = ServiceThread(self.wire, self.lock, self.liveness)
+        self.service_thread = ServiceThread(self.wire, self.lock)
         self._windows = Windows() if wanted() else None
         self._closed = False
         self._alone = False
@@ -115,7 +113,7 @@ class Communicator(SingleRank):
         text = str(error) if isinstance(error, InfinityError) else f"{type(error).__name__}: {error}"
         what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {text.rstrip('.')}"
         self.wire.declare(what)
-        self.liveness.declare(rank_failure(self.ranks.rank, what))
+        self.failure_event.fail(rank_failure(self.ranks.rank, what))
         return True
 
     def leave(self) -> None:
@@ -146,30 +144,17 @@ class Communicator(SingleRank):
         return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
-        """Set `place`, `share.on_node`, `met` and `mates`. All ranks call this.
-
-        If the launcher's environment names the node of every rank, ranks are grouped by these nodes, else by
-        the machines on which they run.
-        """
-        given = launcher.location()
-        node = None if given is None else given.node
+        """Set `place`, `share.on_node`, `met` and `mates`. All ranks call this."""
         board = None if self._windows is None else self._windows.tell_board()
-        heard = self.agree(
-            "offload()", machine=machine.identity(), node=node, clock=time.time_ns(), board=board
-        )
+        heard = self.agree("offload()", machine=machine.identity(), clock=time.time_ns(), board=board)
         self.met = heard[0]["clock"]
-        told = [heard[rank] for rank in range(self.ranks.size)]
-        key = "machine" if any(each["node"] is None for each in told) else "node"
-        nodes = [each[key] for each in told]
-        mine = nodes[self.ranks.rank]
-        found = RankLocation(
-            list(dict.fromkeys(nodes)).index(mine), nodes[: self.ranks.rank].count(mine), nodes.count(mine)
-        )
-        self.place = given or found
+        nodes, own = self.ranks.nodes, self.ranks.rank
+        mine = nodes[own]
+        self.place = launcher.location() or RankLocation(mine, nodes[:own].count(mine), nodes.count(mine))
         self.share = replace(self.share, on_node=_on_each(nodes))
         near = [rank for rank, each in heard.items() if nodes[rank] == mine and each["board"] is not None]
-        here = [rank for rank in near if heard[rank]["machine"] == told[self.ranks.rank]["machine"]]
-        self._find_mates({rank: heard[rank]["board"] for rank in here if rank != self.ranks.rank})
+        here = [rank for rank in near if heard[rank]["machine"] == heard[own]["machine"]]
+        self._find_mates({rank: heard[rank]["board"] for rank in here if rank != own})
 
     def _find_mates(self, boards: Mapping[int, Told]) -> None:
         """Set `mates`: those ranks of this node of which each reads the other's board. All ranks call this.
@@ -191,7 +176,8 @@ class Communicator(SingleRank):
         self, budget: Budget, draft: Callable[[Division | None], Plan], adopts: Callable[[Plan], bool]
     ) -> Plan:
         found = agreed_plan(self, budget, draft, adopts=adopts)
-        return replace(found, mates=(self.place.ranks - 1, len(self.mates)))
+        messages = self.ranks.endpoint.described()
+        return replace(found, mates=(self.place.ranks - 1, len(self.mates)), messages=messages)
 
     def name_of_run(self) -> str:
         found: str = self.gather("offload()", uuid.uuid4().hex)[0]
@@ -289,13 +275,7 @@ class Communicator(SingleRank):
         atexit.unregister(self._end)
         self.service_thread.stop()
         orderly = self.failure_event.failure is None
-        ended = self.wire.close(patience=1.0 if self._alone else 10.0)
-        if not self.liveness.close():
-            self.ranks.hang_up(store_alone=True)
-            self.liveness.close()
-        if not ended:
-            self.ranks.hang_up()
-            self.wire.close()
+        self.wire.close(patience=1.0 if self._alone else 10.0)
         if self._windows is not None:
             self._windows.close()
         self.ranks.close(orderly=orderly and self.failure_event.failure is None)

@@ -1,4 +1,4 @@
-"""Ranks: which ranks train one model together, the gloo groups over which they speak, and their store.
+"""Ranks: which ranks train one model together, where they are, and the store in which they meet.
 
 [Note: calls that nothing ends] Torch's store waits for each answer without a time-out. Even its `wait` with a
 time-out ends by a request to forget the wait, and waits for the answer to that. If the network is lost, TCP
@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
+import fcntl
+import hmac
+import json
 import os
+import secrets
 import socket
 import stat
+import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from infinity.distributed.connections import Endpoint
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE, rank_timeout
+from infinity.distributed.secret import FILE_VARIABLE, VARIABLE, Secret
 from infinity.errors import ConfigError, RankDivergence, RankFailure, named_ranks
-from infinity.system import launcher
+from infinity.system import launcher, machine
 
 T = TypeVar("T")
 _LAST = 1.0
@@ -128,14 +133,11 @@ def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
         del outcome  # the error's traceback has this frame
 
 
-FOREVER = timedelta(days=60)
-"""The time-out for `wait` of what `Ranks.send` and `Ranks.receive` return. An operation that times out breaks
-its group, so waits are ended in other ways. The group's own time-out limits only how long its ranks connect.
-"""
 _LAST_SECONDS = 10.0
 """Seconds for which the process that keeps the store waits at its end for the others to end."""
 _ANSWER = 5.0
 """Seconds in which the store must answer `first_to_tell`."""
+_SIOCGIFADDR = 0x8915
 _LATE = 3.0
 """Seconds by which a call of torch may exceed the time-out that it was given."""
 
@@ -150,17 +152,16 @@ class Ranks:
     rank: int
     """This process's number in the mesh."""
     size: int
-    groups: list[dist.ProcessGroup]
-    """Two gloo groups: in the first, ranks send to higher ranks, in the second to lower ones; empty after
-    `close`. A group has one connection for each pair of ranks: in a single group, a receiver's answers to the
-    sender would queue behind the bytes that it sends itself.
-    """
-    store: Store
-    """The store, with keys of this runtime alone: a later runtime in the same processes has others."""
     everywhere: tuple[int, ...]
     """Number in the mesh -> number in the default group."""
-    sockets: Mapping[int, int] = field(default_factory=dict)
-    """Descriptor -> inode of the sockets that the groups and the store have opened."""
+    nodes: tuple[int, ...]
+    """Number in the mesh -> node, of which the first one is 0."""
+    addresses: tuple[str, ...]
+    """Number in the mesh -> the address of its endpoint."""
+    token: bytes
+    """Random bytes that only ranks of this meeting know."""
+    endpoint: Endpoint
+    """The bound socket of this rank."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
@@ -176,58 +177,25 @@ class Ranks:
             _initialise(cuda, seconds)
         everywhere = _global_ranks(mesh)
         rank = everywhere.index(dist.get_rank())
-        before = sockets()
+        secret = Secret.of_environment()
+        endpoint = Endpoint(_own_address(), secret)
         try:
-            store = _meet(everywhere, rank, seconds)
-            groups = _groups(store, rank, len(everywhere), seconds)
-        except RankFailure:
-            _leaving.alone = True
+            return cls(
+                rank, len(everywhere), everywhere, *_meet(everywhere, rank, endpoint, seconds), endpoint
+            )
+        except BaseException as error:
+            _leaving.alone = _leaving.alone or isinstance(error, RankFailure)
+            endpoint.close()
             raise
-        opened = opened_since(before, _store_port())
-        return cls(rank, len(everywhere), groups, store, everywhere, opened)
 
     @property
     def peers(self) -> tuple[int, ...]:
         """All other ranks."""
         return tuple(each for each in range(self.size) if each != self.rank)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        """Begin to send a contiguous CPU tensor, which the caller keeps alive until it is sent.
-
-        Returns a work object; call its `wait` with the time-out FOREVER.
-        """
-        return self._group(to < self.rank).send([tensor], to, tag)
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        """Begin to receive into a contiguous CPU tensor, which has the size of the sent one. Returns torch's
-        Work; wait for it with `wait(FOREVER)`.
-        """
-        return self._group(source > self.rank).recv([tensor], source, tag)
-
-    def _group(self, lower: bool) -> dist.ProcessGroup:
-        if not self.groups:
-            raise RuntimeError("The groups are closed")
-        return self.groups[lower]
-
-    def hang_up(self, *, store_alone: bool = False) -> None:
-        """Shut down all connections at once, so that each thread that waits in one gets an error. Gloo has no
-        call for this. A thread that still waited at Python's end would abort the process.
-
-        store_alone: shut down only the connections to the store.
-        """
-        if store_alone:  # torch 2.6 has no `clone`: its one connection is the default group's
-            hang_up(self.sockets if hasattr(Store, "clone") else sockets(), to_port=_store_port() or 0)
-        else:
-            hang_up(self.sockets)
-
     def close(self, *, orderly: bool = True) -> None:
-        """Drop the groups. Threads that still wait in them keep them alive until they end.
-
-        orderly: False after a failure: the process then does not wait for other ranks at its end.
-        """
-        if not orderly:
-            _leaving.alone = True
-        self.groups.clear()
+        """orderly: False after a failure: the process then does not wait for other ranks at its end."""
+        _leaving.alone = _leaving.alone or not orderly
 
 
 _leaving = SimpleNamespace(alone=False)
@@ -286,19 +254,6 @@ def _store_of_start(timeout: float) -> Store | None:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
     return PrefixStore(f"start-{number}", store)
-
-
-def _groups(store: Store, rank: int, size: int, timeout: float) -> list[dist.ProcessGroup]:
-    """Make the ranks' two process groups. Raises RankFailure."""
-    deadline = Deadline(timeout + _LATE, store_port=_store_port())
-
-    def connect(name: str) -> Any:
-        return ProcessGroupGloo(PrefixStore(name, store), rank, size, timedelta(seconds=timeout))
-
-    try:
-        return [deadline.run(functools.partial(connect, name)) for name in ("higher", "lower")]
-    except RuntimeError as error:
-        raise _unconnected(error, deadline) from error
 
 
 def _store_port() -> int | None:
@@ -361,9 +316,12 @@ def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
 
 
-def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
-    """Wait until all ranks have called this, and return the store for this meeting. Raises RankDivergence if
-    a rank does not come, and RankFailure if the store is lost.
+def _meet(
+    everywhere: tuple[int, ...], rank: int, endpoint: Endpoint, timeout: float
+) -> tuple[tuple[int, ...], tuple[str, ...], bytes]:
+    """Wait until all ranks have called this, and return the ranks' nodes, their addresses, and the token.
+
+    Raises RankDivergence if a rank does not come or has another secret, and RankFailure if the store is lost.
     """
     whole = len(everywhere) == dist.get_world_size()
     ranks = "all" if whole else ",".join(map(str, everywhere))
@@ -371,15 +329,21 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     keys = [f"here/{each}" for each in range(len(everywhere))]
     deadline = Deadline(timeout + _LATE, store_port=_store_port())
+    place = launcher.location()
+    mine = [
+        endpoint.address,
+        None if place is None else place.node,
+        machine.identity(),
+        secrets.token_hex(32),
+    ]
 
-    def meet() -> tuple[list[int], Store]:
-        store.set(keys[rank], "1")
+    def meet() -> tuple[list[int], list[str]]:
+        store.set(keys[rank], _signed(endpoint.secret, f"{name}/{keys[rank]}", json.dumps(mine)))
         absent = _absent(store, keys, timeout)
-        # A connection of its own: whoever waits for a key keeps all others from the connection meanwhile.
-        return absent, store.clone() if hasattr(store, "clone") and not absent else store
+        return absent, [] if absent else [each.decode() for each in store.multi_get(keys)]
 
     try:
-        absent, own = deadline.run(meet)
+        absent, told = deadline.run(meet)
     except RuntimeError as error:
         what = f"has not answered for {timeout:g} s" if deadline.passed else "is gone"
         raise store_lost(everywhere, what) from error
@@ -388,8 +352,60 @@ def _meet(everywhere: tuple[int, ...], rank: int, timeout: float) -> Store:
             f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",
             f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
+    texts = [
+        _checked(endpoint.secret, f"{name}/{key}", each, at)
+        for at, (key, each) in enumerate(zip(keys, told, strict=True))
+    ]
     _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
-    return own
+    addresses, by_launcher, machines, tokens = zip(*map(json.loads, texts), strict=True)
+    nodes = machines if None in by_launcher else by_launcher
+    numbers = list(dict.fromkeys(nodes))
+    return tuple(map(numbers.index, nodes)), addresses, bytes.fromhex(tokens[0])
+
+
+def _signed(secret: Secret | None, place: str, text: str) -> str:
+    """Return a text for the store, with its MAC in front if there is a secret. place: of the text."""
+    return f"{'' if secret is None else secret.sign(place + text)} {text}"
+
+
+def _checked(secret: Secret | None, place: str, told: str, rank: int) -> str:
+    """Return the text that a rank has signed. Raises RankDivergence if its secret is another one."""
+    mac, _, text = told.partition(" ")
+    wanted = _signed(secret, place, text).partition(" ")[0]
+    if not hmac.compare_digest(mac.encode(), wanted.encode()):
+        has = "has no secret" if secret is None else "has a secret"
+        other = "has none" if not mac else "has one" if secret is None else "has another one"
+        raise RankDivergence(
+            f"This rank {has}, and rank {rank} {other}.",
+            f"Give all ranks the same {VARIABLE}, or files with the same text in {FILE_VARIABLE}.",
+        )
+    return text
+
+
+def _own_address() -> str:
+    """Return the address that this rank binds: loopback if all ranks are on one node, else that of the
+    interface GLOO_SOCKET_IFNAME, or without one of the interface by which MASTER_ADDR is reached.
+    """
+    place = launcher.location()
+    if place is not None and place.ranks == dist.get_world_size():
+        return "127.0.0.1"
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        if interface:
+            request = struct.pack("256s", interface.encode()[:15])
+            found = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)
+            return socket.inet_ntoa(found[20:24])
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, *_, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as towards:
+            towards.connect(where)  # sends nothing
+            return str(towards.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"The interface by which {master} is reached was not found: {error.strerror}.",
+            "Set MASTER_ADDR to the address of node 0, or GLOO_SOCKET_IFNAME to the interface to use.",
+        ) from error
 
 
 def _absent(store: Store, keys: list[str], timeout: float) -> list[int]:

@@ -1,20 +1,26 @@
-"""Control message: a kind and a few fields that one rank sends to another, and their bytes.
+"""Message: a kind and a few fields that one rank sends to another, as frames of bytes.
 
-A message is a header of HEADER_BYTES: the kind (1 byte), the length of the fields' text in bytes (4 bytes,
-little-endian), and the text, a JSON list in UTF-8. The text that does not fit into the header follows in a
-second transfer of exactly the remaining bytes.
+The first frame is a head and the fields as JSON. The head has a MAC of all that follows it, the ranks of
+sender and receiver, the number of the message among those from the one to the other, and the kind. The MAC's
+key is known to the ranks of a runtime alone, so that nothing else is read. Fields that are longer than
+LONGEST_FRAME go on in further frames. Behind the first frame of DATA and MORE are bytes of the payload
+instead.
 """
 
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-HEADER_BYTES = 256
-_HEAD = struct.Struct("<BI")
-_ROOM = HEADER_BYTES - _HEAD.size
+LONGEST_FRAME = 512 << 10
+"""Bytes."""
+_MAC_BYTES = 16
+_HEAD = struct.Struct("<IIQB")
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _decode = json.JSONDecoder().decode
 
@@ -25,7 +31,9 @@ class MessageKind(enum.IntEnum):
     REQUEST = 1
     """Fields: the delivery's number, a `What`, and the bytes that are asked for."""
     DATA = 2
-    """Fields: the delivery's number, label, sizes of the pieces in bytes. The pieces follow the message."""
+    """Fields: the delivery's number, label, sizes of the pieces in bytes. The payload's first portion
+    follows, and others in messages of the kind MORE.
+    """
     REFUSAL = 3
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
     GRADIENT_SHARD = 4
@@ -42,8 +50,8 @@ class MessageKind(enum.IntEnum):
     BARRIER = 7
     """The sender has come to an agreement. Fields: its number, the name of the call, facts."""
     FAILED = 8
-    """The sender cannot go on, or is lost: then the wire puts this message into the inbox. Fields: the
-    cause.
+    """A rank cannot go on, or is lost: then the wire puts this message into the inbox. Fields: the rank, and
+    the cause without the words "Rank 3".
     """
     BYE = 9
     """The sender's last message."""
@@ -82,6 +90,12 @@ class MessageKind(enum.IntEnum):
     """Fields: the delivery's number. The sender has no room to relay the bytes, so their owner must be asked;
     or they are its own and at home now, so that the receiver can copy them by itself.
     """
+    MORE = 22
+    """A further portion of the payload that the sender's last DATA began. No fields."""
+    READ = 23
+    """The sender has read further portions of this rank's payloads, or its BYE. Fields: how many."""
+    BEAT = 24
+    """The sender lives. No fields."""
 
 
 class What(enum.IntEnum):
@@ -126,28 +140,36 @@ class Message(NamedTuple):
     fields: list[Any]
 
 
-def pack(message: Message) -> tuple[bytearray, bytearray | None]:
-    """Return the header, and the rest for a second transfer: None if the header has room for all fields."""
-    text = _encode(message.fields).encode()
-    header = bytearray(HEADER_BYTES)
-    _HEAD.pack_into(header, 0, message.kind, len(text))
-    here = text[:_ROOM]
-    header[_HEAD.size : _HEAD.size + len(here)] = here
-    return header, bytearray(text[_ROOM:]) if len(text) > _ROOM else None
+class Head(NamedTuple):
+    """Who sent a message, to whom, and its number among the sender's messages to the receiver, from 1 on."""
+
+    source: int
+    to: int
+    number: int
 
 
-def bytes_behind(header: bytearray) -> int:
-    """Return the bytes of the second transfer of a message, read from its header; 0 if there is none."""
-    return max(0, int(_HEAD.unpack_from(header)[1]) - _ROOM)
+def pack(key: bytes, head: Head, message: Message) -> list[bytes]:
+    """Return the frames of a message but for those of a payload. key: of the MAC, 16 to 64 bytes."""
+    body = _HEAD.pack(*head, message.kind) + _encode(message.fields).encode()
+    body = _mac(key, body) + body
+    return [body[at : at + LONGEST_FRAME] for at in range(0, len(body), LONGEST_FRAME)]
 
 
-def unpack(header: bytearray, behind: bytearray | None) -> Message:
-    """Return the message that came as a header and, if it was long, a second transfer.
+def kind_of(frame: bytes) -> int:
+    """Return the number of the kind that a message's first frame names; 0 if the frame is too short."""
+    place = _MAC_BYTES + _HEAD.size - 1
+    return frame[place] if len(frame) > place else 0
 
-    behind: the bytes of the second transfer; None if there was none.
-    """
-    kind, length = _HEAD.unpack_from(header)
-    text = header[_HEAD.size : _HEAD.size + min(length, _ROOM)]
-    if behind is not None:
-        text += behind
-    return Message(MessageKind(kind), _decode(text.decode()))
+
+def unpack(key: bytes, frames: Sequence[bytes]) -> tuple[Head, Message]:
+    """Return what `pack` was given. Raises ValueError for frames that were not made with this key."""
+    body = b"".join(frames)
+    mac, body = body[:_MAC_BYTES], body[_MAC_BYTES:]
+    if not hmac.compare_digest(mac, _mac(key, body)):
+        raise ValueError("The MAC is wrong")
+    *head, kind = _HEAD.unpack_from(body)
+    return Head(*head), Message(MessageKind(kind), _decode(body[_HEAD.size :].decode()))
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hashlib.blake2b(body, key=key, digest_size=_MAC_BYTES).digest()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.distributed.gradient_shards import GradientShards
-from infinity.distributed.liveness import Liveness
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.remote_parts import NodeCache
 from infinity.distributed.wire import Wire
@@ -36,10 +35,9 @@ class ServiceThread:
     Before `attach`, while a runtime is made, it answers only requests in exchanges, and keeps other messages.
     """
 
-    def __init__(self, wire: Wire, lock: RuntimeLock, liveness: Liveness) -> None:
+    def __init__(self, wire: Wire, lock: RuntimeLock) -> None:
         self._wire = wire
         self._lock = lock
-        self._liveness = liveness
         self._kept: list[tuple[int, Message]] = []
         """(source, message) of each message that cannot be handled yet."""
         self._exchanged: dict[int, tuple[str, Give]] = {}
@@ -135,12 +133,10 @@ class ServiceThread:
         for source, message in waiting:
             if message.kind is MessageKind.BYE and source < 0:
                 return False
-            if message.kind is MessageKind.BYE:
-                self._liveness.departed(source)
-            elif message.kind is MessageKind.REQUEST and message.fields[1] == What.INITIAL:
-                self._give(source, message)
-            elif message.kind is MessageKind.FAILED:
+            if message.kind in (MessageKind.BYE, MessageKind.FAILED):
                 continue
+            if message.kind is MessageKind.REQUEST and message.fields[1] == What.INITIAL:
+                self._give(source, message)
             elif not attached:
                 self._kept.append((source, message))
             elif message.kind is MessageKind.REQUEST and message.fields[1] == What.RELAYED:

@@ -1,6 +1,6 @@
 """Wire: sends and receives messages of all ranks, and payloads, which arrive in memory named beforehand.
 
-A line to each peer (infinity/distributed/peer_line.py) transfers them. The wire knows which payloads are
+Its connections (infinity/distributed/connections.py) transfer them. The wire knows which payloads are
 expected, and counts bytes and messages.
 """
 
@@ -10,7 +10,6 @@ import functools
 import itertools
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,10 +18,11 @@ from typing import Any
 
 import torch
 
+from infinity.distributed.connections import Connections
 from infinity.distributed.failure_event import FailureEvent
+from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Message, MessageKind
-from infinity.distributed.peer_line import Parcel, PeerLine
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.telemetry.meter import Meter
@@ -32,7 +32,9 @@ Inbox = queue.SimpleQueue[tuple[int, Message]]
 
 @dataclass
 class Traffic:
-    """Counters of a wire: bytes of payloads by label, and numbers of messages."""
+    """Counters of a wire: bytes of payloads by label, and numbers of messages. A payload counts as one
+    message; heartbeats and acknowledgements do not count.
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
     received_from: Counter[tuple[int, str]] = field(default_factory=Counter)
@@ -60,10 +62,12 @@ class Wire:
         failure_event: FailureEvent | None = None,
         meter: Meter | None = None,
         released: Callable[[], AbstractContextManager[None]] = nullcontext,
+        liveness: Liveness | None = None,
     ) -> None:
-        """failure_event: is notified of each arrival; a failure that is set in it ends all waits. meter:
-        counts the bytes. released: makes the context in which this rank waits for others, such as
-        `RuntimeLock.released`.
+        """ranks: its endpoint is the wire's from now on. failure_event: is notified of each arrival; a
+        failure that is set in it ends all waits. meter: counts the bytes. released: makes the context in
+        which this rank waits for others, such as `RuntimeLock.released`. liveness: by default one that
+        watches this rank's neighbours among `ranks`.
         """
         self.failure_event = FailureEvent() if failure_event is None else failure_event
         self.meter = Meter() if meter is None else meter
@@ -87,9 +91,14 @@ class Wire:
         self._traffic = Traffic()
         self._closed = False
         self._numbers = itertools.count(1)
-        self._lines = {peer: PeerLine(ranks, peer, self) for peer in ranks.peers}
-        for line in self._lines.values():
-            line.start()
+        self._connections = Connections(
+            ranks.rank,
+            ranks.addresses,
+            ranks.endpoint,
+            self,
+            key=ranks.token,
+            liveness=Liveness(ranks.rank, ranks.nodes) if liveness is None else liveness,
+        )
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -147,8 +156,11 @@ class Wire:
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
     def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
-        """Queue a message. Never blocks. A message to a peer that has left is dropped."""
-        self._queue(peer, Parcel(Message(kind, list(fields))))
+        """Send a message. Never blocks. A message to a peer that has left is dropped."""
+        with self._lock:  # nothing may come behind BYE
+            self._check_open()
+            self._connections.post(peer, Message(kind, list(fields)))
+            self._traffic.messages_sent += 1
 
     def expect(
         self,
@@ -167,7 +179,7 @@ class Wire:
         into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. label:
         what the bytes are, for errors and counters. unit: index of the unit, for timelines. tell: whether to
         put a message ARRIVED into the inbox when the delivery has ended; `told` is then not used. told:
-        called with the delivery when it has ended, by the thread that receives from the peer, or by the
+        called with the delivery when it has ended, by the thread that receives, or by the
         calling thread if the peer has already left. instead: called with the delivery if the peer has no room
         to relay the bytes, to fetch them from their owner.
         """
@@ -212,7 +224,13 @@ class Wire:
         told = functools.partial(self._tell, MessageKind.SENT) if tell else None
         dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit, told=told)
         message = Message(MessageKind.DATA, [number, label, [each.nbytes for each in pieces]])
-        self._queue(peer, Parcel(message, tuple(pieces), dispatch))
+        with self._lock:
+            self._check_open()
+            accepted = self._connections.deliver(dispatch, message, pieces)
+        if accepted:
+            self._connections.go_on(peer)
+        else:
+            dispatch.end(self._ended[peer])
         return dispatch
 
     def refuse(self, peer: int, number: int, error: InfinityError) -> None:
@@ -224,35 +242,32 @@ class Wire:
         rank's name, such as "failed: ..." in "Rank 3 failed: ...".
         """
         for peer in self.peers:
-            self.post(peer, MessageKind.FAILED, what)
+            self.post(peer, MessageKind.FAILED, self._ranks.rank, what)
 
     def _tell(self, kind: MessageKind, transfer: Delivery | Dispatch) -> None:
         self.inbox.put((transfer.peer, Message(kind, [transfer])))
 
     def close(self, patience: float = 10.0) -> bool:
-        """Send BYE to all peers after all queued messages, and wait until theirs have come.
+        """Send BYE to all peers after all else, and wait until theirs have come.
 
-        patience: seconds, after a failure at most 1. Threads of slower peers end by themselves later. Returns
-        whether all threads have ended.
+        patience: seconds, after a failure at most 1. Returns whether the thread that receives has ended.
+        Without a failure it ends later, when slower peers have said BYE.
         """
         with self._lock:
             first, self._closed = not self._closed, True
+            self._traffic.messages_sent += len(self.peers) * first
         if first:
-            for line in self._lines.values():
-                line.close()
+            self._connections.close()
+        thread = self._connections.thread
+        thread.join(patience if self.failure is None else min(patience, 1.0))
         if self.failure is not None:
-            patience = min(patience, 1.0)
-        until = time.monotonic() + patience
-        threads = [thread for line in self._lines.values() for thread in line.threads]
-        for thread in threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in threads)
+            self._connections.stop()
+            thread.join()
+        return not thread.is_alive()
 
-    def _queue(self, peer: int, parcel: Parcel) -> None:
-        with self._lock:  # nothing may come behind BYE
-            if self._closed:
-                raise ConfigError("The wire is closed.", "Use the runtime before its close().")
-            self._lines[peer].put(parcel)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("The wire is closed.", "Use the runtime before its close().")
 
     def copied(self, peer: int, label: str, unit: int, nbytes: int, began: int) -> None:
         """Count bytes that this rank has copied itself from a peer's RAM. began: perf_counter_ns()."""
@@ -261,20 +276,15 @@ class Wire:
             self._traffic.received_from[peer, label] += nbytes
             self._traffic.copied[label] += nbytes
 
-    # --- told by the lines --------------------------------------------------------------------------------
+    # --- told by the connections --------------------------------------------------------------------------
     # The meter is told first: whoever finds a payload counted or ended finds it in the timeline, too.
 
-    def sent(self, dispatch: Dispatch | None, nbytes: int, began: int, failure: InfinityError | None) -> None:
-        if failure is None and dispatch is not None:
-            to, label, unit = dispatch.peer, dispatch.label, dispatch.unit
-            self.meter.crossed(f"to rank {to}", label, unit, nbytes, began)
-        if failure is None:
-            with self._lock:
-                self._traffic.messages_sent += 1
-                if dispatch is not None:
-                    self._traffic.sent[dispatch.label] += nbytes
-        if dispatch is not None:
-            dispatch.end(failure)
+    def taken(self, dispatch: Dispatch, nbytes: int, began: int) -> None:
+        self.meter.crossed(f"to rank {dispatch.peer}", dispatch.label, dispatch.unit, nbytes, began)
+        with self._lock:
+            self._traffic.messages_sent += 1
+            self._traffic.sent[dispatch.label] += nbytes
+        dispatch.end()
 
     def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
         with self._lock:
@@ -308,7 +318,7 @@ class Wire:
             self.inbox.put((peer, message))
             self.failure_event.notify()
         elif message.kind is MessageKind.FAILED:
-            self.lost(peer, *message.fields)
+            self.lost(*message.fields)
         elif message.kind is MessageKind.LEAVING:
             self._leaving.add(peer)
             self.failure_event.notify()
@@ -318,17 +328,17 @@ class Wire:
         else:
             self.inbox.put((peer, message))
 
-    def lost(self, peer: int, what: str) -> None:
-        """End all waits with an error, because a peer is gone.
+    def lost(self, rank: int, what: str) -> None:
+        """End all waits with an error, because a rank is gone.
 
-        what: the error's text after the peer's name, which is "Rank 3" for rank 3.
+        what: the error's text after the rank's name, which is "Rank 3" for rank 3.
         """
-        error = rank_failure(peer, what)
-        self.failure_event.fail(
-            error
-        )  # before it is known that the peer sends no more, or it would seem to have left
-        self._end_of(peer, error)
-        self.inbox.put((peer, Message(MessageKind.FAILED, [error.cause])))
+        error = rank_failure(rank, what)
+        # Before it is known that the peer sends no more, or it would seem to have left.
+        self.failure_event.fail(error)
+        if rank != self._ranks.rank:
+            self._end_of(rank, error)
+        self.inbox.put((rank, Message(MessageKind.FAILED, [rank, what])))
 
     def _refused(self, peer: int, number: int, name: str, cause: str, cure: str) -> None:
         delivery = self._no_longer_expected(peer, number)
@@ -350,7 +360,7 @@ class Wire:
             self._ended.setdefault(peer, error.again())
             keys = [key for key in self._expected if key[0] == peer]
             deliveries = [self._expected.pop(key) for key in keys]
-        for each in deliveries:
+        for each in [*deliveries, *self._connections.forget(peer)]:
             each.end(error)
 
 

@@ -105,6 +105,8 @@ class Plan(Placement):
     """(number of other ranks on this node, how many of them this rank copies parameters from, without their
     help); None where the ranks have not met.
     """
+    messages: str = field(default="", compare=False)
+    """How the ranks' messages travel, and the RAM that they take beside all pools; empty for one rank."""
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
     """Function (budget of the tier that computes, in bytes) that makes a plan with otherwise the same inputs,
     or returns None if the model does not fit.

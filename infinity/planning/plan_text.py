@@ -63,6 +63,8 @@ def _notes(plan: Plan) -> Iterator[str]:
                 f"parameters of {asked} ranks of this node come by messages, because this rank cannot read "
                 "their RAM: they have another user or container, or INFINITY_WINDOWS=0"
             )
+        if plan.messages:
+            yield f"messages: {plan.messages}"
     if plan.updated_on_device:
         trained = plan.page_sizes[Kind.GRADIENT]
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)

@@ -54,8 +54,9 @@ def test_a_rank_that_is_killed_amid_a_delivery_is_lost() -> None:
 
 def test_runtimes_follow_each_other_and_close_in_any_order() -> None:
     zero, one = results("in_turn")
-    assert zero == [True, False, True, True, True, True, True, True, False, True, True]
-    assert one == [True, True, True, True, False, True, True, True, True, True]
+    closes_first, closes_last = [True, False, True], [True, True]
+    assert zero == [*closes_first, *closes_last, *closes_first]
+    assert one == [*closes_last, *closes_first, *closes_last]
 
 
 def test_a_rank_that_does_not_come_is_named_and_may_come_later() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import rank_processes
 import torch
+import torch.distributed as dist
 
 from infinity.distributed.barrier import Barrier
 from infinity.distributed.communicator import Communicator
@@ -34,19 +35,19 @@ class Member:
         self.ranks = Ranks.of(None)
         self.failure_event = FailureEvent(timeout)
         self.lock = RuntimeLock()
-        self.wire = Wire(self.ranks, self.failure_event, released=self.lock.released)
+        self.liveness = Liveness(self.ranks.rank, self.ranks.nodes, **liveness)
+        self.wire = Wire(self.ranks, self.failure_event, released=self.lock.released, liveness=self.liveness)
         self.barrier = Barrier(self.ranks, self.wire)
-        self.liveness = Liveness(self.ranks, self.failure_event, **liveness)
+        self.store = dist.distributed_c10d._get_default_store()
         self.service_thread = threading.Thread(target=self._serve, daemon=True)
         self.service_thread.start()
 
     def _serve(self) -> None:
         left = len(self.ranks.peers)
         while left:
-            source, message = self.wire.inbox.get()
+            _, message = self.wire.inbox.get()
             with self.lock.turn():
-                if message.kind is MessageKind.BYE:
-                    self.liveness.departed(source)
+                pass
             left -= message.kind in (MessageKind.BYE, MessageKind.FAILED)
 
     def cast(self, call: str, number: int, facts: Any = None, **options: Any) -> Any:
@@ -63,7 +64,6 @@ class Member:
 
     def close(self) -> None:
         failed = self.failure_event.failure is not None
-        self.liveness.close()
         self.wire.close()
         self.ranks.close(orderly=not failed)
 
@@ -86,14 +86,14 @@ def absence() -> list[Any]:
     """Rank 1 does not come to an agreement in time, then leaves."""
     us = Member(0.3 if int(os.environ["RANK"]) == 0 else 60.0, **PATIENT)
     assert us.ranks.rank or us.failure_event.timeout < 1
-    first = us.told(lambda: us.ranks.store.add("here", 1)) > 0
+    first = us.told(lambda: us.store.add("here", 1)) > 0
     if us.ranks.rank == 1:
         us.wire.post(0, MessageKind.BARRIER, 0, "save()", None)
-        us.ranks.store.wait(["rank 0 has waited"])
+        us.store.wait(["rank 0 has waited"])
         us.close()
         return [first]
     late = us.cast("step()", 1)
-    us.ranks.store.set("rank 0 has waited", "")
+    us.store.set("rank 0 has waited", "")
     us.service_thread.join()  # until rank 1 has left
     again = us.cast("step()", 2)
     left = us.cast("close()", 2, anyway=True)
@@ -134,27 +134,14 @@ def crosswise() -> list[Any]:
 
 
 def host_killed() -> list[Any]:
-    """Rank 0, which keeps the store, is killed. No wire is there to notice."""
-    us, failure_event = Ranks.of(None), FailureEvent(60.0)
-    liveness = Liveness(us, failure_event, interval=0.05, patience=60.0)
-    if us.rank == 1:
-        us.store.set("here 1", "")
-    else:
-        us.store.wait(["here 1"])
+    """Rank 0, which keeps the store, is killed."""
+    us = Member(60.0, **PATIENT)
+    us.cast("offload()", 0)
+    if us.ranks.rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    found = failure_of(failure_event)
-    liveness.close()
-    us.close(orderly=False)
+    found = us.cast("step()", 1)
+    us.close()
     return found
-
-
-def failure_of(failure_event: FailureEvent) -> list[str]:
-    """Wait for the failure of the run."""
-    try:
-        failure_event.wait_for(lambda: False)
-    except InfinityError as error:
-        return [type(error).__name__, error.cause]
-    return []
 
 
 def declared() -> list[Any]:
@@ -162,16 +149,17 @@ def declared() -> list[Any]:
     us = Member(60.0, **PATIENT)
     us.cast("offload()", 0)
     if us.ranks.rank == 1:
-        us.liveness.declare(BudgetError("It does not fit.", "Give more.", needed=1))
+        us.wire.declare("failed: BudgetError: It does not fit. Give more")
+        us.failure_event.fail(BudgetError("It does not fit.", "Give more.", needed=1))
         found = us.told(lambda: us.barrier.agree("step()"))
     else:
         found = us.cast("step()", 1)
     # The first cause stays, so the others' own later failures do not replace it.
     if us.ranks.rank == 0:
-        us.liveness.declare(BudgetError("Later.", "No."))
-        found.append(us.liveness.failure.cause)
-    us.ranks.store.add("told", 1)
-    while us.ranks.store.add("told", 0) < us.ranks.size:
+        us.failure_event.fail(BudgetError("Later.", "No."))
+        found.append(us.failure_event.failure.cause)
+    us.store.add("told", 1)
+    while us.store.add("told", 0) < us.ranks.size:
         time.sleep(0.01)
     us.close()
     return found
@@ -179,25 +167,19 @@ def declared() -> list[Any]:
 
 def leaving() -> bool:
     """A rank that leaves is not taken for dead, although it beats no more for long."""
-    us = Ranks.of(None)
-    failure_event = FailureEvent(60.0)
-    liveness = Liveness(us, failure_event, interval=0.02, patience=0.2)
-    us.store.add("begun", 1)
-    us.store.wait(["begun"])
-    if us.rank == 1:
-        liveness.close()
-        us.store.set("rank 1 has left", "")
+    us = Member(60.0, interval=0.05, patience=2.0 if int(os.environ["RANK"]) == 0 else 60.0)
+    us.cast("offload()", 0)
+    if us.ranks.rank == 1:
+        us.wire.close(patience=0.0)
         us.store.wait(["rank 0 has seen enough"])
-        us.close()
-        return failure_event.failure is None
-    us.store.wait(["rank 1 has left"])
-    begun = liveness._rounds
-    while liveness._rounds < begun + 20 and failure_event.failure is None:
-        time.sleep(0.01)
-    us.store.set("rank 0 has seen enough", "")
-    liveness.close()
+    else:
+        us.service_thread.join()  # until rank 1 has left
+        begun = us.liveness.rounds
+        while us.liveness.rounds < begun + 45 and us.failure_event.failure is None:
+            time.sleep(0.01)
+        us.store.set("rank 0 has seen enough", "")
     us.close()
-    return failure_event.failure is None and liveness._rounds >= begun + 20
+    return us.failure_event.failure is None
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ POINTS = {
     "closing the wire": 1,
 }
 """Point -> how often it comes, at the least."""
-CONNECTING = {"starting the group": 1, "coming": 1, "waiting for others": 1, "connecting": 2}
+CONNECTING = {"starting the group": 1, "coming": 1, "waiting for others": 1}
 """Points, as above, while ranks meet, at which links are lost alone."""
 CLOSING = ("close()", "leaving", "closing tiers", "closing the wire")
 """Points of the end."""

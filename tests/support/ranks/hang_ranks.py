@@ -45,7 +45,6 @@ PHASES: tuple[tuple[str, Any, str], ...] = (
     ("starting the group", dist, "init_process_group"),
     ("coming", mesh, "_meet"),
     ("waiting for others", mesh, "_absent"),
-    ("connecting", mesh, "_groups"),
     ("meeting", Communicator, "__init__"),
     ("agreeing", Communicator, "agree"),
     ("opening tiers", Store, "__init__"),
@@ -242,7 +241,7 @@ def train() -> dict[str, Any]:
         link_faults.delay(plan.nth, plan.latest)
     with contextlib.ExitStack() as inside:
         if plan.fault == link_faults.CUT:
-            inside.callback(check_heartbeat_ended)  # behind the runtime's end
+            inside.callback(check_messages_ended)  # behind the runtime's end
         training = Training(culprit, faults)
         if plan.managed:
             inside.enter_context(training.runtime)
@@ -253,9 +252,9 @@ def train() -> dict[str, Any]:
     return found
 
 
-def check_heartbeat_ended() -> None:
-    """Check that no heartbeat waits for the store any more: if it came back now, the process would abort."""
-    assert "infinity heartbeat" not in [each.name for each in threading.enumerate()]
+def check_messages_ended() -> None:
+    """Check that nothing is sent or received any more."""
+    assert "infinity messages" not in [each.name for each in threading.enumerate()]
 
 
 # --- bad input ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import two_nodes
 
 from infinity.distributed import liveness
-from infinity.distributed.mesh import Ranks
+from infinity.distributed.connections import Connections
 
 CUT, BLINK = "cut", "blink"
 """Faults: the link is lost for good, or for `SECONDS`."""
@@ -37,35 +37,19 @@ def quick_liveness() -> None:
     liveness.Liveness.__init__ = quick  # type: ignore[method-assign]
 
 
-class _LateWork:
-    """An operation of gloo of whose end this rank hears late."""
-
-    def __init__(self, work: Any, seconds: float) -> None:
-        self._work = work
-        self._seconds = seconds
-
-    def wait(self, *given: Any) -> Any:
-        ended = self._work.wait(*given)
-        time.sleep(self._seconds)
-        return ended
-
-
 def delay(seed: int, most: float) -> None:
-    """Have all messages and transfers of this rank begin and end late, each by times of its own.
+    """Have all messages and payloads of this rank be sent and received late, each by times of its own.
 
-    most: seconds. Most begin and end at once.
+    most: seconds. Most are sent and received at once.
     """
     draw = random.Random(seed)
 
-    def late_by() -> float:
-        return draw.choice((0.0, 0.0, 0.0, draw.uniform(0.0, most)))
-
     def later(method: Callable[..., Any]) -> Callable[..., Any]:
         def late(*given: Any) -> Any:
-            time.sleep(late_by())
-            return _LateWork(method(*given), late_by())
+            time.sleep(draw.choice((0.0, 0.0, 0.0, draw.uniform(0.0, most))))
+            return method(*given)
 
         return late
 
-    for name in ("send", "receive"):
-        setattr(Ranks, name, later(getattr(Ranks, name)))
+    for name in ("post", "go_on", "_act", "_taken"):
+        setattr(Connections, name, later(getattr(Connections, name)))

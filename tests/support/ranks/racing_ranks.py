@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import time
 from typing import Any
 
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.distributed.connections import Connections
 from infinity.distributed.message import MessageKind
-from infinity.distributed.peer_line import PeerLine
 from infinity.distributed.service_thread import ServiceThread
 from infinity.training_step import TrainingStep
 
@@ -150,14 +151,15 @@ def eager_updates_of_parts() -> list[Any]:
 
 def edits_while_sending() -> list[str]:
     """Both ranks edit parameters at once after a step, while rank 0's bytes of that step are still sent."""
-    post = PeerLine._post
+    go_on = Connections.go_on
 
-    def late(self: PeerLine, parcel: Any) -> Any:
-        if RANK == 0 and parcel.message.kind is MessageKind.DATA and parcel.message.fields[1] == "parameters":
-            time.sleep(0.05)
-        return post(self, parcel)
+    def late(self: Connections, peer: int) -> None:
+        if RANK == 0:
+            threading.Timer(0.05, go_on, (self, peer)).start()
+        else:
+            go_on(self, peer)
 
-    PeerLine._post = late  # type: ignore[method-assign]
+    Connections.go_on = late  # type: ignore[method-assign]
     training = Training("gradients")
     views, found = [each.data for each in training.model.first.parameters()], []
     for _ in range(2):

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from infinity.distributed import peer_line
+from infinity.distributed import connections
+from infinity.distributed.connections import Connections
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import HEADER_BYTES, Message, MessageKind, pack, unpack
+from infinity.distributed.message import MessageKind
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
 
@@ -123,16 +124,12 @@ def refusals() -> list[Any]:
 def killed() -> list[Any]:
     """Rank 1 is killed amid a payload; the wire of rank 0 loses it, and rank 0 ends by itself."""
     us = Ranks.of(None)
-    if us.rank == 1:
-        header = bytearray(HEADER_BYTES)
-        us.receive(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
-        number = unpack(header, None).fields[0]
-        sizes = [1 << 20, 1 << 20]
-        header, _ = pack(Message(MessageKind.DATA, [number, "states", sizes]))
-        us.send(torch.frombuffer(header, dtype=torch.uint8), 0, peer_line.HEADER).wait()
-        us.send(torch.ones(sizes[0], dtype=torch.uint8), 0, peer_line.PAYLOAD).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
     line = Wire(us)
+    if us.rank == 1:
+        connections.WINDOW = connections.PORTION
+        Connections._taken = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        number = line.inbox.get()[1].fields[0]
+        line.deliver(0, number, [torch.ones(1 << 20, dtype=torch.uint8)] * 2, "states").wait()
     first, second = torch.zeros(2, 1 << 20, dtype=torch.uint8)
     delivery, other = line.expect(1, [first, second]), line.expect(1, [first])
     line.post(1, MessageKind.REQUEST, delivery.number)
@@ -160,7 +157,6 @@ def in_turn() -> list[Any]:
     found: list[Any] = []
     for first in (0, 1, 0):
         us = Ranks.of(None)
-        us.store.add("runs", 1)
         line = Wire(us)
         service = threading.Thread(target=serve_requests, args=(us.rank, line, 1))
         service.start()
@@ -170,7 +166,6 @@ def in_turn() -> list[Any]:
             found.append(line.close(patience=0.0))
         service.join()
         found.append(line.close())
-        found.append(us.store.add("runs", 0) <= us.size)
         us.close()
     return found
 
