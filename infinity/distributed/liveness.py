@@ -1,8 +1,7 @@
 """Liveness: which ranks send each other heartbeats, and whose silence has lasted too long.
 
-The ranks of a node and its leader, which is the first of them, send each other heartbeats, and leaders those
-next to them in a binomial tree. So a rank has O(log ranks) neighbours beside those of its own node. A failure
-that one rank notices is told to all.
+Neighbours in the tree of ranks (infinity/distributed/tree.py) send each other heartbeats. A failure that one
+rank notices is told to all.
 
 [Note: silence is counted] A rank counts the silence of others in rounds of its own heartbeat, not in seconds.
 So a process that was stopped and continues does not take the others for dead.
@@ -10,26 +9,9 @@ So a process that was stopped and continues does not take the others for dead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-
-def neighbours(rank: int, nodes: Sequence[int], there: Iterable[int]) -> list[int]:
-    """Return the neighbours of `rank` in the tree of the ranks `there`, without their own order.
-
-    nodes: rank -> its node. Pure.
-    """
-    by_node: dict[int, list[int]] = {}
-    for each in sorted(there):
-        by_node.setdefault(nodes[each], []).append(each)
-    leader, *others = by_node[nodes[rank]]
-    if rank != leader:
-        return [leader]
-    leaders = [each[0] for each in by_node.values()]
-    at = leaders.index(rank)
-    lowest = at & -at or 1 << len(leaders).bit_length()
-    parent = [leaders[at - lowest]] if at else []
-    strides = (1 << power for power in range(lowest.bit_length() - 1))
-    return others + parent + [leaders[at + each] for each in strides if at + each < len(leaders)]
+from infinity.distributed.tree import neighbours
 
 
 class Liveness:

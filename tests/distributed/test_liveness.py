@@ -7,7 +7,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.distributed.liveness import Liveness, neighbours
+from infinity.distributed.liveness import Liveness
+from infinity.distributed.tree import neighbours
 
 NODES = st.lists(st.integers(0, 40), min_size=2, max_size=80)
 
