@@ -1,4 +1,10 @@
-"""Barriers: calls that all ranks make together. Each rank tells all others that it has come to the call.
+"""Barriers: calls that all ranks make together, each with facts for the others.
+
+[Note: agreements by a tree]
+A rank that comes to an agreement tells its parent (infinity/distributed/tree.py), once its children have
+told the same for all ranks below them. The root then tells all, down the tree. An error that ends the
+agreement goes directly from the rank that notices it to all others. A rank whose time is nearly over asks all
+others directly, and those that wait, too, answer: the ranks behind one that is absent are not heard by tree.
 
 A commit of several ranks counts if every rank commit is durable; otherwise none counts.
 `CommitVotes` decides this.
@@ -31,12 +37,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
+from infinity.distributed.tree import place
 from infinity.distributed.wire import Wire
 from infinity.errors import (
     ConfigError,
@@ -55,6 +63,8 @@ _KINDS: dict[str, type[InfinityError]] = {
 }
 """Name -> class of the errors that can be made again on another rank from their cause and cure alone."""
 _SAME = "Make the same calls in the same order on all ranks."
+_ANSWER = 5.0
+"""The most seconds in which a rank that waits in an agreement answers another one."""
 
 
 class Barrier:
@@ -63,12 +73,21 @@ class Barrier:
     def __init__(self, ranks: Ranks, wire: Wire) -> None:
         self._ranks = ranks
         self._wire = wire
+        self._place = place(ranks.rank, ranks.nodes)
         self._come: dict[int, dict[int, tuple[str, Any]]] = {}
         """Number of an agreement that is not over -> rank -> (call, facts)."""
-        self._last: dict[int, str] = {}
-        """Rank -> the last call that it told of."""
+        self._ended: dict[int, tuple[int, str, str]] = {}
+        """Number of an agreement -> (rank that ended it, the error's cause, its cure). Without a cause, the
+        rank has left, and comes to no later one either.
+        """
+        self._asking: dict[int, set[int]] = {}
+        """Number of an agreement -> ranks to which this one answers when it has come."""
+        self._last = ""
+        """The last call on which all ranks agreed."""
         self.number = 0
         """Number of the last agreement to which this rank has come. All ranks count alike."""
+        self._told = False
+        """Whether the parent has been told that all ranks below have come to it."""
         self._failure: InfinityError | None = None
         """The error that every later agreement raises; None while agreements are possible."""
 
@@ -88,77 +107,118 @@ class Barrier:
         makes another call or does not come in time, and RankFailure if a rank is lost or has left. Every
         later agreement raises the same error, because other ranks may have taken this one for successful.
         """
-        if anyway:
-            self._check_wire()
-        else:
-            self.check()
-        number = self.number + 1
-        come = self._come.setdefault(number, {})
-        come[self._ranks.rank] = call, facts
-        self._post(number, call, facts)
-        with self._wire.awaiting(call):
-            while not self._wire.failure_event.wait_for(lambda: self._settled(come)) and patient():
-                pass
-        if any(each != call for each, _ in tuple(come.values())):
-            raise self._ended(
-                RankDivergence(_sentence({rank: each for rank, (each, _) in sorted(come.items())}), _SAME)
-            )
-        absent = [peer for peer in self._ranks.peers if peer not in come]
-        if absent and self._wire.failure is not None:
-            raise self._wire.failure.again()
-        for peer in absent:
-            if self._wire.left(peer) is not None:
-                what = f"closed its runtime while rank {self._ranks.rank} was in {call}"
-                raise self._ended(rank_failure(peer, what))
-        if absent:
-            raise self._ended(self._late(absent[0], call))
-        del self._come[number]
+        self.check(anyway=anyway)
+        timeout = self._wire.failure_event.timeout
+        answer = min(_ANSWER, timeout / 2)
+        try:
+            come = self._enter(call, facts)
+            with self._wire.awaiting(call):
+                while not self._over_within(timeout - answer, anyway):
+                    self._tell(self._ranks.peers, [self._ranks.rank], [])
+                    if self._over_within(answer, anyway):
+                        break
+                    if not patient():
+                        raise self._late(come)
+        except InfinityError as error:
+            self.end(error)
+            raise
+        except BaseException:
+            if self.number in self._come:
+                self.end(self._end_all(f"Rank {self._ranks.rank} was interrupted in {call}."))
+            raise
         return {rank: come[rank][1] for rank in range(self._ranks.size)}
 
-    def check(self) -> None:
+    def check(self, *, anyway: bool = False) -> None:
         """Raise the error that an agreement would raise at once, if there is one: the error that ended the
-        run, or that of an earlier agreement.
+        run, or that of an earlier agreement. anyway: as in `agree`.
         """
-        self._check_wire()
-        if self._failure is not None:
-            raise self._failure.again()
-
-    def _check_wire(self) -> None:
-        if self._wire.failure is not None:
-            raise self._wire.failure.again()
+        failure = self._wire.failure or (None if anyway else self._failure)
+        if failure is not None:
+            raise failure.again()
 
     def end(self, error: InfinityError) -> None:
         """Have every later agreement of this rank raise `error`, unless an earlier error was given."""
         self._failure = self._failure or error.again()
 
-    def _ended(self, error: InfinityError) -> InfinityError:
-        self.end(error)
-        return error
-
-    def _post(self, number: int, call: str, facts: Any) -> None:
-        """Tell all other ranks that this one has come to a call."""
-        self.number = number
+    def leave(self) -> None:
+        """Tell all other ranks that this one comes to no further agreement. Its BYE may come before what it
+        said in the last one, which takes the way of the tree.
+        """
         for peer in self._ranks.peers:
-            self._wire.post(peer, MessageKind.BARRIER, number, call, facts)
+            self._wire.post(peer, MessageKind.BARRIER, self.number + 1, [], ["", ""])
 
-    def _settled(self, come: dict[int, tuple[str, Any]]) -> bool:
-        left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
-        while True:  # behind the line above, so that the last messages of those that have left are here
+    def _enter(self, call: str, facts: Any) -> dict[int, tuple[str, Any]]:
+        self.number, self._told = self.number + 1, False
+        come = self._come.setdefault(self.number, {})
+        come[self._ranks.rank] = call, facts
+        return come
+
+    def _over_within(self, seconds: float, anyway: bool) -> bool:
+        """Wait until the agreement is over. Returns False if it is not within the time."""
+        until = time.monotonic() + seconds
+        while not self._over(anyway):
+            left = until - time.monotonic()
+            if not self._wire.failure_event.wait_for(lambda: not self._wire.barriers.empty(), left):
+                return False
+        return True
+
+    def _over(self, anyway: bool) -> bool:
+        """Act on what others have told. Returns whether all ranks have come; raises the errors of `agree`."""
+        self._read()
+        number, rank, come = self.number, self._ranks.rank, self._come[self.number]
+        call, _ = come[rank]
+        for each, (source, cause, cure) in sorted(self._ended.items()):
+            if each == number or (each < number and not (anyway and cause)):
+                if not cause:
+                    raise rank_failure(source, f"closed its runtime while rank {rank} was in {call}")
+                raise RankDivergence(cause, cure) if each == number else self._end_all(cause, cure)
+        if any(each != call for each, _ in come.values()):
+            raise self._end_all(_sentence({each: said for each, (said, _) in sorted(come.items())}))
+        if len(come) == self._ranks.size:
+            self._tell(self._place.children, come)
+            self._last = call
+            del self._come[number]
+            return True
+        if not self._told and self._place.below <= come.keys():
+            self._told = True
+            self._tell(self._place.parent, self._place.below)
+        return False
+
+    def _read(self) -> None:
+        """Take note of the messages of agreements that are here, and answer those that ask."""
+        while True:
             try:
-                source, (_, fields) = self._wire.barriers.get_nowait()
+                source, (_, (number, said, end)) = self._wire.barriers.get_nowait()
             except queue.Empty:
                 break
-            number, call, facts = fields
-            self._last[source] = call
-            self._come.setdefault(number, {})[source] = call, facts
-        if len(come) == self._ranks.size or len({call for call, _ in come.values()}) > 1:
-            return True
-        return any(peer not in come for peer in left)
+            if end and (number not in self._ended or not end[0]):
+                self._ended[number] = source, *end
+            if number < self.number:
+                continue  # it is over
+            for rank, call, facts in said:
+                self._come.setdefault(number, {}).setdefault(rank, (call, facts))
+            if end == []:
+                self._asking.setdefault(number, set()).add(source)
+        self._tell(self._asking.pop(self.number, ()), [self._ranks.rank])
 
-    def _late(self, peer: int, call: str) -> RankDivergence:
-        last = f"it was last in {self._last[peer]}" if peer in self._last else "it has agreed to nothing yet"
-        return RankDivergence(
-            f"Rank {peer} did not come to {call} within {self._wire.failure_event.timeout:g} s: {last}.",
+    def _tell(self, to: Iterable[int], ranks: Iterable[int], end: Sequence[str] | None = None) -> None:
+        """Tell other ranks what `ranks` have said in this agreement. end: of MessageKind.BARRIER."""
+        come = self._come[self.number]
+        said = [[rank, *come[rank]] for rank in ranks]
+        for peer in to:
+            self._wire.post(peer, MessageKind.BARRIER, self.number, said, end)
+
+    def _end_all(self, cause: str, cure: str = _SAME) -> RankDivergence:
+        """Tell all other ranks of an error that ends this agreement, and return the error."""
+        self._tell(self._ranks.peers, [], [cause, cure])
+        return RankDivergence(cause, cure)
+
+    def _late(self, come: Mapping[int, tuple[str, Any]]) -> RankDivergence:
+        absent = next(peer for peer in self._ranks.peers if peer not in come)
+        call, timeout = come[self._ranks.rank][0], self._wire.failure_event.timeout
+        last = f"it was last in {self._last}" if self._last else "it has agreed to nothing yet"
+        return self._end_all(
+            f"Rank {absent} did not come to {call} within {timeout:g} s: {last}.",
             f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
 

@@ -274,6 +274,7 @@ class Communicator(SingleRank):
         _open.discard(self)
         atexit.unregister(self._end)
         self.service_thread.stop()
+        self.barrier.leave()
         orderly = self.failure_event.failure is None
         self.wire.close(patience=1.0 if self._alone else 10.0)
         if self._windows is not None:

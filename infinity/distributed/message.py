@@ -48,7 +48,10 @@ class MessageKind(enum.IntEnum):
     CLEARED = 6
     """The sender has cleared its gradients. Fields: how often so far."""
     BARRIER = 7
-    """The sender has come to an agreement. Fields: its number, the name of the call, facts."""
+    """What the sender knows of an agreement. Fields: its number, and (rank, name of the call, facts) of ranks
+    that have come; then None, or [] if the receiver is to answer, or the cause and the cure of an error that
+    ends the agreement. They are empty if the sender has left, and comes to no agreement from this number on.
+    """
     FAILED = 8
     """A rank cannot go on, or is lost: then the wire puts this message into the inbox. Fields: the rank, and
     the cause without the words "Rank 3".
