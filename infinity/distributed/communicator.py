@@ -28,7 +28,7 @@ from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import NodeCache, RemoteParts
 from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.whole_gradients import WholeGradients
-from infinity.distributed.windows import Told, Windows, wanted
+from infinity.distributed.windows import Told, open_windows
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
 from infinity.layout.chunks import Division
@@ -67,7 +67,7 @@ class Communicator(SingleRank):
         self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
         self.barrier = Barrier(self.ranks, self.wire)
         self.service_thread = ServiceThread(self.wire, self.lock)
-        self._windows = Windows() if wanted() else None
+        self._windows = open_windows()
         self._closed = False
         self._alone = False
         """Whether this rank has left without waiting for the others."""

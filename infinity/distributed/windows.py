@@ -45,14 +45,17 @@ Told = list[int]
 """(process, descriptor, inode, bytes) of shared memory, as ranks tell it each other."""
 
 
-def wanted() -> bool:
-    """Whether windows are on: the environment variable INFINITY_WINDOWS is not "0". Raises ConfigError for
-    another value than "0" or "1".
+def open_windows() -> Windows | None:
+    """Make a rank's `Windows`. Returns None if the environment variable INFINITY_WINDOWS is "0", or if the
+    kernel grants no shared memory. Raises ConfigError for another value than "0" or "1".
     """
     text = os.environ.get(VARIABLE, "1")
     if text not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} is {text!r}.", "Give 0 to have ranks of a node send messages, or 1.")
-    return text == "1"
+    try:
+        return Windows() if text == "1" else None
+    except OSError:  # some sandboxes have no memfd_create
+        return None
 
 
 class Windows:
@@ -132,13 +135,14 @@ class Windows:
 
         start: bytes from the start of the page. into: contiguous uint8 memory in RAM.
         """
+        board, arena = self._boards.get(owner), self._arenas.get(owner)
+        if board is None or arena is None or page.index >= _ENTRIES:  # the first two: after `close`
+            return False
         place = start
         if not page.shard.share.whole_parameters:
             span = next(each for each in page.shard.others[owner] if start < each.start + each.nbytes)
             place = span.at + start - span.start
-        return page.index < _ENTRIES and self._boards[owner].copy(
-            page.index, stamp, self._arenas[owner], place, into.data_ptr(), into.nbytes
-        )
+        return board.copy(page.index, stamp, arena, place, into.data_ptr(), into.nbytes)
 
     def view(self, owner: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of elements in a mate's RAM, (numel,), which must not be written to. start: bytes

@@ -14,7 +14,8 @@ import torch
 import training_ranks
 from ranked_cases import Case
 
-from infinity.distributed.windows import VARIABLE, Windows, wanted
+from infinity import _tiers
+from infinity.distributed.windows import VARIABLE, Windows, open_windows
 from infinity.errors import ConfigError
 from infinity.layout.shards import HomeRange, Span
 from infinity.pages.home import Home
@@ -80,11 +81,20 @@ def test_a_rank_dies_while_others_copy_from_it() -> None:
         assert times and copied, each.text
 
 
-def test_an_unknown_value_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wanted()
+def test_windows_can_be_off_or_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_windows() is not None
+    monkeypatch.setenv(VARIABLE, "0")
+    assert open_windows() is None
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ConfigError, match=VARIABLE):
-        wanted()
+        open_windows()
+
+    def denied(*_: int, **__: bool) -> None:
+        raise PermissionError
+
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(_tiers, "map_host", denied)
+    assert open_windows() is None
 
 
 class Pair:
@@ -140,6 +150,8 @@ def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
     assert not theirs.offer(there, (4, 0, 1)), "user code may edit the home"
     there.holds = 0
     assert theirs.offer(there, (5, 0, 1)) and copies((5, 0, 1))
+    mine.close()
+    assert not copies((5, 0, 1))
 
 
 def test_another_process_or_file_is_no_mate() -> None:
