@@ -35,10 +35,9 @@ number.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE
@@ -144,8 +143,7 @@ class Barrier:
         """Tell all other ranks that this one comes to no further agreement. Its BYE may come before what it
         said in the last one, which takes the way of the tree.
         """
-        for peer in self._ranks.peers:
-            self._wire.post(peer, MessageKind.BARRIER, self.number + 1, [], ["", ""])
+        self._wire.post(self._ranks.peers, MessageKind.BARRIER, self.number + 1, [], ["", ""])
 
     def _enter(self, call: str, facts: Any) -> dict[int, tuple[str, Any]]:
         self.number, self._told = self.number + 1, False
@@ -186,11 +184,8 @@ class Barrier:
 
     def _read(self) -> None:
         """Take note of the messages of agreements that are here, and answer those that ask."""
-        while True:
-            try:
-                source, (_, (number, said, end)) = self._wire.barriers.get_nowait()
-            except queue.Empty:
-                break
+        while not self._wire.barriers.empty():
+            source, (_, (number, said, end)) = self._wire.barriers.get()
             if end and (number not in self._ended or not end[0]):
                 self._ended[number] = source, *end
             if number < self.number:
@@ -201,12 +196,11 @@ class Barrier:
                 self._asking.setdefault(number, set()).add(source)
         self._tell(self._asking.pop(self.number, ()), [self._ranks.rank])
 
-    def _tell(self, to: Iterable[int], ranks: Iterable[int], end: Sequence[str] | None = None) -> None:
+    def _tell(self, to: Collection[int], ranks: Iterable[int], end: Sequence[str] | None = None) -> None:
         """Tell other ranks what `ranks` have said in this agreement. end: of MessageKind.BARRIER."""
-        come = self._come[self.number]
-        said = [[rank, *come[rank]] for rank in ranks]
-        for peer in to:
-            self._wire.post(peer, MessageKind.BARRIER, self.number, said, end)
+        if to:
+            said = [[rank, *self._come[self.number][rank]] for rank in ranks]
+            self._wire.post(to, MessageKind.BARRIER, self.number, said, end)
 
     def _end_all(self, cause: str, cure: str = _SAME) -> RankDivergence:
         """Tell all other ranks of an error that ends this agreement, and return the error."""
@@ -215,12 +209,10 @@ class Barrier:
 
     def _late(self, come: Mapping[int, tuple[str, Any]]) -> RankDivergence:
         absent = next(peer for peer in self._ranks.peers if peer not in come)
-        call, timeout = come[self._ranks.rank][0], self._wire.failure_event.timeout
+        within = f"{come[self._ranks.rank][0]} within {self._wire.failure_event.timeout:g} s"
         last = f"it was last in {self._last}" if self._last else "it has agreed to nothing yet"
-        return self._end_all(
-            f"Rank {absent} did not come to {call} within {timeout:g} s: {last}.",
-            f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
-        )
+        cure = f"{_SAME} {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds."
+        return self._end_all(f"Rank {absent} did not come to {within}: {last}.", cure)
 
 
 def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterable[str], cure: str) -> None:
@@ -334,8 +326,7 @@ class CommitVotes(SingleVotes):
         while not self._wire.failure_event.wait_for(lambda: self._decided(heard), _SLICE):
             if wanted() and not driven:
                 driven = True
-                for peer in self._ranks.peers:
-                    self._wire.post(peer, MessageKind.DRIVE, number)
+                self._wire.post(self._ranks.peers, MessageKind.DRIVE, number)
         for each in [each for each in self._heard if each <= agreement]:
             del self._heard[each]
         for rank, failure in sorted(heard.items()):
@@ -350,16 +341,12 @@ class CommitVotes(SingleVotes):
         """Send this rank's vote to all others: None if it is ready, else its error."""
         agreement, self._open = self._open, 0
         with contextlib.suppress(ConfigError):  # the wire is closed, and others know that this rank has left
-            for peer in self._ranks.peers:
-                self._wire.post(peer, MessageKind.VOTE, agreement, failure)
+            self._wire.post(self._ranks.peers, MessageKind.VOTE, agreement, failure)
 
     def _decided(self, heard: Mapping[int, Mapping[str, Any] | None]) -> bool:
         left = {peer for peer in self._ranks.peers if self._wire.left(peer) is not None}
-        while True:  # behind the line above, so that the last votes of those that have left are here
-            try:
-                source, (_, (agreement, failure)) = self._wire.votes.get_nowait()
-            except queue.Empty:
-                break
+        while not self._wire.votes.empty():  # behind the line above: last votes of those that left are here
+            source, (_, (agreement, failure)) = self._wire.votes.get()
             self._heard.setdefault(agreement, {})[source] = failure
         if any(failure is not None for failure in heard.values()):
             return True

@@ -119,8 +119,7 @@ class Communicator(SingleRank):
     def leave(self) -> None:
         if self.failure_event.failure is None:
             try:
-                for peer in self.ranks.peers:
-                    self.wire.post(peer, MessageKind.LEAVING)
+                self.wire.post(self.ranks.peers, MessageKind.LEAVING)
                 self.barrier.agree("close()", {}, patient=lambda: not self._awaited_elsewhere(), anyway=True)
             except InfinityError:
                 self._alone = True

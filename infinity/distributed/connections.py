@@ -22,7 +22,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,7 +31,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from infinity.distributed.liveness import Liveness
-from infinity.distributed.message import LONGEST_FRAME, Head, Message, MessageKind, kind_of, pack, unpack
+from infinity.distributed.message import (
+    LONGEST_FRAME,
+    Head,
+    Message,
+    MessageKind,
+    encoded,
+    kind_of,
+    pack,
+    unpack,
+)
 from infinity.distributed.secret import VARIABLE, Secret
 from infinity.distributed.transfers import Dispatch
 
@@ -199,10 +208,12 @@ class Connections:
 
     # --- any thread ---------------------------------------------------------------------------------------
 
-    def post(self, peer: int, message: Message) -> None:
-        """Send a message. Never blocks. A message to a peer that is gone is dropped."""
+    def post(self, to: int | Collection[int], message: Message) -> None:
+        """Send a message to a peer, or to several. Never blocks. One to a peer that is gone is dropped."""
+        body = encoded(message)
         with self._lock:
-            self._send(self._peers[peer], message)
+            for each in (to,) if isinstance(to, int) else to:
+                self._send(self._peers[each], body)
 
     def deliver(self, dispatch: Dispatch, message: Message, pieces: Sequence[torch.Tensor]) -> bool:
         """Queue a payload, with its message of the kind DATA, for `go_on`. Returns False, and does nothing,
@@ -259,7 +270,7 @@ class Connections:
             sending.began = sending.began or time.perf_counter_ns()
             sending.left -= 1
             portion = next(sending.portions)
-            self._send(peer, sending.message, portion)
+            self._send(peer, encoded(sending.message), portion)
             sending.message = Message(MessageKind.MORE, [])
             nbytes = sum(map(len, portion))
             peer.bytes_under_way += nbytes
@@ -267,12 +278,12 @@ class Connections:
             return True
         if self._closing and not peer.said_bye:
             peer.said_bye = True
-            self._send(peer, Message(MessageKind.BYE, []))
+            self._send(peer, encoded(Message(MessageKind.BYE, [])))
             peer.under_way.append((0, None))
             return True
         return False
 
-    def _send(self, peer: _Peer, message: Message, portion: Sequence[memoryview] = ()) -> None:
+    def _send(self, peer: _Peer, message: bytes, portion: Sequence[memoryview] = ()) -> None:
         if peer.gone:
             return
         if not peer.connected:
@@ -434,8 +445,7 @@ class Connections:
 
     def _beat(self) -> None:
         silent = self._liveness.round()
-        for each in tuple(self._liveness.silent):
-            self.post(each, Message(MessageKind.BEAT, []))
+        self.post(tuple(self._liveness.silent), Message(MessageKind.BEAT, []))
         for each in silent:
             why = "it is dead, stopped, cut off, or its GIL is held"
             patience = f"{self._liveness.patience:g} s"
@@ -462,8 +472,7 @@ class Connections:
             return
         self._part(peer)
         self._ends.lost(peer.rank, what)
-        for each in self._peers:
-            self.post(each, Message(MessageKind.FAILED, [peer.rank, what]))
+        self.post(self._peers, Message(MessageKind.FAILED, [peer.rank, what]))
 
     def _part(self, peer: _Peer) -> None:
         with self._lock:

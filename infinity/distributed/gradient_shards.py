@@ -248,16 +248,14 @@ class GradientShards:
         parameters: (unit, index of the parameter).
         """
         listed = [list(each) for each in sorted(parameters)]
-        for peer in self._wire.peers:
-            self._wire.post(peer, MessageKind.EXPECTED, self._epoch, micro_batch, listed)
+        self._wire.post(self._wire.peers, MessageKind.EXPECTED, self._epoch, micro_batch, listed)
         self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
         self._go_on()
 
     def backward_ended(self, count: int = 1) -> None:
         """Tell all ranks that this rank has ended `count` more backwards and makes no more shards of them."""
         self.ended += count
-        for peer in self._wire.peers:
-            self._wire.post(peer, MessageKind.BACKWARD_DONE, self._epoch, self.ended)
+        self._wire.post(self._wire.peers, MessageKind.BACKWARD_DONE, self._epoch, self.ended)
         self._take(self._turns.done(self._share.rank, self.ended))
         self._go_on()
 
@@ -269,8 +267,7 @@ class GradientShards:
         fewer times keeps the message until it has caught up.
         """
         self._paused += 1
-        for peer in self._wire.peers:
-            self._wire.post(peer, MessageKind.PAUSED, cleared, self._paused)
+        self._wire.post(self._wire.peers, MessageKind.PAUSED, cleared, self._paused)
         self._take(self._turns.done(self._share.rank, ALL))
         self._go_on()
 

@@ -21,6 +21,8 @@ LONGEST_FRAME = 512 << 10
 """Bytes."""
 _MAC_BYTES = 16
 _HEAD = struct.Struct("<IIQB")
+_WAY = struct.Struct("<IIQ")
+"""All of the head but the kind, its last byte."""
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _decode = json.JSONDecoder().decode
 
@@ -151,9 +153,16 @@ class Head(NamedTuple):
     number: int
 
 
-def pack(key: bytes, head: Head, message: Message) -> list[bytes]:
-    """Return the frames of a message but for those of a payload. key: of the MAC, 16 to 64 bytes."""
-    body = _HEAD.pack(*head, message.kind) + _encode(message.fields).encode()
+def encoded(message: Message) -> bytes:
+    """Return the bytes of a message that are the same for all receivers: its kind and its fields."""
+    return bytes([message.kind]) + _encode(message.fields).encode()
+
+
+def pack(key: bytes, head: Head, message: bytes) -> list[bytes]:
+    """Return the frames of a message but for those of a payload. key: of the MAC, 16 to 64 bytes. message:
+    what `encoded` returned.
+    """
+    body = _WAY.pack(*head) + message
     body = _mac(key, body) + body
     return [body[at : at + LONGEST_FRAME] for at in range(0, len(body), LONGEST_FRAME)]
 
@@ -165,7 +174,9 @@ def kind_of(frame: bytes) -> int:
 
 
 def unpack(key: bytes, frames: Sequence[bytes]) -> tuple[Head, Message]:
-    """Return what `pack` was given. Raises ValueError for frames that were not made with this key."""
+    """Return the head and the message that were packed. Raises ValueError for frames that were not made with
+    this key.
+    """
     body = b"".join(frames)
     mac, body = body[:_MAC_BYTES], body[_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, body)):

@@ -310,8 +310,7 @@ class RankedStep(SingleStep):
         self._added.clear()
         rank = self._share.rank
         self._cleared[rank] += 1
-        for peer in self._wire.peers:
-            self._wire.post(peer, MessageKind.CLEARED, self._cleared[rank])
+        self._wire.post(self._wire.peers, MessageKind.CLEARED, self._cleared[rank])
         self._forget()
 
     def cleared(self, source: int, count: int) -> None:

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -155,12 +155,12 @@ class Wire:
             counters = Counter(mine.sent), Counter(mine.received_from), Counter(mine.copied)
             return Traffic(*counters, mine.messages_sent, mine.messages_received)
 
-    def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
-        """Send a message. Never blocks. A message to a peer that has left is dropped."""
+    def post(self, to: int | Collection[int], kind: MessageKind, *fields: Any) -> None:
+        """Send a message to a peer, or to several. Never blocks. One to a peer that has left is dropped."""
         with self._lock:  # nothing may come behind BYE
             self._check_open()
-            self._connections.post(peer, Message(kind, list(fields)))
-            self._traffic.messages_sent += 1
+            self._connections.post(to, Message(kind, list(fields)))
+            self._traffic.messages_sent += 1 if isinstance(to, int) else len(to)
 
     def expect(
         self,
@@ -241,8 +241,7 @@ class Wire:
         """Tell all peers that this rank cannot go on. what: the rest of the error text after the
         rank's name, such as "failed: ..." in "Rank 3 failed: ...".
         """
-        for peer in self.peers:
-            self.post(peer, MessageKind.FAILED, self._ranks.rank, what)
+        self.post(self.peers, MessageKind.FAILED, self._ranks.rank, what)
 
     def _tell(self, kind: MessageKind, transfer: Delivery | Dispatch) -> None:
         self.inbox.put((transfer.peer, Message(kind, [transfer])))

@@ -7,7 +7,6 @@ interrupted, dies or leaves; or it is the arrival of a message.
 from __future__ import annotations
 
 import marshal
-import queue
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -43,9 +42,7 @@ class Queue(list[Any]):
     def empty(self) -> bool:
         return not self
 
-    def get_nowait(self) -> Any:
-        if not self:
-            raise queue.Empty
+    def get(self) -> Any:
         return self.pop(0)
 
 
@@ -64,7 +61,7 @@ class Rank:
             barriers=Queue(),
             failure=None,
             failure_event=SimpleNamespace(timeout=1.0),
-            post=lambda peer, _, *fields: world.post(rank, peer, list(fields)),
+            post=lambda to, _, *fields: [world.post(rank, each, list(fields)) for each in to],
         )
         peers = tuple(each for each in range(world.size) if each != rank)
         ranks: Any = SimpleNamespace(rank=rank, size=world.size, peers=peers, nodes=world.nodes)

@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.distributed.message import LONGEST_FRAME, Head, Message, MessageKind, kind_of, pack, unpack
+from infinity.distributed.message import (
+    LONGEST_FRAME,
+    Head,
+    Message,
+    MessageKind,
+    encoded,
+    kind_of,
+    pack,
+    unpack,
+)
 
 KEY = bytes(range(32))
 HEADS = st.builds(Head, *2 * [st.integers(0, 2**32 - 1)], st.integers(0, 2**64 - 1))
@@ -20,7 +29,7 @@ def test_messages_are_unpacked_as_they_were_packed(
     head: Head, kind: MessageKind, fields: list, padding: int
 ) -> None:
     message = Message(kind, [*fields, "é" * padding])
-    frames = pack(KEY, head, message)
+    frames = pack(KEY, head, encoded(message))
     assert max(map(len, frames)) <= LONGEST_FRAME and (len(frames) > 1) == (padding == LONGEST_FRAME)
     assert kind_of(frames[0]) == kind
     assert unpack(KEY, frames) == (head, message)
@@ -30,7 +39,7 @@ def test_messages_are_unpacked_as_they_were_packed(
 def test_a_message_of_which_a_bit_is_another_is_refused(
     data: st.DataObject, head: Head, kind: MessageKind, fields: list
 ) -> None:
-    (frame,) = pack(KEY, head, Message(kind, fields))
+    (frame,) = pack(KEY, head, encoded(Message(kind, fields)))
     at = data.draw(st.integers(0, 8 * len(frame) - 1))
     other = bytearray(frame)
     other[at // 8] ^= 1 << at % 8
@@ -46,4 +55,4 @@ def test_bytes_that_are_no_message_are_refused(frames: list[bytes]) -> None:
 
 def test_a_message_of_another_run_is_refused() -> None:
     with pytest.raises(ValueError, match="MAC"):
-        unpack(KEY, pack(KEY[::-1], Head(1, 0, 1), Message(MessageKind.BYE, [])))
+        unpack(KEY, pack(KEY[::-1], Head(1, 0, 1), encoded(Message(MessageKind.BYE, []))))
