@@ -84,7 +84,9 @@ def test_what_a_rank_copies_itself_comes_from_the_other_one(tmp_path: Path) -> N
         for rank, each in enumerate(ranks):
             came = crossings(each["events"], "from", 1 - rank)
             assert summed(came, "what") == each["from"] and each["from"]["parameters"]
-            assert not crossings(each["events"], "to", 1 - rank)
+            # A gradient for which the pool of waiting ones has no room at the moment is sent.
+            sent = crossings(each["events"], "to", 1 - rank)
+            assert {one["args"]["what"] for one in sent} <= {"gradients"}
 
 
 def test_waits_for_other_ranks_stand_among_the_waits(found: dict[Case, list[dict[str, Any]]]) -> None:
