@@ -118,7 +118,7 @@ def _times(missing: float, micro_batches: int) -> float:
 
 def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> float:
     """Count the messages that a rank sends in a step at stage 3, as a mean over ranks, without those of
-    agreements and of the ends of backwards, a few for each other rank.
+    agreements, less than two for each, and of the ends of backwards, a few for each other rank.
 
     Each block of parameters takes a request and an answer. Each gradient is offered to each rank that owns a
     range of it, and each of its blocks takes a request and an answer. windows: whether ranks of a node read
