@@ -386,7 +386,7 @@ class SingleStep:
     def offer(self, unit: int) -> None:
         """Let ranks of this node copy a unit's page by themselves, though user code has views of it.
 
-        Before user code may write to the page, `Store.settle_for_user` is called again.
+        Before user code may write to the page, `PrefetchEngine.settle_for_user` is called again.
         """
 
     def updated_in_part(self, begun: bool) -> bool:

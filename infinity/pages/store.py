@@ -449,7 +449,6 @@ class Store:
         """Wait until no flush and no write of the pending commit reads the memory of a page, so that user
         code may change the page there.
         """
-        home.withdraw(0, home.nbytes)
         self.ledger.settle(home.parts)
         for request in [each for each in home.in_flight if each.writes]:
             home.finish(request)

@@ -264,6 +264,8 @@ class PrefetchEngine:
         self.updates.complete_awaited()
         for unit in units:
             page = self.pages[unit]
+            if page.permanent:  # user code may change the home itself
+                page.home.withdraw(0, page.home.nbytes)
             self.store.settle_for_user(page.home)
             if not page.shard.others:
                 continue
