@@ -54,10 +54,10 @@ class Placement:
     same size in host RAM receives them. 0 where the CPU can use the device's memory.
     """
     exchange_block_bytes: int
-    """Bytes of one exchange buffer, which holds any chunk in any dtype; 0 with one rank."""
+    """The most bytes of a page or a gradient that one rank asks of another at once; 0 with one rank."""
     exchange_bytes: int
-    """Host RAM in which chunks wait that are sent to other ranks or were received from them: the exchange
-    buffers and `Plan.waiting_bytes`. A multiple of `exchange_block_bytes`; 0 with one rank.
+    """Host RAM in which bytes wait that are sent to other ranks or were received from them: the exchange
+    buffers, each of which holds a chunk's gradients at least, and `Plan.waiting_bytes`; 0 with one rank.
     """
 
 
