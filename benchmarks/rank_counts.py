@@ -181,7 +181,10 @@ def together(
     from peers.world import free_port
 
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    shared |= {"PYTHONPATH": f"{checkout}{os.pathsep}{HERE / 'benchmarks'}", "OMP_NUM_THREADS": "1"}
+    # This checkout's own package may be one that was installed.
+    package = os.environ.get("PYTHONPATH", "") if checkout == HERE else str(checkout)
+    path = [each for each in (package, str(HERE / "benchmarks")) if each]
+    shared |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
     on_node = ranks // options.nodes
     with ExitStack() as stack:
         processes = []
