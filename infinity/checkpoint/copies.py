@@ -289,8 +289,8 @@ class _Arrays:
             return
         states = self._source.states
         assert states is not None
-        for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
-            yield states.entries(states.pages[page.index], index, array, start, count)
+        for each in page.layout.owned(index, tensor_files.WINDOW):
+            yield states.entries(states.pages[page.index], index, array, each)
 
 
 def open_copy(path: str | os.PathLike[str], files: DiskFiles) -> tuple[SavedCommit, CommitSource]:

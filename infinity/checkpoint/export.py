@@ -45,6 +45,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.formats.encodings import join
 from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.adapters import adapter_configs, base_model, base_tensors, has_adapters, tuned_layers
+from infinity.layout.chunks import OwnedRange
 from infinity.layout.names import is_a, plain_name, transformers_model, unwrapped
 from infinity.model.paged_parameter import PagedParameter, Place
 from infinity.model.pager import Pager
@@ -83,17 +84,17 @@ class Source:
         layout = page.layout.parameters[index]
         if average and layout.trainable and self.states is not None and self.states.keeps_averages:
             state = self.states.pages[page.index]
-            for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
-                yield self._state(state, index, AVERAGE, start, count).view(torch.float32)
+            for each in page.layout.owned(index, tensor_files.WINDOW):
+                yield self._state(state, index, AVERAGE, each).view(torch.float32)
             return
         master = self._master(place, dtype)
-        for _, start, count in page.layout.owned(index, tensor_files.WINDOW):
+        for each in page.layout.owned(index, tensor_files.WINDOW):
             if master is not None and layout.dtype != torch.bfloat16:
-                yield self._state(master, index, "master", start, count).view(torch.float32)
+                yield self._state(master, index, "master", each).view(torch.float32)
                 continue
-            values = self._values(place, start, count)
+            values = self._values(place, each)
             if master is not None:
-                yield join(values, self._state(master, index, "remainder", start, count).view(torch.int16))
+                yield join(values, self._state(master, index, "remainder", each).view(torch.int16))
             else:
                 yield values.to(dtype)
 
@@ -110,15 +111,15 @@ class Source:
         state = self.states.pages[place.page.index]
         return None if place.index in state.edited else state
 
-    def _values(self, place: Place, start: int, count: int) -> torch.Tensor:
+    def _values(self, place: Place, wanted: OwnedRange) -> torch.Tensor:
         """Return a copy of a range of a parameter's values, flat in the order of memory."""
         self.pager.lock.safe_point()
-        return self.pager.copied_values(place, start, count)
+        return self.pager.copied_values(place, wanted.start, wanted.numel)
 
-    def _state(self, page: StatePage, parameter: int, name: str, start: int, count: int) -> torch.Tensor:
+    def _state(self, page: StatePage, parameter: int, name: str, wanted: OwnedRange) -> torch.Tensor:
         assert self.states is not None
         self.pager.lock.safe_point()
-        return self.states.entries(page, parameter, name, start, count)
+        return self.states.entries(page, parameter, name, wanted)
 
 
 def export(

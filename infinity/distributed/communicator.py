@@ -165,6 +165,7 @@ class Communicator(SingleRank):
         self.mates = [rank for rank in reads if self.ranks.rank in readers[rank]]
         if self._windows is not None:
             self._windows.meet(self.mates)
+            self._windows = self._windows if self.mates else None
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Communicator(SingleRank):
 
     def remote_pages(self, room: Pool | None) -> RemoteParts:
         cache = None if room is None else NodeCache(self.wire, room)
-        self.remote = RemoteParts(self.wire, self.share, cache, self._windows if self.mates else None)
+        self.remote = RemoteParts(self.wire, self.share, cache, self._windows)
         return self.remote
 
     def exchange(self, label: str, give: Give) -> Exchange:
@@ -234,7 +235,7 @@ class Communicator(SingleRank):
                     scheduler=parts.scheduler,
                     room=store.exchange.incoming,
                     waiting=store.exchange.waiting,
-                    windows=self._windows if self.mates else None,
+                    windows=self._windows,
                     block_bytes=store.plan.exchange_block_bytes,
                 )
             step = RankedStep(
@@ -257,10 +258,10 @@ class Communicator(SingleRank):
     def _open_windows(self, parts: Components) -> None:
         """Let ranks of this node read this rank's host arena, and read theirs. All ranks call this."""
         told = None
-        if self._windows is not None and self.mates:
+        if self._windows is not None:
             told = self._windows.tell_arena(parts.store.host, parts.pages)
         heard = self.gather("offload()", told)
-        if self._windows is not None and self.mates:
+        if self._windows is not None:
             self._windows.read_arenas(heard)
         self.gather("offload()", None)
         if told is not None:

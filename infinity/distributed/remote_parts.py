@@ -231,7 +231,7 @@ class RemoteParts(RemotePages):
             return self.cache.fetch(owner, wanted, into) or self._ask(owner, wanted, into)
 
         def instead(first: Delivery) -> None:
-            self._ask(owner, wanted, into, told=lambda second: first.end(second.failure))
+            self._ask_for(first, owner, wanted, into)
 
         return self._expect(relay, What.RELAYED, page.index, into, owner, *wanted, instead=instead)
 
@@ -254,7 +254,7 @@ class RemoteParts(RemotePages):
                 if copied():
                     first.end()
                 else:  # the owner has changed them again
-                    self._ask(owner, wanted, into, told=lambda second: first.end(second.failure))
+                    self._ask_for(first, owner, wanted, into)
             except InfinityError as error:
                 first.end(error)
 
@@ -284,6 +284,10 @@ class RemoteParts(RemotePages):
         """Request the `wanted` bytes of a page from their owner. instead, told: for `Wire.expect`."""
         fields = asked(wanted, copies=instead is not None)
         return self._expect(owner, What.PARAMETERS, wanted.unit, into, *fields, instead=instead, told=told)
+
+    def _ask_for(self, first: Delivery, owner: int, wanted: Wanted, into: torch.Tensor) -> None:
+        """Request the `wanted` bytes from their owner for the transfer `first`, which ends with them."""
+        self._ask(owner, wanted, into, told=lambda second: first.end(second.failure))
 
     def replaced(self) -> None:
         self._loads += 1

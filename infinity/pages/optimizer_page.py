@@ -396,34 +396,25 @@ class States:
         """Read a parameter's entries of the array `name`, and return a flat copy in memory order."""
         dtype = self._array(page, parameter, name).dtype
         parts = [
-            self.entries(page, parameter, name, start, count).view(dtype)
-            for _, start, count in page.layout.owned(parameter, _MOST_AT_ONCE)
+            self.entries(page, parameter, name, each).view(dtype)
+            for each in page.layout.owned(parameter, _MOST_AT_ONCE)
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=dtype, device="cpu")
 
-    def entries(self, page: StatePage, parameter: int, name: str, first: int, count: int) -> torch.Tensor:
-        """Return a copy of the entries of elements [first, first + count) of a parameter in the array `name`,
-        as uint8 in RAM. first: a multiple of 4096.
+    def entries(self, page: StatePage, parameter: int, name: str, wanted: OwnedRange) -> torch.Tensor:
+        """Return a copy of the entries of a range of a parameter in the array `name`, as uint8 in RAM.
 
-        Entries that other ranks keep are brought from there. Raises RankFailure then, too.
+        wanted: a range that `UnitLayout.owned` yields. If another rank keeps its states, the entries are
+        brought from there. Raises RankFailure then, too.
         """
+        owner, first, count = wanted
+        if self._share.whole_states or owner == self._share.rank:
+            places = page.places(parameter, name, first, count)
+            found = [self._store.fetch(page.home, *place) for place in places]
+            return found[0] if len(found) == 1 else torch.cat(found)
         array = self._array(page, parameter, name)
-        found = []
-        for owner, start, numel in page.layout.owned(parameter):
-            low, high = max(start, first), min(start + numel, first + count)
-            if low >= high:
-                continue
-            if self._share.whole_states or owner == self._share.rank:
-                places = page.places(parameter, name, low, high - low)
-                found += [self._store.fetch(page.home, *place) for place in places]
-            else:
-                nbytes = array.entries(low, high - low)[1] * array.dtype.itemsize
-                found.append(
-                    self._remote.state(
-                        page.index, parameter, name, OwnedRange(owner, low, high - low), nbytes
-                    )
-                )
-        return found[0] if len(found) == 1 else torch.cat(found)
+        nbytes = array.entries(first, count)[1] * array.dtype.itemsize
+        return self._remote.state(page.index, parameter, name, wanted, nbytes)
 
     def _write(
         self, page: StatePage, parameter: int, name: str, values: torch.Tensor, first: int = 0
