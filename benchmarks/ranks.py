@@ -11,7 +11,8 @@ rotating order: its processes are started, train `--lead` untimed steps and then
     fsdp2            PyTorch's fully_shard with CPUOffloadPolicy
 
 The cases ours:0, ours:1 and ours:2, each with :ram and :nvme, and deepspeed:cpu (ZeRO-2) run when `--case`
-names them. A rank has a CPU's share of threads, and a batch of its own in each step.
+names them. So do alone:ram and alone:nvme: infinity in one process with all CPUs, which trains the batches of
+all ranks as one. A rank has a CPU's share of threads, and a batch of its own in each step.
 
 The table has, of a rank: the seconds of a step, the median of all timed steps of the slowest rank; the bytes
 sent to other ranks in a step, which are the payload of the process's TCP sockets as the kernel counts it; and
@@ -73,6 +74,8 @@ CASES = {
     "ours:3:ram:flat": ("ours_ranked", "3:ram:flat"),
     "ours:3:nvme:flat": ("ours_ranked", "3:nvme:flat"),
     "deepspeed:cpu": ("deepspeed", "cpu"),
+    "alone:ram": ("ours_ranked", "3:ram"),
+    "alone:nvme": ("ours_ranked", "3:nvme"),
 }
 """Name -> file in peers/ without its suffix, and mode of that contender."""
 USUAL = ("ours:3:ram", "ours:3:nvme", "deepspeed:cpu3", "deepspeed:nvme", "fsdp2")
@@ -86,8 +89,8 @@ FIGURES = {
 
 
 def ours(name: str) -> bool:
-    """Whether a case is infinity's."""
-    return CASES[name][0] == "ours_ranked"
+    """Whether a case is infinity's on several ranks."""
+    return name.startswith("ours:")
 
 
 def measure(options: argparse.Namespace, top: Path) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
@@ -116,15 +119,17 @@ def one_turn(options: argparse.Namespace, top: Path, name: str) -> list[dict[str
     Raises ContenderFailed.
     """
     contender, mode = CASES[name]
+    alone = name.startswith("alone:")
+    ranks, batch = (1, options.batch * options.ranks) if alone else (options.ranks, options.batch)
     tasks = []
-    for rank in range(options.ranks):
-        task = replace(task_of(options, top, contender, mode), rank=rank, ranks=options.ranks)
+    for rank in range(ranks):
+        task = replace(task_of(options, top, contender, mode), rank=rank, ranks=ranks, batch=batch)
         tasks.append(replace(task, budgets=task.budgets | {"host": options.host}))
-    python = sys.executable if ours(name) else options.peer_python
-    threads = max(1, machine.cpu().allowed // options.ranks)
+    python = sys.executable if contender == "ours_ranked" else options.peer_python
+    threads = max(1, machine.cpu().allowed // ranks)
     with ExitStack() as stack:
         there: Sequence[Node] = ()
-        if options.link:
+        if options.link and not alone:
             there = stack.enter_context(two_nodes(options.link, on_each=options.ranks // 2))
         group = stack.enter_context(Group(name, tasks, python, options.timeout, threads, nodes=there))
         group.ready()

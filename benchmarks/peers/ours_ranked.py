@@ -1,4 +1,4 @@
-"""Contender "ours_ranked": trains with infinity on one of several ranks.
+"""Contender "ours_ranked": trains with infinity on one of several ranks, or alone.
 
 The mode is the stage of ZeRO and a place for the pages of this rank, such as "3:ram" or "3:nvme". Modes with
 "ram" have no NVMe tier, and a host budget with room for what this rank keeps and for the pages that come and
@@ -108,6 +108,8 @@ class OursRanked:
         ("sent"), and those received from ranks on other nodes ("crossed").
         """
         ranks: Any = self._runtime._components.ranks
+        if ranks.share.ranks == 1:
+            return {"plan": self._plan}
         traffic, share = ranks.wire.traffic(), self._runtime.plan.share
         crossed = sum(
             nbytes

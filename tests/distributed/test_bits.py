@@ -51,6 +51,11 @@ def test_four_ranks(every: int, tmp_path: Path) -> None:
     check_bits(ON_FOUR[::every], 4, tmp_path)
 
 
+@pytest.mark.slow
+def test_eight_ranks(tmp_path: Path) -> None:
+    check_bits(ON_FOUR, 8, tmp_path, timeout=600.0)
+
+
 def test_stages_that_add_a_rank_s_gradients_first_are_close(tmp_path: Path) -> None:
     cases = [
         Case(subject, stage, optimizer="sgd", accumulate=3, clip=0.5, steps=10)
