@@ -107,6 +107,19 @@ class RepeatedMemory:
         DeviceError for the first driver call that failed, after all calls were made.
         """
 
+class SharedMemory:
+    """Device memory of another process of this machine, which this process can read until `close`."""
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte of the other process's allocation; 0 after `close`."""
+
+    def close(self) -> None:
+        """Unmap the memory, of which no copy may be under way. A second call does nothing.
+
+        Raises DeviceError.
+        """
+
 class Driver:
     """The primary CUDA context of one device. Any thread may use this object and objects made by it."""
 
@@ -158,6 +171,20 @@ class Driver:
 
     def unregister_host(self, address: int) -> None:
         """Undo `register_host` for the memory at `address`. Raises DeviceError."""
+
+    def share(self, address: int) -> tuple[bytes, int]:
+        """Return (handle, offset) of device memory, by which other processes can read it (CUDA IPC).
+
+        address: of a byte. handle: 64 bytes, for `open_shared`. offset: bytes from the start of the
+        allocation to the byte. Raises DeviceError for memory that cannot be shared, such as that of torch's
+        expandable segments.
+        """
+
+    def open_shared(self, handle: bytes) -> SharedMemory:
+        """Map another process's allocation. handle: what `share` returned there.
+
+        Raises DeviceError if the device cannot reach the memory, and in the process that shared it.
+        """
 
     def touched_by_host(self, address: int, nbytes: int, *, writes: bool, label: str = "") -> None:
         """Tell a checker of the order of accesses that the calling thread uses these bytes.

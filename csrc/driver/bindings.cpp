@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -67,6 +68,14 @@ std::shared_ptr<Event> transfer(const Stream& self, Address into, Address source
     return self.record(timing);
 }
 
+std::shared_ptr<SharedMemory> open_shared(const std::shared_ptr<Driver>& self, nb::bytes handle) {
+    SharedHandle given{};
+    if (handle.size() != sizeof given.bytes) throw nb::value_error("a handle has 64 bytes");
+    std::memcpy(given.bytes, handle.data(), sizeof given.bytes);
+    const nb::gil_scoped_release without_gil;
+    return std::make_shared<SharedMemory>(self, given);
+}
+
 void touched_by_host(const Driver& self, Address address, std::size_t nbytes, bool writes,
                      const std::string& label) {
     if (self.checked())
@@ -122,6 +131,10 @@ void bind_driver(nb::module_& m) {
         .def_prop_ro("address", &RepeatedMemory::address)
         .def("release", &RepeatedMemory::release, without_gil);
 
+    nb::class_<SharedMemory>(m, "SharedMemory")
+        .def_prop_ro("address", &SharedMemory::address)
+        .def("close", &SharedMemory::close, without_gil);
+
     nb::class_<Driver>(m, "Driver")
         .def_static("load", &load_driver, "path"_a, "device"_a = 0)
         .def_prop_ro("checked", &Driver::checked)
@@ -156,6 +169,15 @@ void bind_driver(nb::module_& m) {
             "chunk"_a, "count"_a, "value"_a, without_gil)
         .def("register_host", &Driver::register_host, "address"_a, "nbytes"_a, without_gil)
         .def("unregister_host", &Driver::unregister_host, "address"_a, without_gil)
+        .def(
+            "share",
+            [](Driver& self, Address address) {
+                const Driver::Shared found = self.share(address);
+                return nb::make_tuple(nb::bytes(found.handle.bytes, sizeof found.handle.bytes),
+                                      found.offset);
+            },
+            "address"_a)
+        .def("open_shared", &open_shared, "handle"_a)
         .def("touched_by_host", &touched_by_host, "address"_a, "nbytes"_a, nb::kw_only(),
              "writes"_a, "label"_a = "", without_gil);
 }

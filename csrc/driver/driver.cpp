@@ -73,6 +73,38 @@ void Driver::unregister_host(Address address) {
     check(table_.host_unregister(reinterpret_cast<void*>(address)), "cuMemHostUnregister");
 }
 
+Driver::Shared Driver::share(Address address) {
+    const Current current(*this);
+    Address start = 0;
+    std::size_t nbytes = 0;
+    Shared found{};
+    check(table_.address_range(&start, &nbytes, address), "cuMemGetAddressRange");
+    check(table_.share(&found.handle, start), "cuIpcGetMemHandle");
+    found.offset = address - start;
+    return found;
+}
+
+SharedMemory::SharedMemory(std::shared_ptr<Driver> driver, const SharedHandle& handle)
+    : driver_(std::move(driver)) {
+    const Driver::Current current(*driver_);
+    driver_->check(driver_->table().open_shared(&address_, handle, with_peer_access),
+                   "cuIpcOpenMemHandle");
+}
+
+SharedMemory::~SharedMemory() {
+    try {
+        close();
+    } catch (const CallFailed&) {  // the context is gone, and with it the mapping
+    }
+}
+
+void SharedMemory::close() {
+    if (address_ == 0) return;
+    const Driver::Current current(*driver_);
+    driver_->check(driver_->table().close_shared(std::exchange(address_, 0)),
+                   "cuIpcCloseMemHandle");
+}
+
 Event::Event(std::shared_ptr<Driver> driver, bool timing)
     : driver_(std::move(driver)), timing_(timing), handle_(driver_->take_event(timing)) {}
 

@@ -39,6 +39,14 @@ class Driver : public std::enable_shared_from_this<Driver> {
     void register_host(Address address, std::size_t nbytes);
     void unregister_host(Address address);
 
+    // The allocation that has a byte of device memory, by a handle for other processes.
+    struct Shared {
+        SharedHandle handle;
+        std::size_t offset;  // bytes from the start of the allocation to the byte
+    };
+    // Throws CallFailed for memory that cannot be shared, such as torch's expandable segments.
+    Shared share(Address address);
+
     // Makes the context current on this thread while this object lives. Afterwards a thread that
     // had another context gets that context back, and a thread that had none keeps this context.
     class Current {
@@ -70,6 +78,24 @@ class Driver : public std::enable_shared_from_this<Driver> {
     std::mutex mutex_;  // guards the events given back
     std::vector<EventHandle> events_;
     std::vector<EventHandle> timing_events_;
+};
+
+// Device memory of another process of this machine, until `close`.
+class SharedMemory {
+  public:
+    // Throws CallFailed if the device cannot reach the memory, and in the process that shared it.
+    SharedMemory(std::shared_ptr<Driver> driver, const SharedHandle& handle);
+    ~SharedMemory();
+    SharedMemory(const SharedMemory&) = delete;
+    SharedMemory& operator=(const SharedMemory&) = delete;
+
+    Address address() const { return address_; }
+    // Unmaps the memory. No copy of it may be under way. A second call does nothing.
+    void close();
+
+  private:
+    std::shared_ptr<Driver> driver_;
+    Address address_ = 0;
 };
 
 // A moment in a stream's work. It happens once: a recorded event is never recorded again.

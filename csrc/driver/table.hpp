@@ -42,6 +42,10 @@ struct Access {
     int flags;
 };
 static_assert(sizeof(AllocationProperties) == 32 && sizeof(Access) == 12);
+// CUipcMemHandle.
+struct SharedHandle {
+    unsigned char bytes[64];
+};
 
 inline constexpr Result success = 0;
 inline constexpr Result not_ready = 600;       // CUDA_ERROR_NOT_READY
@@ -54,6 +58,7 @@ inline constexpr int minimum = 0;              // CU_MEM_ALLOC_GRANULARITY_MINIM
 // CU_MEM_ACCESS_FLAGS_PROT_READWRITE. Read-only access is refused for device memory. If it were
 // not, a stray write would end the context.
 inline constexpr int read_write = 3;
+inline constexpr unsigned with_peer_access = 1;      // CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 inline constexpr std::size_t most_arguments = 4096;  // bytes of a kernel's arguments
 // CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE and _END: a kernel's arguments passed as one block
 // of bytes.
@@ -86,6 +91,10 @@ inline constexpr std::uintptr_t launch_end = 0;
     X(cuMemcpyAsync, copy, Result (*)(Address, Address, std::size_t, StreamHandle))                \
     X(cuMemHostRegister_v2, host_register, Result (*)(void*, std::size_t, unsigned))               \
     X(cuMemHostUnregister, host_unregister, Result (*)(void*))                                     \
+    X(cuMemGetAddressRange_v2, address_range, Result (*)(Address*, std::size_t*, Address))         \
+    X(cuIpcGetMemHandle, share, Result (*)(SharedHandle*, Address))                                \
+    X(cuIpcOpenMemHandle_v2, open_shared, Result (*)(Address*, SharedHandle, unsigned))            \
+    X(cuIpcCloseMemHandle, close_shared, Result (*)(Address))                                      \
     X(cuMemGetAllocationGranularity, granularity,                                                  \
       Result (*)(std::size_t*, const AllocationProperties*, int))                                  \
     X(cuMemAddressReserve, address_reserve,                                                        \

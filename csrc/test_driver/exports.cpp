@@ -180,7 +180,10 @@ EXPORT int cuMemcpyAsync(std::uint64_t into, std::uint64_t source, std::size_t n
                 return kIllegalAddress;
         }
         const Registered& registered = machine().registered();
-        if (!registered.covers(into, nbytes) && !registered.covers(source, nbytes))
+        const Opened& opened = machine().opened();
+        if (opened.overlaps(into, nbytes)) return kIllegalAddress;
+        if (!registered.covers(into, nbytes) && !registered.covers(source, nbytes) &&
+            !opened.overlaps(source, nbytes))
             machine().note_unregistered_copy();
         machine().run(*found, {{source, nbytes, false}, {into, nbytes, true}}, "copy", [=] {
             if (nbytes != 0) {

@@ -204,6 +204,7 @@ void Machine::reset(Lock& lock, std::uint64_t seed, Pace pace) {
     unregistered_copies_ = 0;
     addresses_.forget();
     registered_.forget();
+    opened_.forget();
     inline_.last_use.clear();
     for (auto& stream : streams_) stream->last_use.clear();
     separate_threads_ = false;
@@ -256,8 +257,8 @@ std::vector<std::string> Machine::violations() {
 
 std::vector<std::string> Machine::left() const {
     std::vector<std::string> all = registered_.left();
-    const auto mapped = addresses_.left();
-    all.insert(all.end(), mapped.begin(), mapped.end());
+    for (const auto& more : {addresses_.left(), opened_.left()})
+        all.insert(all.end(), more.begin(), more.end());
     return all;
 }
 
@@ -288,6 +289,8 @@ void Machine::queued_by_host(Stream& stream) {
 void Machine::use(Checker::Actor actor, const Bytes& bytes, const std::string& what) {
     const std::uint64_t end = bytes.begin + bytes.nbytes;
     checker_.use(actor, bytes.begin, end, bytes.writes, what);
+    if (bytes.writes && opened_.overlaps(bytes.begin, bytes.nbytes))
+        report(checker_.described(actor, bytes.begin, end, true, what) + " of another process");
     if (addresses_.kind(bytes.begin, bytes.nbytes) == Addresses::Kind::ordinary) return;
     report(checker_.described(actor, bytes.begin, end, bytes.writes, what) +
            " where only a stand-in is");

@@ -30,6 +30,7 @@
 
 #include "addresses.hpp"
 #include "checker.hpp"
+#include "opened.hpp"
 #include "registered.hpp"
 
 namespace infinity::test_driver {
@@ -107,6 +108,7 @@ class Machine {
     // Guarded by the lock.
     Addresses& addresses() { return addresses_; }
     Registered& registered() { return registered_; }
+    Opened& opened() { return opened_; }
     // Counts a copy of which both ends are RAM that is not registered.
     void note_unregistered_copy() { ++unregistered_copies_; }
     // Reports that the host frees bytes, which counts as a write for the checker.
@@ -172,6 +174,7 @@ class Machine {
     Checker checker_;
     Addresses addresses_;
     Registered registered_;
+    Opened opened_;
     std::vector<std::string> reports_;
     std::uint64_t unregistered_copies_ = 0;
     bool separate_threads_ = false;

@@ -89,6 +89,48 @@ EXPORT int cuMemHostUnregister(void* memory) {
     });
 }
 
+EXPORT int cuMemGetAddressRange_v2(std::uint64_t* start, std::size_t* nbytes,
+                                   std::uint64_t address) {
+    return on_memory("cuMemGetAddressRange_v2", [&](Machine::Lock&) {
+        const auto found = shared_allocation(address);
+        if (!found) return kInvalidValue;
+        *start = found->begin;
+        *nbytes = found->nbytes;
+        return kSuccess;
+    });
+}
+
+EXPORT int cuIpcGetMemHandle(SharedHandle* handle, std::uint64_t address) {
+    return on_memory("cuIpcGetMemHandle", [&](Machine::Lock&) {
+        const auto found = shared_allocation(address);
+        const auto made = found ? handle_of(*found) : std::nullopt;
+        if (!made || found->begin != address) return kInvalidValue;
+        *handle = *made;
+        return kSuccess;
+    });
+}
+
+EXPORT int cuIpcOpenMemHandle_v2(std::uint64_t* address, SharedHandle handle, unsigned flags) {
+    return on_memory("cuIpcOpenMemHandle_v2", [&](Machine::Lock&) {
+        constexpr unsigned kWithPeerAccess = 1;
+        if (flags != kWithPeerAccess) return kInvalidValue;
+        const auto opened = machine().opened().open(handle);
+        if (!opened) return kInvalidContext;
+        *address = *opened;
+        return kSuccess;
+    });
+}
+
+// As for cuMemHostUnregister: a copy that is not known to be done loses its memory under way.
+EXPORT int cuIpcCloseMemHandle(std::uint64_t address) {
+    return on_memory("cuIpcCloseMemHandle", [&](Machine::Lock&) {
+        const std::size_t nbytes = machine().opened().close(address);
+        if (nbytes == 0) return kInvalidValue;
+        machine().taken_away(address, nbytes, "closing");
+        return kSuccess;
+    });
+}
+
 EXPORT int cuMemGetAllocationGranularity(std::size_t* nbytes, const Properties* wanted, int) {
     return on_memory("cuMemGetAllocationGranularity", [&](Machine::Lock&) {
         *nbytes = Addresses::granule;

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity import _driver
-from infinity._driver import Driver, Event, Function, Module, RepeatedMemory, Stream
+from infinity._driver import Driver, Event, Function, Module, RepeatedMemory, SharedMemory, Stream
 
 atexit.register(_driver._leave)
 
@@ -29,6 +29,7 @@ __all__ = [
     "Function",
     "Module",
     "RepeatedMemory",
+    "SharedMemory",
     "Stream",
     "cuda_driver",
     "current",
