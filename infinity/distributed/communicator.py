@@ -237,6 +237,7 @@ class Communicator(SingleRank):
                     waiting=store.exchange.waiting,
                     windows=self._windows,
                     block_bytes=store.plan.exchange_block_bytes,
+                    released=self.released,
                 )
             step = RankedStep(
                 self.share,

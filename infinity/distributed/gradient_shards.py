@@ -8,6 +8,11 @@ asks for them, a block at a time. It does so when it is the shard's turn: micro-
 micro-batch m*N+r, so that the owner adds in the order in which one rank with N times as many micro-batches
 would (infinity/distributed/turns.py).
 
+[Note: gradients of a device] Gradients in device memory come to RAM through the gradient ring
+(infinity/pages/gradient_ring.py), whose worker copies them to where they wait. They are offered, under the
+lock, when they are there. What this rank says of later moments, such as the end of its backward, is kept back
+meanwhile (`_in_order`), so that other ranks hear all in the order in which it happened.
+
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
 with the earliest turn waits only for ranks that compute: each rank with an earlier turn will either offer its
@@ -18,9 +23,11 @@ ranks' backwards, and so of this rank's own. So their bytes are not counted.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +57,16 @@ _DTYPES = {
     for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
 """The dtypes of gradients, by the names that ranks tell each other."""
+
+
+class _Shard(NamedTuple):
+    """This rank's gradient of a range of a parameter, which is to be offered to the range's owner."""
+
+    key: Key
+    micro_batch: int
+    range: OwnedRange
+    counts: bool
+    """Whether its bytes count in `_waiting_bytes`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +144,7 @@ class _AskedSum(NamedTuple):
 class GradientShards:
     """Offers this rank's shards to their owners, and adds all ranks' shards to the sums that this rank keeps.
 
-    All methods but `await_room` are called under the runtime's lock.
+    All methods but `await_room` and `_wake` are called under the runtime's lock.
     """
 
     def __init__(
@@ -141,12 +158,14 @@ class GradientShards:
         waiting: Pool,
         windows: Windows | None,
         block_bytes: int,
+        released: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """gradients: the sums that this rank keeps. scheduler: adds to them. room: the pool that receives
         other ranks' shards. waiting: the pool for this rank's gradients that wait for their turn or for other
-        ranks; a single gradient may be larger, and then waits where autograd made it. windows: to the RAM of
-        ranks of this node; None: there are none. block_bytes: the most bytes that are pulled
-        at once; the piece of a parameter in one chunk may be larger.
+        ranks; a single gradient may be larger, and then waits where autograd made it, or in other RAM if that
+        is on a device. windows: to the RAM of ranks of this node; None: there are none. block_bytes: the most
+        bytes that are pulled at once; the piece of a parameter in one chunk may be larger. released: makes a
+        context that gives up the runtime's lock.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -165,6 +184,13 @@ class GradientShards:
         self._waiting = waiting
         self._windows = windows
         self._block_bytes = block_bytes
+        self._released = released
+        self._coming: deque[tuple[int, Callable[[], object]]] = deque()
+        """(number of a gradient by `Gradients.bring`, what to do when it is in RAM), in the order in which
+        to do it; see [Note: gradients of a device].
+        """
+        self._woken = False
+        """Whether the service thread is to look at `_coming`."""
         self._epoch = 0
         """Number of times that gradients were cleared. Shards of different epochs are not mixed."""
         self._turns: Turns[Key, _Offer] = Turns(share.ranks)
@@ -211,27 +237,57 @@ class GradientShards:
         page = self._pages[unit]
         page.content.add(parameter)
         flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
-        if flat.device.type != "cpu":
-            flat = flat.cpu()
-        key, dtype = (unit, parameter), str(flat.dtype).removeprefix("torch.")
+        key = (unit, parameter)
         counts = (key, micro_batch) not in self._begun
         self._begun.add((key, micro_batch))
-        for owner, start, count in page.layout.owned(parameter):
-            part = flat[start : start + count]
-            self._token += 1
-            self._count(part.nbytes * counts)
-            if owner == self._share.rank:
-                offer = _Offer(owner, self._token, part.dtype, micro_batch, part, part.nbytes * counts)
-                self._take(self._turns.offered(key, micro_batch, owner, offer))
-                if offer.here is not None:
-                    offer.here, _ = self._kept(part)
+        for wanted in page.layout.owned(parameter):
+            shard = _Shard(key, micro_batch, wanted, counts)
+            part = flat[wanted.start : wanted.start + wanted.numel]
+            if self._gradients.apart:
+                self._bring(shard, part)
             else:
-                self.offered[owner] += 1
-                part, place = self._kept(part)
-                self._outgoing[self._token] = _Outgoing(unit, part, start, count, counts)
-                fields = [self._epoch, micro_batch, self._token, dtype, *key, place]
-                self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields)
+                self._count(part.nbytes * counts)
+                self._offer(shard, part)
         self._go_on()
+
+    def _bring(self, shard: _Shard, part: torch.Tensor) -> None:
+        """Bring the bytes of a shard, `part`, to RAM, and offer the shard when they are there."""
+        if self._waiting.largest_free < part.nbytes:
+            here, place = torch.empty(part.shape, dtype=part.dtype, device="cpu"), -1
+        else:
+            with self._waiting.lease(part.nbytes) as lease:
+                here, place = lease.residency().view(part.dtype), lease.offset
+        try:
+            number = self._gradients.bring(part, here, self._wake)
+        except Exception as error:
+            self._gradients.lose(error)
+            raise
+        self._count(part.nbytes * shard.counts)
+        self._in_order(functools.partial(self._offer, shard, here, place), number)
+
+    def _offer(self, shard: _Shard, part: torch.Tensor, place: int | None = None) -> None:
+        """Offer a shard to its owner. part: its bytes, flat, in RAM. place: bytes from the start of the host
+        arena to them, or -1 if they are in other RAM; None: they are where autograd made them, and are copied
+        if they have to wait.
+        """
+        key, micro_batch, (owner, start, count), counts = shard
+        if place is not None and self._gradients.lost_on_the_way:  # step() raises the error
+            self._count(-part.nbytes * counts)
+            return
+        self._token += 1
+        if owner == self._share.rank:
+            offer = _Offer(owner, self._token, part.dtype, micro_batch, part, part.nbytes * counts)
+            self._take(self._turns.offered(key, micro_batch, owner, offer))
+            if offer.here is not None and place is None:
+                offer.here, _ = self._kept(part)
+            return
+        self.offered[owner] += 1
+        if place is None:
+            part, place = self._kept(part)
+        self._outgoing[self._token] = _Outgoing(key[0], part, start, count, counts)
+        dtype = str(part.dtype).removeprefix("torch.")
+        fields = [self._epoch, micro_batch, self._token, dtype, *key, place]
+        self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields)
 
     def _kept(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Copy a gradient that has to wait into the arena, and return the copy and its offset there. If there
@@ -242,30 +298,58 @@ class GradientShards:
         with self._waiting.lease(part.nbytes) as lease:
             return lease.residency().view(part.dtype).copy_(part), lease.offset
 
+    def _in_order(self, act: Callable[[], object], number: int = 0) -> None:
+        """Do what other ranks learn of, after all gradients that came before have been offered. number: of
+        the gradient that has to be in RAM, by `Gradients.bring`; 0: none.
+        """
+        self._coming.append((number, act))
+        self.landed()
+
+    def landed(self) -> None:
+        """Do what `_in_order` was told, as far as gradients are in RAM."""
+        self._woken = False
+        while self._coming and self._gradients.arrived(self._coming[0][0]):
+            self._coming.popleft()[1]()
+        self._go_on()
+
+    def _wake(self) -> None:
+        """Have the service thread call `landed`. Called by the worker of the gradient ring."""
+        if not self._woken:
+            self._woken = True
+            self._wire.inbox.put((self._share.rank, Message(MessageKind.LANDED, [])))
+
     def expect(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
         """Tell all ranks which parameters get a gradient of this rank in a micro-batch, exactly one each.
 
         parameters: (unit, index of the parameter).
         """
+        self._in_order(functools.partial(self._tell_expected, micro_batch, parameters))
+
+    def _tell_expected(self, micro_batch: int, parameters: Set[tuple[int, int]]) -> None:
         listed = [list(each) for each in sorted(parameters)]
         self._wire.post(self._wire.peers, MessageKind.EXPECTED, self._epoch, micro_batch, listed)
         self._take(self._turns.expects(self._share.rank, micro_batch, parameters))
-        self._go_on()
 
     def backward_ended(self, count: int = 1) -> None:
         """Tell all ranks that this rank has ended `count` more backwards and makes no more shards of them."""
         self.ended += count
-        self._wire.post(self._wire.peers, MessageKind.BACKWARD_DONE, self._epoch, self.ended)
-        self._take(self._turns.done(self._share.rank, self.ended))
-        self._go_on()
+        self._in_order(functools.partial(self._tell_ended, self.ended))
+
+    def _tell_ended(self, ended: int) -> None:
+        self._wire.post(self._wire.peers, MessageKind.BACKWARD_DONE, self._epoch, ended)
+        self._take(self._turns.done(self._share.rank, ended))
 
     def pause(self, cleared: int) -> None:
         """Tell all ranks that this rank offers no more shards before the step ends, so that none waits for
-        one.
+        one. Waits, without the runtime's lock, until all gradients of this rank have been offered.
 
         cleared: number of times that this rank has cleared its gradients. A rank that has cleared its own
         fewer times keeps the message until it has caught up.
         """
+        if self._coming:
+            with self._released():
+                self._gradients.await_arrivals()
+            self.landed()
         self._paused += 1
         self._wire.post(self._wire.peers, MessageKind.PAUSED, cleared, self._paused)
         self._take(self._turns.done(self._share.rank, ALL))
@@ -308,6 +392,7 @@ class GradientShards:
         self._heard.clear()
         self._turns.clear()
         self._ready.clear()
+        self._coming.clear()
         self._outgoing.clear()
         self._begun.clear()
         self._waiting_bytes = sum(self._sending.values())

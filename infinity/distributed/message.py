@@ -67,6 +67,10 @@ class MessageKind(enum.IntEnum):
     dispatch.
     """
 
+    LANDED = 12
+    """Gradients have come from a device to RAM. The rank itself puts this message into the inbox. No fields.
+    """
+
     EXPECTED = 14
     """The sender has announced its shards of a micro-batch. Fields: its number of zero_grad calls, the
     micro-batch, and (unit, index) of each parameter that gets one gradient of the sender.

@@ -447,12 +447,11 @@ class RankedStep(SingleStep):
 
     def await_room(self, unit: int, parameter: int, gradient: torch.Tensor, *, together: bool) -> None:
         self.await_cleared()
-        if self.shards is None:
-            super().await_room(unit, parameter, gradient, together=together)
-        elif not together:
+        if self.shards is not None and not together:
             # Micro-batches that run together reach parameters in an order that may depend on data, so that
             # ranks could wait for each other's later gradients: they wait for no room.
             self.shards.await_room(gradient.nbytes)
+        super().await_room(unit, parameter, gradient, together=together)
 
     def _await_forgotten(self) -> None:
         """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""

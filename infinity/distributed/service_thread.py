@@ -192,6 +192,8 @@ class ServiceThread:
             shards.sent(*message.fields)
         elif message.kind is MessageKind.TAKEN:
             shards.taken(*message.fields)
+        elif message.kind is MessageKind.LANDED:
+            shards.landed()
         else:
             shards.heard(source, message)
 

@@ -12,6 +12,7 @@ chunks or threads.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,9 +149,15 @@ class Gradients:
         parameter: the index in the unit of the parameter that the gradient belongs to. Returns at once if the
         gradient does not go through the ring.
         """
-        if self._ring is None or self.on_device(unit):
+        if self._ring is None:
             return
-        counts = [piece.count for _, piece in self.pages[unit].layout.pieces(parameter)]
+        layout = self.pages[unit].layout
+        if not self._store.plan.share.whole_gradients:
+            counts = [each.numel for each in layout.owned(parameter)]
+        elif self.on_device(unit):
+            return
+        else:
+            counts = [piece.count for _, piece in layout.pieces(parameter)]
         self._ring.await_room(counts, fresh.dtype.itemsize)
 
     @contextmanager
@@ -259,6 +266,50 @@ class Gradients:
             if not chunk.waiting:
                 self.staged.complete(page, chunk_index)
 
+    @property
+    def apart(self) -> bool:
+        """Whether new gradients are in memory that the CPU cannot use, and have to be brought to RAM."""
+        return self._ring is not None
+
+    def bring(self, fresh: torch.Tensor, into: torch.Tensor, then: Callable[[], object]) -> int:
+        """Begin to bring a new gradient to RAM through the ring; use it if `apart`.
+
+        fresh: (n,) on the device. into: (n,) in RAM, of the same dtype. then: function that is called in
+        another thread, and must not wait, once `arrived` holds for the returned number. Raises the errors of
+        `GradientRing.send`; an error of the copy itself is one of `check`.
+        """
+        assert self._ring is not None
+        number = 0
+        for start, end in self._ring.windows(fresh.numel(), fresh.dtype.itemsize):
+            use = functools.partial(self._copy, into[start:end])
+            number = self._ring.send(fresh[start:end], use, then if end == fresh.numel() else None)
+        return number
+
+    def arrived(self, number: int) -> bool:
+        """Whether the gradient for which `bring` returned `number` is in RAM, or an error has lost it. Never
+        blocks.
+        """
+        return self._ring is None or self._ring.arrived(number)
+
+    @property
+    def lost_on_the_way(self) -> bool:
+        """Whether an error has lost a gradient on its way to RAM, so that later ones are not brought."""
+        return self._ring is not None and self._ring.failure is not None
+
+    def await_arrivals(self) -> None:
+        """Wait until `arrived` holds for all gradients. Any thread may wait, with or without the runtime's
+        lock.
+        """
+        if self._ring is not None:
+            self._ring.wait()
+
+    def _copy(self, into: torch.Tensor, landed: torch.Tensor) -> None:
+        """Copy a window of a gradient in RAM. Called by the ring's worker."""
+        self._store.link.uses(User.HOST, into, writes=True, label="gradient that waits")
+        whole = [cpu_adam.Segment(0, landed.nbytes // 2)]
+        pairs = landed.view(torch.bfloat16), into.view(torch.bfloat16)  # of bytes, whatever the dtype
+        self._threads.submit(cpu_adam.Gradient(grad=pairs[0], copy=pairs[1], segments=whole)).result()
+
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
         """Add a new gradient of a parameter to the parameter's gradient on the device.
 
@@ -273,8 +324,7 @@ class Gradients:
 
         only: (unit, index) of the one parameter that counts; None: all do. Raises the errors of `check`.
         """
-        if self._ring is not None:
-            self._ring.wait()
+        self.await_arrivals()
         self.check()
         if self._on_device is not None:
             self._on_device.copy_to_host()

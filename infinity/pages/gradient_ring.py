@@ -3,8 +3,9 @@
 A gradient's hook copies the gradient into the ring, on the stream that computed the gradient. Then the hook
 records an event and returns, so that autograd's memory is free at once. A worker thread copies the ring's
 contents, oldest first, to the landing, which is a buffer of the same size in host RAM. From there the
-worker adds the gradients to the gradient pages. A large gradient is sent in windows, and each window is one
-job of the worker. Windows that lie next to each other in the ring and are ready together are copied together.
+worker adds the gradients to the gradient pages or, if other ranks keep their sums, copies them to where they
+wait for these ranks. A large gradient is sent in windows, and each window is one job of the worker. Windows
+that lie next to each other in the ring and are ready together are copied together.
 
 [Note: who waits for the worker]
 The worker takes no lock but the ring's own, so any thread may wait for the worker, even a thread that holds
@@ -51,10 +52,14 @@ Its argument is the window, a tensor of shape (n,) in the gradient's dtype.
 class RingJob:
     """A window of a gradient on its way through the ring to host RAM: one job of the worker."""
 
-    __slots__ = ("dtype", "end", "event", "number", "ready", "start", "use")
+    __slots__ = ("dtype", "end", "event", "number", "ready", "start", "then", "use")
 
-    def __init__(self, dtype: torch.dtype, use: Use) -> None:
+    def __init__(self, dtype: torch.dtype, use: Use, then: Callable[[], object] | None = None) -> None:
         self.dtype = dtype
+        self.then = then
+        """Function that the worker calls once the job counts as done, also if it failed; None: no function.
+        It must not wait.
+        """
         self.use: Use | None = use
         """Function that the worker calls with the window in host RAM; None after the call, or if the window
         was dropped.
@@ -161,16 +166,16 @@ class GradientRing:
             lambda: self._failure is not None or fit(sizes, itemsize, self._size, self._jobs), room=True
         )
 
-    def send(self, fresh: torch.Tensor, use: Use) -> int:
+    def send(self, fresh: torch.Tensor, use: Use, then: Callable[[], object] | None = None) -> int:
         """Copy one window of a new gradient into the ring, and queue a job that brings the window to host
         RAM.
 
         fresh: the window, (n,), contiguous, in device memory; see `windows`. use: function that the worker
-        calls with the window once it is in host RAM. Returns the job's number, for `arrived`, `wait` and
-        `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the ring, but not for the
-        copy. Raises DeviceError, or the error in `failure` if there is one.
+        calls with the window once it is in host RAM. then: as for RingJob. Returns the job's number, for
+        `arrived`, `wait` and `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the
+        ring, but not for the copy. Raises DeviceError, or the error in `failure` if there is one.
         """
-        job = RingJob(fresh.dtype, use)
+        job = RingJob(fresh.dtype, use, then)
         try:
             self._take(job, fresh.nbytes)
             assert self._ring is not None
@@ -281,10 +286,12 @@ class GradientRing:
         while count := self._next():
             self._bring_down(count)
             with self._changed:
-                for _ in range(count):
-                    self._jobs.popleft()
+                ended = [self._jobs.popleft() for _ in range(count)]
                 self._done += count
                 self._changed.notify_all()
+            for job in ended:
+                if job.then is not None:
+                    job.then()
 
     def _next(self) -> int:
         """Wait for a job. Returns the number of jobs to copy together; 0 if the worker is to end."""

@@ -7,14 +7,18 @@ import functools
 import itertools
 import json
 import os
+import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import rank_processes
 import torch
+from emulated_device import EmulatedDevice
 from ranked_cases import Case, Place, backwards, differences, opened, train
 from resumed_cases import (
     begin,
@@ -33,8 +37,11 @@ from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.distributed.windows import Windows
 from infinity.formats.muon import Muon
+from infinity.gradients.gradients import Gradients
+from infinity.planning import twin_flow
 from infinity.planning.network import messages
 from infinity.planning.placement import Kind
+from infinity.tiers.copy_streams import Order
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
 """Environment variables: the cases as JSON, and a directory for pages."""
@@ -111,6 +118,52 @@ def _each_case(run: Any) -> list[Any]:
 
 def training() -> list[Any]:
     return _each_case(train)
+
+
+def training_on_devices() -> list[Any]:
+    """As `training`, each rank on an emulated device with memory of its own and update kernels, whose
+    checker finds an order for every access to memory.
+    """
+    return _each_case(_train_on_device)
+
+
+def _train_on_device(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    device = EmulatedDevice(place.rank + case.accumulate)
+    with device.in_use(), mock.patch.object(twin_flow, "has_kernels", lambda _: True):
+        found = train(case, place, directory)
+    assert device.count("cuMemcpyAsync") > 10
+    return found
+
+
+def training_without_waits_for_gradients() -> list[Any]:
+    """As `training_on_devices`, but gradients are offered before they are in RAM."""
+    copy = Gradients._copy
+
+    def late(self: Gradients, *memory: torch.Tensor) -> None:
+        time.sleep(0.02)
+        copy(self, *memory)
+
+    Gradients._copy = late  # type: ignore[method-assign]
+    Gradients.arrived = lambda self, number: True  # type: ignore[method-assign]
+    return training_on_devices()
+
+
+def orders_missed() -> list[Any]:
+    """As `training_on_devices`. Returns for each case the names of those orders without which a checker
+    complains of the way of gradients to RAM.
+    """
+    return _each_case(_missed)
+
+
+def _missed(case: Case, place: Place, directory: Path) -> list[str]:
+    missed = []
+    for order in (Order.LAST_WRITER, Order.HOST_WAITS):
+        device = EmulatedDevice(place.rank)
+        with suppress(AssertionError), device.in_use(), device.without(order):
+            train(case, place, directory)
+        if any("gradient" in each for each in device.violations):
+            missed.append(order.name)
+    return missed
 
 
 def training_on_unequal_devices() -> list[Any]:

@@ -1,0 +1,35 @@
+"""Tests of ranks whose devices have memory of their own: the bits of one rank, and orders of accesses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranked_cases import Case
+from training_ranks import check_bits, launch
+
+from infinity.tiers.copy_streams import Order
+
+CASES = (
+    Case("decoder", 3, home="host", accumulate=2, clip=0.05),
+    Case("mlp", 2, home="device", accumulate=3, clip=0.05, compute="bf16"),
+    Case("odd", 3, home="nvme", accumulate=2, states="int8"),
+    Case("mlp", 3, home="device", update="eager", declared=True, accumulate=2),
+    Case("decoder", 2, home="host", accumulate=2, together=True),
+    Case("dtypes", 1, home="device", compute="bf16"),
+    Case("mlp", 0, home="host", clip=0.05),
+)
+
+
+def test_bits_of_one_rank(tmp_path: Path) -> None:
+    check_bits(CASES, 2, tmp_path, function="training_on_devices")
+
+
+def test_gradients_are_not_offered_before_they_have_come(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"where one rank has|NonFiniteGradient"):
+        check_bits(CASES[:1], 2, tmp_path, function="training_without_waits_for_gradients")
+
+
+def test_each_order_that_is_missing_is_seen(tmp_path: Path) -> None:
+    (found,) = launch("orders_missed", CASES[:1], 2, tmp_path, timeout=200.0)
+    assert found == [[Order.LAST_WRITER.name, Order.HOST_WAITS.name]] * 2
