@@ -113,7 +113,7 @@ def carry_out(
             others=_kept_by_others(model, plan.device),
             adopted=adopted,
             locks=None if checkpoint is None else checkpoint.locks,
-            shared=bool(ranks.mates),
+            shared=bool(ranks.mates or plan.node_cache_bytes),
         )
         cleanup.callback(store.close)
         if checkpoint is not None:

@@ -217,9 +217,10 @@ class SingleRank(Closing):
         """A name that all ranks of a new run have, and no other run; None where no rank needs it."""
         return None
 
-    def remote_pages(self, room: Pool | None) -> RemotePages:
+    def remote_pages(self, room: Pool | None, block_bytes: int) -> RemotePages:
         """Make the object that brings bytes of pages that other ranks own. room: the pool in which bytes from
-        other nodes are kept for all ranks of this node; None: they are not kept.
+        other nodes are kept for all ranks of this node; None: they are not kept. block_bytes: the most bytes
+        that are requested at once.
         """
         return RemotePages()
 

@@ -58,7 +58,7 @@ class InitialPages:
     def __init__(self, model: nn.Module, plan: Plan, store: Store, ranks: SingleRank) -> None:
         """Lease the homes of parameter and optimizer pages. ranks: connects with the other ranks."""
         self.ranks = ranks
-        self.remote = ranks.remote_pages(store.node_cache)
+        self.remote = ranks.remote_pages(store.node_cache, plan.exchange_block_bytes)
         self.shards = [PageShard(unit, plan.share) for unit in plan.layout.units]
         self.model = model
         self.plan = plan

@@ -118,15 +118,16 @@ def agreed_plan(
     """
     plan = _divided_alike(communicator, plan_with)
     told = told_claims(claims_of(plan, budget, adopts=adopts(plan)))
-    cache, node = plan.node_cache_bytes, communicator.place.node
+    node = communicator.place.node
+    cache = plan.node_cache_bytes if communicator.reads_all_mates else 0
     heard = communicator.agree(
         "offload()", node=node, claims=told, cache=cache, block=plan.exchange_block_bytes
     )
     check_claims({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
     # Each rank asks for no more bytes at once than any other one has room for.
     plan = replace(plan, exchange_block_bytes=min(said["block"] for said in heard.values()))
-    if cache and not all(said["cache"] for said in heard.values() if said["node"] == node):
-        return replace(plan, node_cache_bytes=0)  # each rank of a node asks all others there
+    if not all(said["cache"] for said in heard.values() if said["node"] == node):
+        return replace(plan, node_cache_bytes=0)  # each rank of a node looks into the RAM of all others
     return plan
 
 

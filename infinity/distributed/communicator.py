@@ -25,7 +25,7 @@ from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
 from infinity.distributed.ranked_step import RankedStep
-from infinity.distributed.remote_parts import NodeCache, RemoteParts
+from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.whole_gradients import WholeGradients
 from infinity.distributed.windows import Told, open_windows
@@ -164,8 +164,9 @@ class Communicator(SingleRank):
         readers = self.gather("offload()", reads)
         self.mates = [rank for rank in reads if self.ranks.rank in readers[rank]]
         if self._windows is not None:
-            self._windows.meet(self.mates)
-            self._windows = self._windows if self.mates else None
+            self._windows.meet(self.ranks.rank, self.mates)
+            relays_for_itself = self.share.on_node == 1
+            self._windows = self._windows if self.mates or relays_for_itself else None
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -183,9 +184,13 @@ class Communicator(SingleRank):
         found: str = self.gather("offload()", uuid.uuid4().hex)[0]
         return found
 
-    def remote_pages(self, room: Pool | None) -> RemoteParts:
-        cache = None if room is None else NodeCache(self.wire, room)
-        self.remote = RemoteParts(self.wire, self.share, cache, self._windows)
+    @property
+    def reads_all_mates(self) -> bool:
+        """Whether this rank and all others of its node read each other's RAM."""
+        return self._windows is not None and len(self.mates) == (self.share.on_node or self.share.ranks) - 1
+
+    def remote_pages(self, room: Pool | None, block_bytes: int) -> RemoteParts:
+        self.remote = RemoteParts(self.wire, self.share, block_bytes, self._windows, room)
         return self.remote
 
     def exchange(self, label: str, give: Give) -> Exchange:
@@ -253,7 +258,7 @@ class Communicator(SingleRank):
         self._open_windows(parts)
         service.offer()
         drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
-        self.service_thread.attach(service, step, remote.cache, drive)
+        self.service_thread.attach(service, step, drive)
         return step
 
     def _open_windows(self, parts: Components) -> None:

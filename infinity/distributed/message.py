@@ -96,8 +96,8 @@ class MessageKind(enum.IntEnum):
     TAKEN = 21
     """The sender has added a gradient shard, which it has read from the receiver's RAM. Fields: the token."""
     REDIRECT = 20
-    """Fields: the delivery's number. The sender has no room to relay the bytes, so their owner must be asked;
-    or they are its own and at home now, so that the receiver can copy them by itself.
+    """Fields: the delivery's number. The receiver can copy the bytes from the sender's RAM by itself, or asks
+    their owners for those that it does not find there.
     """
     MORE = 22
     """A further portion of the payload that the sender's last DATA began. No fields."""
@@ -123,7 +123,7 @@ class What(enum.IntEnum):
     INITIAL = 5
     """Values of rank 0's model or optimizer states, while runtimes are made."""
     RELAYED = 7
-    """Bytes of a parameter page that a rank on another node owns; the asked rank brings them for its node."""
+    """Other nodes' parts of a parameter page, which the asked rank brings for its node. Nothing is sent."""
 
     @property
     def label(self) -> str:
@@ -138,7 +138,6 @@ _LABELS = {
     What.SUM: "gradients",
     What.LOCAL: "gradients",
     What.INITIAL: "initial values",
-    What.RELAYED: "parameters",
 }
 
 

@@ -48,10 +48,10 @@ class _Request:
     step: int
     unit: int
     fields: tuple[Any, ...]
-    """For a parameter page: offset from its start, number of bytes, the asking rank's version of it, and 1 if
-    that rank copies the bytes by itself when they are at home, else 0. For states: the index of a parameter,
-    the name of an array, first element, number of elements. For a gradient: the index of a parameter, first
-    element, number of elements.
+    """For a parameter page: the asking rank's version of it, 1 if that rank copies the bytes by itself when
+    they are at home, else 0, and ranges, (bytes from the start of the page, bytes). For states: the index of
+    a parameter, the name of an array, first element, number of elements. For a gradient: the index of a
+    parameter, first element, number of elements.
     """
 
 
@@ -110,8 +110,12 @@ class PageService:
             self._thread.join()
 
     def requested(self, source: int, number: int, what: int, step: int, unit: int, *fields: Any) -> None:
-        """Queue a request of another rank. Never blocks."""
-        self._requests.put(_Request(source, number, What(what), step, unit, fields))
+        """Queue a request of another rank, or begin to relay what it wants. Never blocks."""
+        if what == What.RELAYED:
+            loads, version = fields
+            self._remote.relay(source, number, self._pages[unit], (step, loads, version))
+        else:
+            self._requests.put(_Request(source, number, What(what), step, unit, fields))
 
     def stepped(self) -> None:
         """Try again to serve the requests of `_early`, after a step or an edit."""
@@ -154,30 +158,31 @@ class PageService:
                 self._early.append(request)
                 return
             home, places = self._places(request)
-            memory = self._kept(request)
-            at_home = memory is None and home.in_place and len(places) == 1
-            if at_home:
-                ((offset, nbytes),) = places
+            pieces = self._kept(request)
+            at_home = not pieces and home.in_place and (request.what is What.PARAMETERS or len(places) == 1)
+            for offset, nbytes in places if at_home else ():
                 home.settle(offset, offset + nbytes, writing=False)
             if self._copies(request, at_home=at_home):
                 self._wire.post(request.source, MessageKind.REDIRECT, request.number)
                 return
             if request.what is What.PARAMETERS:
-                self._remote.served(request.source, self._pages[request.unit], *request.fields[:2])
+                self._remote.served(request.source, self._pages[request.unit], request.fields[2])
             if at_home:
-                memory = home.view(*places[0])
-            if memory is not None:
-                dispatch = self._deliver(request, memory)
+                pieces = [home.view(*each) for each in places]
+            if pieces:
+                dispatch = self._deliver(request, *pieces)
                 if request.what is What.PARAMETERS and self._pages[request.unit].permanent:
                     self._remote.sends(self._pages[request.unit], dispatch)
                 return
-        block, at = self._block(sum(nbytes for _, nbytes in places)), 0
-        for offset, nbytes in places:
+        sizes = [nbytes for _, nbytes in places]
+        block = self._block(sum(sizes))
+        pieces = block.split(sizes)
+        for (offset, _), piece in zip(places, pieces, strict=True):
             with self._lock.turn():
-                reading: Transfer = self._store.read(home, offset, block[at : at + nbytes])
+                reading: Transfer = self._store.read(home, offset, piece)
             reading.wait()
-            at += nbytes
-        self._sent.append((self._deliver(request, block), block))
+        sent = pieces if request.what is What.PARAMETERS else [block]
+        self._sent.append((self._deliver(request, *sent), block))
 
     def _deliver(self, request: _Request, *pieces: torch.Tensor) -> Dispatch:
         label, unit = request.what.label, request.unit
@@ -195,31 +200,29 @@ class PageService:
         flag = torch.tensor([found is not None], dtype=torch.uint8, device="cpu")
         self._deliver(request, flag, memory.view(torch.uint8))
 
-    def _kept(self, request: _Request) -> torch.Tensor | None:
-        """Return the copy of the wanted bytes that was made before an edit could change the home, or None."""
+    def _kept(self, request: _Request) -> Sequence[torch.Tensor]:
+        """Return the copies of the wanted bytes that were made before an edit could change the home."""
         if request.what is not What.PARAMETERS:
-            return None
-        start, nbytes = request.fields[:2]
-        return self._remote.kept(self._pages[request.unit], start, nbytes)
+            return ()
+        return self._remote.kept(self._pages[request.unit], request.fields[2])
 
     def _copies(self, request: _Request, *, at_home: bool) -> bool:
         """Whether the asking rank can copy the wanted bytes by itself. at_home: as for RemoteParts.offer."""
-        if request.what is not What.PARAMETERS or not request.fields[3]:
+        if request.what is not What.PARAMETERS or not request.fields[1]:
             return False
         return self._remote.offer(self._pages[request.unit], at_home=at_home)
 
     def _has_edits(self, request: _Request) -> bool:
         """Whether the home has all edits that the asking rank has made."""
-        version: int = request.fields[2]
+        version: int = request.fields[0]
         return self._pages[request.unit].home_version >= version
 
     def _places(self, request: _Request) -> tuple[Home, list[tuple[int, int]]]:
         """Return the home that has the wanted bytes, and their (offset in it, number) in order."""
         if request.what is What.PARAMETERS:
-            start, nbytes = request.fields[:2]
             page = self._pages[request.unit]
-            (held,) = page.shard.pieces(start, nbytes)
-            return page.home, [(held.home_start, nbytes)]
+            held = [each for wanted in request.fields[2] for each in page.shard.pieces(*wanted)]
+            return page.home, [(each.home_start, each.nbytes) for each in held]
         states = self._states[request.unit]
         return states.home, states.places(*request.fields)
 

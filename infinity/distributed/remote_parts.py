@@ -1,15 +1,16 @@
-"""Remote parts: fetches bytes of pages from other ranks, and waits for them without the runtime's lock.
+"""Remote parts: brings bytes of pages from other ranks, and waits for them without the runtime's lock.
 
 The link between nodes is the slowest one. If every rank asked the owners on other nodes itself, the same
-bytes would cross it once for each rank, in forward and in backward. Instead, each rank of a node fetches the
-parts of some of these owners (`Share.relay`), keeps them in RAM (`NodeCache`), and gives them to the others.
+bytes would cross it once for each rank, in forward and in backward. Instead, each rank of a node brings the
+parts of some of these owners (`Share.relay`) into its RAM (`NodeCache`), where all ranks of the node copy
+them.
 
 [Note: a relay holds nobody up]
-A key names a step and an edit version, so the bytes kept under it never change. The first request for a key
-has them fetched, and later requests find them in RAM or on their way. If there is no room, the asking rank is
-sent to the owner itself. So a rank waits for owners alone, as if there were no cache, and
-[Note: edits over ranks] in infinity/pages/edits.py holds: no rank waits for room that is taken by ranks that
-wait for it.
+A stamp names a step and an edit version, so the bytes that were brought with it never change. If they are not
+there, a rank asks the relay, once. The relay answers, without bytes, when they have come, or at once if it
+has no room. Then the rank looks again, and asks the owners for what it does not find. So a rank waits for
+owners alone, as if there were no cache, and [Note: edits over ranks] in infinity/pages/edits.py holds: no
+rank waits for room that is taken by ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,176 +34,109 @@ from infinity.errors import InfinityError
 from infinity.layout.chunks import OwnedRange
 from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.remote import RemotePages
+from infinity.pages.remote import Leg, RemotePages
 from infinity.tiers import Pool
-from infinity.tiers.link import ARRIVED, Transfer
-
-
-class Wanted(NamedTuple):
-    """Identifies bytes of a parameter page, and the step and the edit after which they are wanted."""
-
-    step: int
-    """Number of the step after which the bytes are wanted."""
-    loads: int
-    """Number of copies of runs loaded so far."""
-    unit: int
-    start: int
-    """Bytes from the start of the page."""
-    nbytes: int
-    version: int
-    """Edit version of the page."""
-
-    @property
-    def stamp(self) -> Stamp:
-        return self.step, self.loads, self.version
-
-
-def asked(wanted: Wanted, *, copies: bool = False) -> tuple[int, ...]:
-    """Return the fields of the message that requests the bytes `wanted` from their owner.
-
-    copies: whether the asking rank copies the bytes by itself, if the owner answers that they are at home.
-    """
-    return wanted.step, wanted.unit, wanted.start, wanted.nbytes, wanted.version, int(copies)
+from infinity.tiers.link import Joined, Transfer
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
-    """Bytes that the cache keeps, or that are on their way to it."""
+class _Relayed:
+    """Other nodes' parts of a page that a cache keeps, or that are on their way to it."""
 
+    stamp: Stamp
     memory: torch.Tensor
-    here: bool = False
-    waiting: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, number of its delivery) of each request of another rank to answer when the bytes have come."""
-    landings: list[tuple[Delivery, torch.Tensor]] = field(default_factory=list)
-    """(this rank's transfer, memory for a copy of the bytes) to end when the bytes have come."""
-    sending: list[Dispatch] = field(default_factory=list)
-
-    def idle(self) -> bool:
-        """Whether the bytes are here and nobody uses their memory."""
-        self.sending = [each for each in self.sending if not each.done()]
-        return self.here and not self.sending
+    coming: int
+    """Number of deliveries that have not ended."""
+    failed: bool = False
+    waiting: list[Callable[[], object]] = field(default_factory=list)
 
 
 class NodeCache:
-    """Keeps parameters of other nodes in RAM for the ranks of this node.
+    """Keeps parameters of other nodes in this rank's host arena, where all ranks of its node copy them.
 
     Any thread may call its methods, which never block.
     """
 
-    def __init__(self, wire: Wire, room: Pool) -> None:
-        """room: the pool for the bytes, in RAM. Nobody else leases from it."""
-        self._wire = wire
+    def __init__(self, remote: RemoteParts, rank: int, windows: Windows, room: Pool) -> None:
+        """room: the pool for the bytes, in the host arena. Nobody else leases from it."""
+        self._remote = remote
+        self._rank = rank
+        self._windows = windows
         self._room = room
-        self._entries: OrderedDict[Wanted, _Entry] = OrderedDict()
-        """The entries, those used last at the end."""
+        self._pages: dict[int, _Relayed] = {}
+        """Unit -> its parts, in the order in which they were brought."""
         self._lock = threading.Lock()
-        """Guards the attributes above, and all entries."""
+        """Guards the attributes above, and the board's entries of relayed parts."""
 
-    def fetch(self, owner: int, wanted: Wanted, into: torch.Tensor) -> Delivery | None:
-        """Begin to bring bytes into `into`, uint8 (wanted.nbytes,) in RAM. Returns None if the cache has no
-        room for them.
+    def bring(self, page: ParameterPage, stamp: Stamp, then: Callable[[], object]) -> None:
+        """Bring the parts of a page that this rank relays, and call `then` when they have come; at once if
+        they are here, if there is no room, or if parts with another stamp are on their way.
         """
-        landing = Delivery(
-            self._wire.failure_event,
-            owner,
-            0,
-            What.PARAMETERS.label,
-            into=(into,),
-            awaiting=self._wire.awaiting,
+        requests: list[list[Leg]] = []
+        with self._lock:
+            parts = self._pages.get(page.index)
+            if parts is None or not (parts.coming or parts.stamp == stamp):
+                parts = None  # it keeps the memory
+                parts, requests = self._begin(page, stamp)
+            if waits := parts is not None and parts.coming > 0 and parts.stamp == stamp:
+                parts.waiting.append(then)
+        for each in requests:
+            self._remote.ask(page, stamp, each, functools.partial(self._arrived, page, parts))
+        if not waits:
+            then()
+
+    def _begin(self, page: ParameterPage, stamp: Stamp) -> tuple[_Relayed | None, list[list[Leg]]]:
+        """Make room for the parts of a page. Returns them and the requests for them, if there is room."""
+        owners = [each for each in page.shard.others if page.shard.share.relay(each) == self._rank]
+        spans = [span for owner in owners for span in page.shard.others[owner]]
+        sizes = [span.nbytes for span in spans]
+        for unit in [page.index, *self._pages]:  # then those that were brought longest ago
+            if unit in self._pages and not self._pages[unit].coming:
+                self._windows.withdraw_relayed(unit)
+                del self._pages[unit]
+            if self._room.largest_free >= sum(sizes):
+                break
+        else:
+            return None, []
+        with self._room.lease(sum(sizes)) as lease:
+            memory = lease.residency()
+        into = memory.split(sizes)
+        requests = self._remote.cut(
+            [Leg(span.owner, span.start, each) for span, each in zip(spans, into, strict=True)]
         )
+        parts = self._pages[page.index] = _Relayed(stamp, memory, len(requests))
+        return parts, requests
+
+    def _arrived(self, page: ParameterPage, parts: _Relayed | None, delivery: Delivery) -> None:
+        """Let all copy parts when the last of them has come. Called by the thread that received it."""
+        assert parts is not None
         with self._lock:
-            entry, new = self._entry(wanted)
-            if entry is None:
-                return None
-            if not entry.here:
-                entry.landings.append((landing, into))
-            memory = entry.memory if entry.here else None
-        if memory is not None:
-            into.copy_(memory)
-            landing.end()
-        elif new:
-            self._bring(owner, wanted, entry)
-        return landing
-
-    def requested(self, source: int, number: int, owner: int, *fields: int) -> None:
-        """Answer a request of another rank of this node: with bytes of `owner`, once they are here, or with
-        REDIRECT if the cache has no room for them.
-
-        source: the rank that asks. number: the number of its delivery. fields: the fields of a `Wanted`,
-        which names the bytes.
-        """
-        wanted = Wanted(*fields)
-        with self._lock:
-            entry, new = self._entry(wanted)
-            if entry is not None:
-                if entry.here:
-                    self._send(wanted, entry, source, number)
-                else:
-                    entry.waiting.append((source, number))
-        if entry is None:
-            self._wire.post(source, MessageKind.REDIRECT, number)
-        elif new:
-            self._bring(owner, wanted, entry)
-
-    def _entry(self, wanted: Wanted) -> tuple[_Entry | None, bool]:
-        """The entry of a key, and whether it is new; (None, False) if there is no room for a new one."""
-        entry = self._entries.get(wanted)
-        if entry is not None:
-            self._entries.move_to_end(wanted)
-            return entry, False
-        if not self._make_room(wanted.nbytes):
-            return None, False
-        with self._room.lease(wanted.nbytes) as lease:
-            entry = self._entries[wanted] = _Entry(lease.residency())
-        return entry, True
-
-    def _make_room(self, nbytes: int) -> bool:
-        """Remove entries, those used longest ago first, until there is room. Returns whether there is."""
-        if self._room.largest_free >= nbytes:
-            return True
-        for key in [*self._entries]:  # keys alone, for an entry's memory is free once nothing refers to it
-            if self._entries[key].idle():
-                del self._entries[key]
-                if self._room.largest_free >= nbytes:
-                    return True
-        return False
-
-    def _bring(self, owner: int, wanted: Wanted, entry: _Entry) -> None:
-        told = functools.partial(self._arrived, wanted, entry)
-        delivery = self._wire.expect(owner, [entry.memory], unit=wanted.unit, told=told)
-        self._wire.post(owner, MessageKind.REQUEST, delivery.number, What.PARAMETERS, *asked(wanted))
-
-    def _arrived(self, wanted: Wanted, entry: _Entry, delivery: Delivery) -> None:
-        """Give bytes that have come to all who wait for them. Called by the thread that received them."""
-        failure = delivery.failure
-        with self._lock:
-            entry.here = True
-            waiting, entry.waiting = entry.waiting, []
-            landings, entry.landings = entry.landings, []
-            if failure is not None:
-                del self._entries[wanted]
-            for source, number in waiting:
-                if failure is None:
-                    self._send(wanted, entry, source, number)
-                else:
-                    self._wire.refuse(source, number, failure)
-        for landing, into in landings:
-            if failure is None:
-                into.copy_(entry.memory)
-            landing.end(failure)
-
-    def _send(self, wanted: Wanted, entry: _Entry, source: int, number: int) -> None:
-        entry.sending.append(self._wire.deliver(source, number, [entry.memory], unit=wanted.unit))
+            parts.coming -= 1
+            parts.failed = parts.failed or delivery.failed
+            if parts.coming:
+                return
+            if parts.failed:
+                del self._pages[page.index]
+            else:
+                self._windows.offer_relayed(page, parts.stamp, parts.memory)
+            waiting, parts.waiting = parts.waiting, []
+        for each in waiting:
+            each()
 
 
 class RemoteParts(RemotePages):
-    """Fetches the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
+    """Brings the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
 
     def __init__(
-        self, wire: Wire, share: Share, cache: NodeCache | None = None, windows: Windows | None = None
+        self,
+        wire: Wire,
+        share: Share,
+        block_bytes: int,
+        windows: Windows | None = None,
+        room: Pool | None = None,
     ) -> None:
-        """cache: keeps parameters of other nodes; None: each rank asks the owners itself. windows: to the RAM
-        of ranks of this node; None: these are asked, too.
+        """block_bytes: the most bytes that are requested at once. windows: to the RAM of ranks of this node;
+        None: these are asked, too. room: the pool of a `NodeCache`; None: each rank asks the owners itself.
         """
         self.step = 0
         self._loads = 0
@@ -216,49 +151,115 @@ class RemoteParts(RemotePages):
         """Unit -> sends under way of bytes straight from the model's memory; user edits wait for them."""
         self._wire = wire
         self._share = share
-        self.cache = cache
+        self._block_bytes = block_bytes
         self._windows = windows
+        self._cache: NodeCache | None = None
+        if room is not None:
+            assert windows is not None, "the ranks of a node have agreed on their caches"
+            self._cache = NodeCache(self, share.rank, windows, room)
 
-    def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
-        wanted = Wanted(self.step, self._loads, page.index, start, into.nbytes, page.version)
-        if self._windows is not None and self._windows.reads(owner) and self._wire.failure is None:
-            return self._copy(self._windows, owner, page, wanted, into)  # a dead rank's RAM is still there
-        relay = owner if self.cache is None else self._share.relay(owner)
-        if relay == owner:
-            return self._ask(owner, wanted, into)
-        if relay == self._share.rank:
-            assert self.cache is not None
-            return self.cache.fetch(owner, wanted, into) or self._ask(owner, wanted, into)
+    def fetch(self, page: ParameterPage, legs: Sequence[Leg]) -> Transfer:
+        stamp, found = (self.step, self._loads, page.version), list[Transfer]()
+        by_holder = defaultdict[int, list[Leg]](list)
+        for leg in legs:
+            by_holder[leg.owner if self._cache is None else self._share.relay(leg.owner)].append(leg)
+        for holder, theirs in by_holder.items():
+            reads = self._windows is not None and self._windows.reads(holder)
+            if not reads or self._wire.failure is not None:  # a dead rank's RAM is still there
+                found += [self.ask(page, stamp, each) for each in self.cut(theirs)]
+            elif left := self._copy(holder, page, stamp, theirs):
+                found.append(self._ask_holder(holder, page, stamp, left))
+        return Joined(found)
 
-        def instead(first: Delivery) -> None:
-            self._ask_for(first, owner, wanted, into)
+    def _copy(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> list[Leg]:
+        """Copy bytes from the RAM of a rank of this node. Returns the legs that could not be copied."""
+        assert self._windows is not None
+        left = []
+        for leg in legs:
+            began = time.perf_counter_ns()
+            if not self._windows.copy(holder, page, stamp, leg):
+                left.append(leg)
+            elif holder != self._share.rank:
+                self._wire.copied(holder, What.PARAMETERS.label, page.index, leg.into.nbytes, began)
+        return left
 
-        return self._expect(relay, What.RELAYED, page.index, into, owner, *wanted, instead=instead)
-
-    def _copy(
-        self, windows: Windows, owner: int, page: ParameterPage, wanted: Wanted, into: torch.Tensor
-    ) -> Transfer:
-        """Copy bytes that a rank of this node owns. If they are not at home there, ask the owner, and copy
-        them when it answers that they are.
+    def _ask_holder(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> Delivery:
+        """Ask a rank of this node for bytes which it owns or relays. Once it has answered that they are
+        there, copy them. Their owners are asked for what then is not there, or not any more.
         """
 
-        def copied() -> bool:
-            began = time.perf_counter_ns()
-            if not windows.copy(owner, page, wanted.stamp, wanted.start, into):
-                return False
-            self._wire.copied(owner, What.PARAMETERS.label, wanted.unit, into.nbytes, began)
-            return True
+        def look_again(first: Delivery) -> None:
+            left = self._copy(holder, page, stamp, legs)
+            first.follow(Joined([self.ask(page, stamp, each) for each in self.cut(left)]))
 
-        def at_home(first: Delivery) -> None:
-            try:
-                if copied():
-                    first.end()
-                else:  # the owner has changed them again
-                    self._ask_for(first, owner, wanted, into)
-            except InfinityError as error:
-                first.end(error)
+        owner, into = legs[0].owner, [each.into for each in legs]
+        source = owner if holder == self._share.rank else holder
+        first = self._wire.expect(source, into, unit=page.index, instead=look_again)
+        if holder == owner:
+            self._request(first, page, stamp, legs, copies=True)
+        elif holder != self._share.rank:
+            step, *rest = stamp
+            wanted = [step, page.index, *rest]
+            self._wire.post(holder, MessageKind.REQUEST, first.number, What.RELAYED, *wanted)
+        else:
+            assert self._cache is not None
+            self._cache.bring(page, stamp, functools.partial(self._wire.redirected, source, first.number))
+        return first
 
-        return ARRIVED if copied() else self._ask(owner, wanted, into, instead=at_home)
+    def relay(self, source: int, number: int, page: ParameterPage, stamp: Stamp) -> None:
+        """Have the parts of a page that this rank relays come, and then have another rank of the node look
+        for them. number: of its delivery. Never blocks.
+        """
+
+        def answer() -> None:
+            with suppress(InfinityError):  # the wire is closed, which the asking rank has heard
+                self._wire.post(source, MessageKind.REDIRECT, number)
+
+        assert self._cache is not None, "all ranks of a node have agreed on their caches"
+        with suppress(InfinityError):
+            self._cache.bring(page, stamp, answer)
+
+    def cut(self, legs: Sequence[Leg]) -> list[list[Leg]]:
+        """Cut bytes into as few requests as can be: each has at most `block_bytes` bytes of one owner.
+
+        legs: those of one owner one after the other.
+        """
+        found, room = list[list[Leg]](), 0
+        for owner, start, into in legs:
+            for at in range(0, into.nbytes, self._block_bytes):
+                piece = into[at : at + self._block_bytes]
+                if not found or found[-1][0].owner != owner or piece.nbytes > room:
+                    found.append([])
+                    room = self._block_bytes
+                found[-1].append(Leg(owner, start + at, piece))
+                room -= piece.nbytes
+        return found
+
+    def ask(
+        self,
+        page: ParameterPage,
+        stamp: Stamp,
+        legs: Sequence[Leg],
+        told: Callable[[Delivery], None] | None = None,
+    ) -> Delivery:
+        """Request bytes from their owner, who sends them. legs: one of the lists that `cut` returns. told:
+        for `Wire.expect`.
+        """
+        into = [each.into for each in legs]
+        delivery = self._wire.expect(legs[0].owner, into, unit=page.index, told=told)
+        self._request(delivery, page, stamp, legs, copies=False)
+        return delivery
+
+    def _request(
+        self, delivery: Delivery, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg], *, copies: bool
+    ) -> None:
+        """Send a request to the owner of all `legs`. copies: whether this rank copies the bytes by itself, if
+        the owner answers that they are at home.
+        """
+        step, _, version = stamp
+        ranges = [[each.start, each.into.nbytes] for each in legs]
+        fields = [step, page.index, version, int(copies), ranges]
+        self._wire.post(legs[0].owner, MessageKind.REQUEST, delivery.number, What.PARAMETERS, *fields)
 
     def offer(self, page: ParameterPage, *, at_home: bool = True) -> bool:
         """Let ranks of this node copy this rank's part of a page by themselves, if they can. Returns whether
@@ -271,23 +272,6 @@ class RemoteParts(RemotePages):
             return False
         stamp = self.step, self._loads, page.home_version
         return self._windows.offers(page, stamp) or (at_home and self._windows.offer(page, stamp))
-
-    def _ask(
-        self,
-        owner: int,
-        wanted: Wanted,
-        into: torch.Tensor,
-        *,
-        instead: Callable[[Delivery], object] | None = None,
-        told: Callable[[Delivery], None] | None = None,
-    ) -> Delivery:
-        """Request the `wanted` bytes of a page from their owner. instead, told: for `Wire.expect`."""
-        fields = asked(wanted, copies=instead is not None)
-        return self._expect(owner, What.PARAMETERS, wanted.unit, into, *fields, instead=instead, told=told)
-
-    def _ask_for(self, first: Delivery, owner: int, wanted: Wanted, into: torch.Tensor) -> None:
-        """Request the `wanted` bytes from their owner for the transfer `first`, which ends with them."""
-        self._ask(owner, wanted, into, told=lambda second: first.end(second.failure))
 
     def replaced(self) -> None:
         self._loads += 1
@@ -319,33 +303,35 @@ class RemoteParts(RemotePages):
         unfinished = [each for each in self._sending.get(page.index, ()) if not each.done()]
         self._sending[page.index] = [*unfinished, dispatch]
 
-    def kept(self, page: ParameterPage, start: int, nbytes: int) -> torch.Tensor | None:
-        """Return the copy of bytes of this rank's part that `keep` made for other ranks, or None.
+    def kept(self, page: ParameterPage, ranges: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Return the copies of ranges of this rank's part that `keep` made for other ranks; none if it made
+        none.
 
-        start: bytes from the start of the page.
+        ranges: (bytes from the start of the page, bytes).
         """
-        for each, copy in self._kept.get(page.index, ()):
-            at = start - each.page_start
-            if 0 <= at < each.nbytes:
-                return copy[at : at + nbytes]
-        return None
+        return [
+            copy[start - each.page_start :][:nbytes]
+            for start, nbytes in ranges
+            for each, copy in self._kept.get(page.index, ())
+            if 0 <= start - each.page_start < each.nbytes
+        ]
 
-    def served(self, source: int, page: ParameterPage, start: int, nbytes: int) -> None:
-        """Note that bytes of this rank's part are sent to the rank `source`. Copies that no rank will fetch
+    def served(self, source: int, page: ParameterPage, ranges: Sequence[tuple[int, int]]) -> None:
+        """Note that ranges of this rank's part are sent to the rank `source`. Copies that no rank will fetch
         any more are dropped. Ranks that copy the bytes by themselves are not noted.
         """
-        if page.index in self._unserved and (source, page.index, start) not in self._served:
-            self._served.add((source, page.index, start))
-            self._unserved[page.index] -= nbytes
-            if not self._unserved[page.index]:
-                del self._unserved[page.index]
-                self._kept.pop(page.index, None)
+        for start, nbytes in ranges:
+            if page.index in self._unserved and (source, page.index, start) not in self._served:
+                self._served.add((source, page.index, start))
+                self._unserved[page.index] -= nbytes
+                if not self._unserved[page.index]:
+                    del self._unserved[page.index]
+                    self._kept.pop(page.index, None)
 
     def state(self, unit: int, parameter: int, name: str, wanted: OwnedRange, nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         owner, *elements = wanted
-        fields = [parameter, name, *elements]
-        self._expect(owner, What.STATES, unit, into, self.step, unit, *fields).wait()
+        self._pull(owner, What.STATES, [into], unit, parameter, name, *elements)
         return into
 
     def local_gradient(self, rank: int, unit: int, parameter: int, first: int, into: torch.Tensor) -> bool:
@@ -355,15 +341,11 @@ class RemoteParts(RemotePages):
         into: where the gradient goes, flat, in the dtype in which gradients are stored.
         """
         there = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(rank, [there, into.view(torch.uint8)], "gradients", unit=unit)
-        fields = [unit, parameter, first, into.numel()]
-        self._wire.post(rank, MessageKind.REQUEST, delivery.number, What.LOCAL, self.step, *fields)
-        delivery.wait()
+        both = [there, into.view(torch.uint8)]
+        self._pull(rank, What.LOCAL, both, unit, parameter, first, into.numel())
         return bool(there.item())
 
-    def _expect(
-        self, rank: int, what: What, unit: int, into: torch.Tensor, *fields: Any, **options: Any
-    ) -> Delivery:
-        delivery = self._wire.expect(rank, [into], what.label, unit=unit, **options)
-        self._wire.post(rank, MessageKind.REQUEST, delivery.number, what, *fields)
-        return delivery
+    def _pull(self, rank: int, what: What, into: Sequence[torch.Tensor], unit: int, *fields: Any) -> None:
+        delivery = self._wire.expect(rank, into, what.label, unit=unit)
+        self._wire.post(rank, MessageKind.REQUEST, delivery.number, what, self.step, unit, *fields)
+        delivery.wait()

@@ -5,7 +5,6 @@ It takes the runtime's lock for moments, in turn with the training thread, and n
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 
 from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.message import Message, MessageKind, What
-from infinity.distributed.remote_parts import NodeCache
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
 from infinity.ranks import Give
@@ -48,7 +46,6 @@ class ServiceThread:
         self._shards: GradientShards | None = None
         self._step: RankedStep | None = None
         self._drive: Callable[[int], None] = _nothing
-        self._cache: NodeCache | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="infinity service thread", daemon=True)
         self._thread.start()
@@ -73,16 +70,14 @@ class ServiceThread:
         self,
         service: PageService,
         step: RankedStep | None,
-        cache: NodeCache | None,
         drive: Callable[[int], None],
     ) -> None:
         """Handle all kinds of messages from now on.
 
-        step: None for inference. cache: gives parameters of other nodes to the ranks of this node; None if
-        each rank asks the owners itself. drive: completes the updates that a commit waits for, given the
-        commit's number; called under the lock.
+        step: None for inference. drive: completes the updates that a commit waits for, given the commit's
+        number; called under the lock.
         """
-        self._service, self._step, self._cache, self._drive = service, step, cache, drive
+        self._service, self._step, self._drive = service, step, drive
         self._shards = None if step is None else step.shards
         service.start()
         self._attached = True
@@ -139,8 +134,6 @@ class ServiceThread:
                 self._give(source, message)
             elif not attached:
                 self._kept.append((source, message))
-            elif message.kind is MessageKind.REQUEST and message.fields[1] == What.RELAYED:
-                self._relay(source, *message.fields)
             elif message.kind is MessageKind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
                 assert self._service is not None
                 self._service.requested(source, *message.fields)
@@ -173,11 +166,6 @@ class ServiceThread:
             except InfinityError as error:
                 self._wire.refuse(source, delivery, error)
             self._given += 1
-
-    def _relay(self, source: int, number: int, _: int, owner: int, *wanted: int) -> None:
-        assert self._cache is not None, "all ranks of a node have agreed on their caches"
-        with contextlib.suppress(ConfigError):  # the wire is closed, which the asking rank has heard
-            self._cache.requested(source, number, owner, *wanted)
 
     def _about_gradients(self, shards: GradientShards, source: int, message: Message) -> None:
         if message.kind is MessageKind.REQUEST:

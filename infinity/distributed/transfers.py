@@ -10,6 +10,7 @@ import torch
 
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE, FailureEvent
 from infinity.errors import InfinityError, rank_failure
+from infinity.tiers.link import ARRIVED, Transfer
 
 
 class _Transfer:
@@ -70,8 +71,9 @@ class _Transfer:
             self._failure = None if failure is None else failure.again()
             self._ended = True
             self._failure_event.notify()
-            if self._told is not None:
-                self._told(self)
+            told, self._told = self._told, None  # it keeps memory
+            if told is not None:
+                told(self)
 
     @property
     def failed(self) -> bool:
@@ -102,20 +104,28 @@ class Delivery(_Transfer):
         instead: Callable[[Delivery], object] | None = None,
         awaiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """instead: called if the peer has no room to relay the bytes, to fetch them from their owner.
-        awaiting: makes the context of a wait, as `Wire.awaiting` does.
+        """instead: called with the delivery if the peer answers without bytes; see `follow`. awaiting: makes
+        the context of a wait, as `Wire.awaiting` does.
         """
         super().__init__(failure_event, peer, number, label, unit=unit, told=told)
         self.into = into
         """Where the bytes go: contiguous uint8 tensors in CPU memory, kept until the delivery has ended."""
         self.instead = instead
         self._awaiting = awaiting
+        self._after: Transfer = ARRIVED
+
+    def follow(self, after: Transfer) -> None:
+        """End the delivery, of which nothing comes. It counts as done when `after` is, with its error."""
+        self._after = after
+        self.end()
+
+    def done(self) -> bool:
+        return super().done() and self._after.done()
 
     def wait(self, timeout: float | None = None) -> object:
-        if self.done():
-            return super().wait(timeout)
-        with self._awaiting(self.label):
-            return super().wait(timeout)
+        with nullcontext() if self.done() else self._awaiting(self.label):
+            super().wait(timeout)
+        return self._after.wait()
 
     def end(self, failure: InfinityError | None = None) -> None:
         self.into, self.instead = (), None  # both keep memory

@@ -1,5 +1,9 @@
 """Windows: the ranks of a node read parameters and gradients straight from each other's RAM.
 
+What other nodes own of a page is brought to a node once: each rank of the node is the **relay** of some of
+these owners (`Share.relay`), and keeps their parts in its RAM (`NodeCache` in
+infinity/distributed/remote_parts.py), where its mates copy them as they copy its own.
+
 Each rank's host arena is shared memory, which the other ranks of its node, its **mates**, map for reading: a
 window. Its board (csrc/tiers/board.hpp) says which parameter pages they may copy from there now. If a page is
 not there, they ask for it by a message.
@@ -16,7 +20,9 @@ before the copy and after it. What it copies is what the owner's page service wo
   which the owner answers as if there were no windows: with a copy that it has kept, or after an agreement, or
   with an error.
 
-Only the parts that a rank owns are copied: what it writes home of other ranks' parts closes no entry.
+Of a home, only the parts that its rank owns are copied: what is written there of others' parts closes no
+entry. An entry of relayed parts is opened when all of them have come, and closed before the memory is used
+again. A mate that finds it closed asks the relay, and then the owners of what it does not find.
 """
 
 from __future__ import annotations
@@ -32,12 +38,15 @@ from infinity import _tiers
 from infinity.errors import ConfigError
 from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.remote import Leg
 from infinity.tiers import HostArena
 from infinity.tiers.pool import tensor_over
 
 VARIABLE = "INFINITY_WINDOWS"
 _ENTRIES = 1 << 14
-"""Entries of a board, 64 bytes each, which take RAM when they are used. Units beyond get none."""
+"""Entries of a board, 64 bytes each, which take RAM when they are used: one for each unit's home, and behind
+them one for each unit's relayed parts. Pages beyond get none.
+"""
 
 Stamp = tuple[int, int, int]
 """(step, number of loaded copies, edit version): which bytes of a page an entry has, or a mate wants."""
@@ -71,6 +80,8 @@ class Windows:
         self._arenas: dict[int, _tiers.Window] = {}
         self._offsets: dict[int, int] = {}
         """Unit whose page is at home in shared memory -> bytes from the start of this memory to the home."""
+        self._start = self._units = 0
+        """Address of this rank's shared memory, and number of units."""
 
     def tell_board(self) -> Told:
         """What this rank tells the others, so that they can read its board."""
@@ -86,16 +97,17 @@ class Windows:
                 self._boards[rank] = _tiers.Board(_opened(each))
         return [*self._boards]
 
-    def meet(self, mates: Sequence[int]) -> None:
-        """Note the ranks that read this rank's board, and whose boards this rank reads."""
+    def meet(self, rank: int, mates: Sequence[int]) -> None:
+        """Note the ranks that read this rank's board, and whose boards this rank reads; rank: itself."""
         self._memory.close_descriptor()
-        self._boards = {rank: self._boards[rank] for rank in mates}
+        self._boards = {rank: self._board} | {each: self._boards[each] for each in mates}
 
     def tell_arena(self, arena: HostArena, pages: Sequence[ParameterPage]) -> Told:
         """What this rank tells its mates, so that they can read its RAM. pages: all parameter pages, of which
         those at home in `arena` can be offered from now on.
         """
         region = arena.region
+        self._start, self._units = region.address, len(pages)
         for page in pages[:_ENTRIES]:
             memory = page.home.memory
             start = -1 if memory is None else memory.data_ptr() - region.address
@@ -111,7 +123,7 @@ class Windows:
                 self._arenas[rank] = _opened(told[rank])
 
     def reads(self, rank: int) -> bool:
-        """Whether this rank copies parts that `rank` owns by itself."""
+        """Whether this rank copies what `rank` offers by itself. It also reads what it relays itself."""
         return rank in self._arenas
 
     def offers(self, page: ParameterPage, stamp: Stamp) -> bool:
@@ -129,20 +141,32 @@ class Windows:
         self._board.open(page.index, stamp, offset)
         return True
 
-    def copy(self, owner: int, page: ParameterPage, stamp: Stamp, start: int, into: torch.Tensor) -> bool:
-        """Copy bytes that the mate `owner` owns. Returns False if the mate has to be asked for them: `into`
-        has undefined bytes then.
+    def offer_relayed(self, page: ParameterPage, stamp: Stamp, memory: torch.Tensor) -> None:
+        """Let mates copy parts of a page that this rank relays, which lie in `memory` one after the other."""
+        if self._units + page.index < _ENTRIES:
+            self._board.open(self._units + page.index, stamp, memory.data_ptr() - self._start)
 
-        start: bytes from the start of the page. into: contiguous uint8 memory in RAM.
+    def withdraw_relayed(self, unit: int) -> None:
+        """Close the entry of parts that this rank relays: their memory is about to be used again."""
+        if self._units + unit < _ENTRIES:
+            self._board.close(self._units + unit)
+
+    def copy(self, holder: int, page: ParameterPage, stamp: Stamp, leg: Leg) -> bool:
+        """Copy bytes of a page from the RAM of the rank `holder`: their owner or its relay. Returns False if
+        that rank has to be asked for them: the memory for them has undefined bytes then.
         """
-        board, arena = self._boards.get(owner), self._arenas.get(owner)
-        if board is None or arena is None or page.index >= _ENTRIES:  # the first two: after `close`
-            return False
-        place = start
-        if not page.shard.share.whole_parameters:
+        owner, start, into = leg
+        share, entry, place = page.shard.share, page.index, start
+        if holder != owner or not share.whole_parameters:
             span = next(each for each in page.shard.others[owner] if start < each.start + each.nbytes)
             place = span.at + start - span.start
-        return board.copy(page.index, stamp, arena, place, into.data_ptr(), into.nbytes)
+        if holder != owner:
+            entry += self._units
+            place += (owner // share.on_node - (owner > holder)) * sum(each.nbytes for each in page.shard.own)
+        board, arena = self._boards.get(holder), self._arenas.get(holder)
+        if board is None or arena is None or entry >= _ENTRIES:  # the first two: after `close`
+            return False
+        return board.copy(entry, stamp, arena, place, into.data_ptr(), into.nbytes)
 
     def view(self, owner: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of elements in a mate's RAM, (numel,), which must not be written to. start: bytes

@@ -180,8 +180,8 @@ class Wire:
         what the bytes are, for errors and counters. unit: index of the unit, for timelines. tell: whether to
         put a message ARRIVED into the inbox when the delivery has ended; `told` is then not used. told:
         called with the delivery when it has ended, by the thread that receives, or by the
-        calling thread if the peer has already left. instead: called with the delivery if the peer has no room
-        to relay the bytes, to fetch them from their owner.
+        calling thread if the peer has already left. instead: called with the delivery if the peer answers
+        without bytes.
         """
         if tell:
             told = functools.partial(self._tell, MessageKind.ARRIVED)
@@ -309,9 +309,7 @@ class Wire:
         if message.kind is MessageKind.REFUSAL:
             self._refused(peer, *message.fields)
         elif message.kind is MessageKind.REDIRECT:
-            delivery = self._no_longer_expected(peer, *message.fields)
-            if delivery is not None and delivery.instead is not None:
-                delivery.instead(delivery)
+            self.redirected(peer, *message.fields)
         elif message.kind is MessageKind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
@@ -348,6 +346,15 @@ class Wire:
         else:
             text = f"{name}: {cause} {cure}".rstrip(".")
             delivery.end(rank_failure(peer, f"could not deliver {delivery.label}: {text}"))
+
+    def redirected(self, peer: int, number: int) -> None:
+        """Have a delivery end without bytes of the peer; see `instead` of `expect`."""
+        delivery = self._no_longer_expected(peer, number)
+        if delivery is not None and delivery.instead is not None:
+            try:
+                delivery.instead(delivery)
+            except InfinityError as error:
+                delivery.end(error)
 
     def _no_longer_expected(self, peer: int, number: int) -> Delivery | None:
         with self._lock:

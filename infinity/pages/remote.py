@@ -7,12 +7,23 @@ other bytes asks a `RemotePages` for them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from infinity.layout.chunks import OwnedRange
 from infinity.pages.parameter_page import ParameterPage
 from infinity.tiers.link import Transfer
+
+
+class Leg(NamedTuple):
+    """A range of a parameter page that another rank owns, and the memory for its bytes."""
+
+    owner: int
+    start: int
+    """Bytes from the start of the page."""
+    into: torch.Tensor
+    """Contiguous uint8 memory that the CPU can use; its size is the number of bytes."""
 
 
 class RemotePages:
@@ -25,13 +36,12 @@ class RemotePages:
     step = 0
     """Number of steps that all ranks have agreed on and that this rank has decided."""
 
-    def fetch(self, owner: int, page: ParameterPage, start: int, into: torch.Tensor) -> Transfer:
-        """Begin to pull bytes of a parameter page from the rank `owner`, and return the transfer.
+    def fetch(self, page: ParameterPage, legs: Sequence[Leg]) -> Transfer:
+        """Begin to bring bytes of a parameter page from the ranks that own them; return the transfer.
 
         The bytes are those after step number `self.step`, with all edits of user code that this rank has
-        made. start: bytes from the start of the page. into: contiguous uint8 memory that the CPU can use; its
-        size is the number of bytes. The transfer raises RankFailure if the owner is gone, and RankDivergence
-        if the owner cannot serve the bytes.
+        made. The transfer raises RankFailure if an owner is gone, and RankDivergence if it cannot serve the
+        bytes.
         """
         raise AssertionError("one rank has all pages")
 

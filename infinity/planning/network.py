@@ -120,10 +120,11 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
     """Count the messages that a rank sends in a step at stage 3, as a mean over ranks, without those of
     agreements, less than two for each, and of the ends of backwards, a few for each other rank.
 
-    Each block of parameters takes a request and an answer. Each gradient is offered to each rank that owns a
-    range of it, and each of its blocks takes a request and an answer. windows: whether ranks of a node read
-    each other's RAM. Then parameters take no message there, if they are at home in RAM, and a gradient takes
-    an offer and an answer.
+    What a rank owns of a page comes by a request and an answer, or as many as its blocks need. Each gradient
+    is offered to each rank that owns a range of it, and each of its blocks takes a request and an answer.
+    windows: whether ranks of a node read each other's RAM. Then parameters take no message there, if they are
+    at home in RAM; those of other nodes come once, and each other rank of the node asks the relay for a
+    page, unless it is there already. A gradient takes an offer and an answer.
     """
     share, here = plan.share, plan.share.on_node or plan.share.ranks
     most = plan.exchange_block_bytes
@@ -131,7 +132,8 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
         most = min(most, plan.transit_buffer_bytes)
     asked = offers = blocks = 0
     for unit in plan.layout.units:
-        asked += sum(math.ceil(span.nbytes / most) for span in spans(unit, share.ranks))
+        own = [span.nbytes for span in spans(unit, share.ranks) if span.owner == share.rank]
+        asked += share.ranks * sum(math.ceil(each / most) for each in ([sum(own)] if plan.unified else own))
         for index, parameter in enumerate(unit.parameters):
             owned = list(unit.owned(index)) if parameter.trainable else []
             sizes = [each.numel * parameter.dtype.itemsize for each in owned]
@@ -141,7 +143,8 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
     times = _times(missing_share(plan), micro_batches)
     readers = here - 1 if windows else 0
     gradients = micro_batches * (readers * 2 * offers + (share.ranks - 1 - readers) * (offers + 2 * blocks))
-    return (2 * times * others * asked + gradients) / share.ranks
+    relays = share.ranks * (here - 1) * len(plan.layout.units) * bool(windows and plan.node_cache_bytes)
+    return (2 * times * (others * asked + relays) + gradients) / share.ranks
 
 
 def rate_text(rate: float) -> str:

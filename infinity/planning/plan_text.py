@@ -62,6 +62,8 @@ def _notes(plan: Plan) -> Iterator[str]:
             yield (
                 f"parameters of {asked} ranks of this node come by messages, because this rank cannot read "
                 "their RAM: they have another user or container, or INFINITY_WINDOWS=0"
+                + ", and each rank asks other nodes for all that they own"
+                * bool(share.on_node > 1)
             )
         if plan.messages:
             yield f"messages: {plan.messages}"

@@ -30,7 +30,7 @@ import torch
 from infinity.errors import InfinityError
 from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.remote import RemotePages
+from infinity.pages.remote import Leg, RemotePages
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
@@ -208,7 +208,7 @@ class Arrival:
         if owner is None:
             transfer = self._store.read(self.page.home, at, memory, deadline=self._deadline)
         else:
-            transfer = self._remote.fetch(owner, self.page, at, memory)
+            transfer = self._remote.fetch(self.page, [Leg(owner, at, memory)])
         self._buffers.append(_Buffer(start, memory, transfer))
 
     def _send_up(self, start: int, source: torch.Tensor) -> Transfer:
@@ -223,12 +223,12 @@ class Arrival:
             for start, at, nbytes in self._home
         ]
         others = [
-            self._remote.fetch(owner, page, at, self.residency[start : start + nbytes])
-            for owner, at, start, nbytes in self._legs_of_others()
-            if owner is not None
+            Leg(owner, span.start, self.residency[span.start : span.start + span.nbytes])
+            for owner, spans in self._others.items()
+            for span in spans
         ]
         self.local = _joined(reads)
-        self.final = _joined([*reads, *others])
+        self.final = _joined([*reads, self._remote.fetch(page, others)] if others else reads)
 
     def _legs_of_home(self) -> list[_Leg]:
         most = self._store.transit_buffer_bytes
@@ -239,9 +239,7 @@ class Arrival:
         ]
 
     def _legs_of_others(self) -> Iterator[_Leg]:
-        most = self._store.plan.exchange_block_bytes
-        if not self._store.device.shares_host:
-            most = min(most, self._store.transit_buffer_bytes)
+        most = min(self._store.plan.exchange_block_bytes, self._store.transit_buffer_bytes)
         for owner, spans in self._others.items():
             for span in spans:
                 for done in range(span.start, span.start + span.nbytes, most):

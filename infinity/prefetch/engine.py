@@ -30,10 +30,9 @@ import torch
 from infinity.aio import wait_for_dropped
 from infinity.config import format_size
 from infinity.errors import BudgetError, InfinityError
-from infinity.layout.shards import Span
 from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
-from infinity.pages.remote import RemotePages
+from infinity.pages.remote import Leg, RemotePages
 from infinity.pages.store import Store
 from infinity.planning.budgets import resident_budget
 from infinity.prefetch.arrival import Arrival
@@ -52,14 +51,14 @@ _REFRESHED_AHEAD = 2
 """The most permanent pages that are refreshed before they are used."""
 
 
-class _Part(NamedTuple):
-    """Bytes of another rank on their way into a permanent page."""
+class _Refresh(NamedTuple):
+    """Bytes of other ranks on their way into a permanent page."""
 
-    there: torch.Tensor
-    """Their destination: a view of the page's home, uint8."""
-    here: torch.Tensor
-    """Where they arrive, in RAM: the destination itself, if the CPU can write it."""
     transfer: Transfer
+    parts: list[tuple[torch.Tensor, torch.Tensor]]
+    """(destination, a view of the page's home, uint8; where the bytes arrive, in RAM: the destination itself,
+    if the CPU can write it).
+    """
 
 
 class Updates:
@@ -153,7 +152,7 @@ class PrefetchEngine:
         """Unit -> number of operations that compute with its page while other threads may have the runtime's
         lock.
         """
-        self._refreshes: dict[int, list[_Part]] = {}
+        self._refreshes: dict[int, _Refresh] = {}
         """Unit of a permanent page -> bytes of other ranks on their way into the page."""
         if resumed:
             self._others_have_changed(range(len(pages)))
@@ -601,18 +600,14 @@ class PrefetchEngine:
         """Begin to bring the bytes that other ranks own into a permanent page, if they are outdated there."""
         if unit not in self._behind or unit in self._refreshes:
             return
-        page = self.pages[unit]
-        chunks = page.shard.others_trained
-        self._refreshes[unit] = [each for span in chunks for each in self._fetch(page, span)]
-
-    def _fetch(self, page: ParameterPage, span: Span) -> Iterator[_Part]:
-        most = self.store.plan.exchange_block_bytes
-        for start in range(span.start, span.start + span.nbytes, most):
-            there = page.home.view(start, min(most, span.start + span.nbytes - start))
-            here = there
+        page, parts, legs = self.pages[unit], [], []
+        for span in page.shard.others_trained:
+            here = there = page.home.view(span.start, span.nbytes)
             if not self.store.link.direct and page.home.tier is Tier.DEVICE:
                 here = torch.empty(there.nbytes, dtype=torch.uint8, device="cpu")
-            yield _Part(there, here, self._remote.fetch(span.owner, page, start, here))
+            parts.append((there, here))
+            legs.append(Leg(span.owner, span.start, here))
+        self._refreshes[unit] = _Refresh(self._remote.fetch(page, legs), parts)
 
     def _refresh(self, unit: int) -> None:
         """Pull the bytes of a permanent page that other ranks have updated, and wait for them. Does nothing
@@ -624,11 +619,12 @@ class PrefetchEngine:
         self._begin_refresh(unit)
         with self.meter.faulting():
             try:
-                for part in self._refreshes[unit]:
-                    part.transfer.wait()
-                    if part.here is not part.there:
+                transfer, parts = self._refreshes[unit]
+                transfer.wait()
+                for there, here in parts:
+                    if here is not there:
                         self.store.link.follow_compute()
-                        self.store.link.fence(self.store.copy_up(part.there, part.here))
+                        self.store.link.fence(self.store.copy_up(there, here))
             finally:
                 self._refreshes.pop(unit, None)
         self._behind.discard(unit)

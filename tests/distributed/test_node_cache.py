@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +16,14 @@ from ranked_cases import Case
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.message import MessageKind, What
-from infinity.distributed.remote_parts import NodeCache, RemoteParts, Wanted
-from infinity.distributed.transfers import Delivery, Dispatch
+from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.transfers import Delivery
+from infinity.distributed.windows import VARIABLE, Windows
 from infinity.errors import rank_failure
-from infinity.layout.shards import Share
+from infinity.layout.shards import HomeRange, Share, Span
+from infinity.pages.remote import Leg
 from infinity.tiers import HostArena
+from infinity.tiers.link import Transfer
 
 BITS = (
     Case("decoder", 3, accumulate=2, clip=0.05, home="host", compute="bf16", generates=True),
@@ -54,6 +55,12 @@ def test_nodes_have_the_bits_of_one_rank(on_each: int, cache: str, tmp_path: Pat
     """With 64 KiB the cache has room for a part of what it brings, and sends ranks to owners."""
     cases = BITS[::2] if cache else BITS
     training_ranks.check_bits(cases, 2 * on_each, tmp_path, nodes=nodes(2, on_each, cache))
+
+
+@pytest.mark.slow
+def test_nodes_without_windows_have_the_bits_of_one_rank(tmp_path: Path) -> None:
+    places = [{**each, VARIABLE: "0"} for each in nodes(2, 2)]
+    training_ranks.check_bits(BITS[:2], 4, tmp_path, nodes=places)
 
 
 def crossed(cases: list[Case], cache: str, directory: Path) -> list[dict[str, int]]:
@@ -95,156 +102,186 @@ def test_a_node_receives_half_of_what_its_ranks_would(tmp_path: Path) -> None:
     assert sum(kept.values()) <= sum(asked.values()) / 2
 
 
-def test_a_redirected_rank_asks_the_owner() -> None:
-    """Rank 1 asks rank 0 of its node for what rank 2 owns."""
-    wire, into = _Wire(), memory()
-    remote = RemoteParts(
-        wire,  # type: ignore[arg-type]
-        Share(1, 4, 3, on_node=2),
-        NodeCache(wire, None),  # type: ignore[arg-type]
-    )
-    page: Any = SimpleNamespace(index=5, version=3)
-    transfer = remote.fetch(2, page, 4096, into)
-    delivery, _ = wire.expected.get_nowait()
-    assert delivery.instead is not None
-    delivery.instead(delivery)
-    assert not transfer.done()
-    wire.bring(4)
-    transfer.wait()
-    assert bool((into == 4).all())
-    assert wire.posted == [
-        (0, MessageKind.REQUEST, 7, What.RELAYED, 2, 0, 0, 5, 4096, PAGE, 3),
-        (2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 4096, PAGE, 3, 0),
-    ]
-
-
-# --- a cache by itself ----------------------------------------------------------------------------------
+# --- a node of two ranks by itself ------------------------------------------------------------------------
 
 PAGE = 8192
 
 
 class _Wire:
-    """Stands for the wire of rank 0: ranks 0 and 1 are on a node, and rank 2 owns the pages."""
+    """Stands for the wire of a rank of node 0, which has ranks 0 and 1. Rank 2 on another node owns pages."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.failure_event = FailureEvent(1.0)
-        self.awaiting = nullcontext
-        self.posted: list[tuple[Any, ...]] = []
-        self.expected: queue.SimpleQueue[tuple[Delivery, torch.Tensor]] = queue.SimpleQueue()
-        self.delivered: list[tuple[int, int, torch.Tensor, Dispatch]] = []
-        self.refused: list[tuple[int, int]] = []
+        self.failure = None
+        self.posted: list[tuple[int, MessageKind, Any]] = []
+        self.expected: list[Delivery] = []
+        self.copies = 0
 
-    def expect(
-        self, peer: int, into: list[torch.Tensor], label: str = "", *, unit: int, **options: Any
-    ) -> Delivery:
-        delivery = Delivery(self.failure_event, peer, 7, "parameters", into=tuple(into), **options)
-        self.expected.put((delivery, into[0]))
+    def expect(self, peer: int, into: list[torch.Tensor], *, unit: int, **options: Any) -> Delivery:
+        number = len(self.expected)
+        delivery = Delivery(self.failure_event, peer, number, "parameters", into=tuple(into), **options)
+        self.expected.append(delivery)
         return delivery
 
     def post(self, peer: int, kind: MessageKind, *fields: Any) -> None:
-        self.posted.append((peer, kind, *fields))
+        self.posted.append((peer, kind, fields))
 
-    def deliver(self, peer: int, number: int, pieces: list[torch.Tensor], *, unit: int) -> Dispatch:
-        dispatch = Dispatch(self.failure_event, peer, number, "parameters")
-        self.delivered.append((peer, number, pieces[0].clone(), dispatch))
-        return dispatch
+    def redirected(self, peer: int, number: int) -> None:
+        delivery = self.expected[number]
+        assert delivery.instead is not None
+        delivery.instead(delivery)
 
-    def refuse(self, peer: int, number: int, error: Exception) -> None:
-        self.refused.append((peer, number))
+    def copied(self, *_: Any) -> None:
+        self.copies += 1
+
+    def asked(self) -> int:
+        """Number of requests to the owner on the other node."""
+        return sum(peer == 2 for peer, *_ in self.posted)
 
     def bring(self, value: int) -> None:
-        """The owner delivers what it was asked for first: bytes of this value."""
-        delivery, memory = self.expected.get_nowait()
-        memory.fill_(value)
-        delivery.end()
+        """The owner delivers bytes of this value to all who have asked it."""
+        for delivery in self.expected:
+            if delivery.peer == 2 and delivery.into and delivery.instead is None:
+                for each in delivery.into:
+                    each.fill_(value)
+                delivery.end()
+
+
+class Node:
+    """Ranks 0 and 1. Rank 0 relays what rank 2 owns of pages: PAGE bytes each. It has room for two."""
+
+    def __init__(self) -> None:
+        self.wires = [_Wire(rank) for rank in range(2)]
+        arenas = [HostArena(2 * PAGE, shared=True) for _ in range(2)]
+        windows = [Windows() for _ in range(2)]
+        boards = [each.tell_board() for each in windows]
+        for rank, each in enumerate(windows):
+            each.read_boards({1 - rank: boards[1 - rank]})
+        for rank, each in enumerate(windows):
+            each.meet(rank, [1 - rank])
+        told = {rank: each.tell_arena(arenas[rank], []) for rank, each in enumerate(windows)}
+        self.ranks = []
+        for rank, each in enumerate(windows):
+            each.read_arenas(told)
+            share, room = Share(rank, 4, 3, on_node=2), arenas[rank].pool("node cache", 2 * PAGE)
+            wire: Any = self.wires[rank]
+            self.ranks.append(RemoteParts(wire, share, PAGE // 2, each, room))
+
+    def page(self, rank: int, unit: int = 5, version: int = 0) -> Any:
+        """A page as a rank of the node knows it."""
+        own, spans = (HomeRange(rank * PAGE, 0, PAGE),), (Span(2, 2 * PAGE, PAGE, 0),)
+        share = Share(rank, 4, 3, on_node=2)
+        shard = SimpleNamespace(own=own, others={2: spans}, share=share)
+        return SimpleNamespace(index=unit, version=version, shard=shard)
+
+    def fetch(self, rank: int, unit: int = 5, version: int = 0) -> tuple[Transfer, torch.Tensor]:
+        """Have a rank fetch what rank 2 owns of a page. Rank 0 hears at once that it is to relay it."""
+        into = torch.zeros(PAGE, dtype=torch.uint8)
+        wire = self.wires[rank]
+        before = len(wire.posted)
+        transfer = self.ranks[rank].fetch(self.page(rank, unit, version), [Leg(2, 2 * PAGE, into)])
+        for peer, _, (number, what, *fields) in wire.posted[before:]:
+            if what == What.RELAYED:
+                assert peer == 0
+                step, there, loads, edits = fields
+                self.ranks[0].relay(rank, number, self.page(0, there), (step, loads, edits))
+        return transfer, into
+
+    def answer(self) -> None:
+        """Rank 1 hears what rank 0 has answered."""
+        for peer, kind, (number, *_) in self.wires[0].posted:
+            if (
+                peer == 1
+                and kind is MessageKind.REDIRECT
+                and self.wires[1].expected[number].instead is not None
+            ):
+                self.wires[1].redirected(0, number)
 
 
 @pytest.fixture
-def wire() -> _Wire:
-    return _Wire()
+def node() -> Node:
+    return Node()
 
 
-@pytest.fixture
-def cache(wire: _Wire) -> Any:
-    """A cache with room for two pages."""
-    with HostArena(2 * PAGE, device=torch.device("cpu")) as arena:
-        yield NodeCache(wire, arena.pool("node cache", 2 * PAGE))  # type: ignore[arg-type]
+def came(fetched: tuple[Transfer, torch.Tensor], value: int) -> bool:
+    transfer, into = fetched
+    transfer.wait()
+    return bool((into == value).all())
 
 
-def wanted(unit: int, step: int = 0, version: int = 0) -> Wanted:
-    return Wanted(step, 0, unit, 0, PAGE, version)
+def test_all_who_ask_copy_what_came_once(node: Node) -> None:
+    """The relay asks for the bytes in two requests, each as long as may be."""
+    early, mine = node.fetch(1), node.fetch(0)
+    assert not early[0].done() and not mine[0].done()
+    node.wires[0].bring(9)
+    assert came(mine, 9) and not early[0].done()
+    node.answer()
+    assert came(early, 9)
+    assert came(node.fetch(1), 9) and came(node.fetch(0), 9)
+    assert [each.asked() for each in node.wires] == [2, 0]
+    assert [each.copies for each in node.wires] == [0, 2], "what a rank relays itself has been counted before"
 
 
-def memory() -> torch.Tensor:
-    return torch.zeros(PAGE, dtype=torch.uint8)
+def test_other_steps_and_edits_are_other_bytes(node: Node) -> None:
+    for value, (step, version) in enumerate([(0, 0), (1, 0), (1, 1)]):
+        for each in node.ranks:
+            each.step = step
+        fetched = node.fetch(0, version=version)
+        node.wires[0].bring(value)
+        assert came(fetched, value) and came(node.fetch(1, version=version), value)
+    assert node.wires[0].asked() == 3 * 2
 
 
-def test_all_who_ask_get_what_came_once(wire: _Wire, cache: NodeCache) -> None:
-    mine, again = memory(), memory()
-    cache.requested(1, 11, 2, *wanted(5))
-    landing = cache.fetch(2, wanted(5), mine)
-    cache.requested(3, 12, 2, *wanted(5))
-    assert wire.posted == [(2, MessageKind.REQUEST, 7, What.PARAMETERS, 0, 5, 0, PAGE, 0, 0)]
-    assert landing is not None and not landing.done() and not wire.delivered
-    wire.bring(9)
-    landing.wait()
-    assert bool((mine == 9).all())
-    late = cache.fetch(2, wanted(5), again)
-    assert late is not None and late.done() and bool((again == 9).all())
-    cache.requested(1, 13, 2, *wanted(5))
-    assert [(peer, number) for peer, number, *_ in wire.delivered] == [(1, 11), (3, 12), (1, 13)]
-    assert all(bool((sent == 9).all()) for _, _, sent, _ in wire.delivered)
-    assert len(wire.posted) == 1
+def test_what_was_brought_longest_ago_makes_room(node: Node) -> None:
+    for unit in (1, 2, 3):
+        node.fetch(0, unit)
+        node.wires[0].bring(unit)
+    assert came(node.fetch(1, 2), 2) and came(node.fetch(1, 3), 3)
+    assert not node.fetch(1, 1)[0].done() and node.wires[0].asked() == 4 * 2
 
 
-def test_other_steps_and_edits_are_other_bytes(wire: _Wire, cache: NodeCache) -> None:
-    for asked in (wanted(5), wanted(5, step=1)):
-        cache.fetch(2, asked, memory())
-        wire.bring(1)
-    cache.fetch(2, wanted(5, step=1, version=1), memory())
-    assert [(step, version) for _, _, _, _, step, *_, version, _ in wire.posted] == [(0, 0), (1, 0), (1, 1)]
-
-
-def test_what_was_used_longest_ago_makes_room(wire: _Wire, cache: NodeCache) -> None:
+def test_ranks_ask_the_owner_if_the_relay_has_no_room(node: Node) -> None:
     for unit in (1, 2):
-        cache.fetch(2, wanted(unit), memory())
-        wire.bring(unit)
-    cache.fetch(2, wanted(1), memory())  # is used again
-    cache.fetch(2, wanted(3), memory())
-    wire.bring(3)
-    for unit in (1, 3):
-        found = memory()
-        cache.fetch(2, wanted(unit), found)
-        assert bool((found == unit).all())
-    assert len(wire.posted) == 3
+        node.fetch(0, unit)
+    mine, other = node.fetch(0, 3), node.fetch(1, 3)
+    assert node.wires[0].asked() == 3 * 2 and node.wires[1].asked() == 0
+    node.answer()
+    assert node.wires[1].asked() == 2
+    for wire in node.wires:
+        wire.bring(4)
+    assert came(mine, 4) and came(other, 4)
+    node.fetch(0, 3)
+    node.wires[0].bring(5)
+    assert came(node.fetch(1, 3), 5), "there is room now"
 
 
-def test_ranks_are_sent_to_the_owner_where_no_room_is_free(wire: _Wire, cache: NodeCache) -> None:
-    cache.fetch(2, wanted(1), memory())
-    cache.requested(1, 11, 2, *wanted(2))
-    assert cache.fetch(2, wanted(3), memory()) is None
-    cache.requested(1, 12, 2, *wanted(3))
-    assert wire.posted[-1] == (1, MessageKind.REDIRECT, 12)
-    wire.bring(1)
-    wire.bring(2)
-    cache.fetch(2, wanted(4), memory())  # in place of page 1: page 2 is being sent
-    wire.bring(4)
-    cache.requested(1, 13, 2, *wanted(4))
-    assert cache.fetch(2, wanted(5), memory()) is None
-    for *_, dispatch in wire.delivered:
-        dispatch.end()
-    assert cache.fetch(2, wanted(5), memory()) is not None
+def test_a_rank_asks_the_owner_if_its_copy_is_overtaken(node: Node) -> None:
+    fetched = node.fetch(1, 1)
+    node.wires[0].bring(1)
+    for unit in (2, 3):  # in place of page 1
+        node.fetch(0, unit)
+        node.wires[0].bring(unit)
+    node.answer()
+    assert not fetched[0].done() and node.wires[1].asked() == 2
+    node.wires[1].bring(7)
+    assert came(fetched, 7)
 
 
-def test_an_error_reaches_all_who_wait_and_is_not_kept(wire: _Wire, cache: NodeCache) -> None:
-    landing = cache.fetch(2, wanted(5), memory())
-    cache.requested(1, 11, 2, *wanted(5))
-    delivery, _ = wire.expected.get_nowait()
-    delivery.end(rank_failure(2, "has closed its runtime"))
-    assert wire.refused == [(1, 11)] and landing is not None
-    with pytest.raises(type(rank_failure(2, "")), match="Rank 2 has closed its runtime"):
-        landing.wait()
-    found = memory()
-    cache.fetch(2, wanted(5), found)
-    wire.bring(3)
-    assert bool((found == 3).all()) and len(wire.posted) == 2
+def test_an_error_reaches_all_who_wait_and_is_not_kept(node: Node) -> None:
+    mine, other = node.fetch(0), node.fetch(1)
+    lost = rank_failure(2, "has closed its runtime")
+    for wire in node.wires:
+        for delivery in wire.expected:
+            if delivery.peer == 2 and delivery.instead is None:
+                delivery.end(lost)
+        node.answer()
+    for wire in node.wires:  # who then ask the owner
+        for delivery in wire.expected:
+            delivery.end(lost)
+    for transfer, _ in (mine, other):
+        with pytest.raises(type(lost), match="Rank 2 has closed its runtime"):
+            transfer.wait()
+    fetched = node.fetch(0)
+    node.wires[0].bring(3)
+    assert came(fetched, 3)

@@ -19,6 +19,7 @@ from infinity.distributed.windows import VARIABLE, Windows, open_windows
 from infinity.errors import ConfigError
 from infinity.layout.shards import HomeRange, Span
 from infinity.pages.home import Home
+from infinity.pages.remote import Leg
 from infinity.tiers import HostArena, Tier
 
 CASES = (
@@ -120,7 +121,7 @@ class Pair:
         for rank, each in enumerate(self.windows):
             assert each.read_boards({1 - rank: boards[1 - rank]}) == [1 - rank]
         for rank, each in enumerate(self.windows):
-            each.meet([1 - rank])
+            each.meet(rank, [1 - rank])
         told = {
             rank: self.windows[rank].tell_arena(self.arenas[rank], [self.pages[rank]]) for rank in range(2)
         }
@@ -134,7 +135,7 @@ def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
     (mine, theirs), (page, there) = pair.windows, pair.pages
 
     def copies(stamp: tuple[int, int, int]) -> bool:
-        return mine.copy(1, page, stamp, PAGE, into)
+        return mine.copy(1, page, stamp, Leg(1, PAGE, into))
 
     assert mine.reads(1) and not mine.reads(2)
     assert not copies((0, 0, 0))
@@ -173,6 +174,7 @@ def test_a_mate_whose_ram_cannot_be_mapped_is_asked() -> None:
     pair = Pair()
     boards = {1: pair.windows[1].tell_board()}
     assert pair.windows[0].read_boards(boards) == [1]
-    pair.windows[0].meet([1])
-    pair.windows[0].read_arenas({1: [os.getpid(), 1 << 20, 0, PAGE]})
+    pair.windows[0].meet(0, [1])
+    told = [os.getpid(), 1 << 20, 0, PAGE]
+    pair.windows[0].read_arenas({0: told, 1: told})
     assert not pair.windows[0].reads(1)

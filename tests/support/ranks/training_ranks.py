@@ -180,7 +180,7 @@ def training_with_failing_copies() -> list[Any]:
 
     def fails(self: Windows, *wanted: Any) -> bool:
         if next(numbers) % 2:
-            wanted[-1].fill_(255)
+            wanted[-1].into.fill_(255)
             return False
         return copy(self, *wanted)
 
@@ -369,9 +369,9 @@ def _counted_fetches(runtime: Any) -> list[int]:
     fetches = [0] * len(runtime.plan.layout.units)
     fetch = remote.fetch
 
-    def counted(owner: int, page: Any, start: int, into: torch.Tensor) -> Any:
-        fetches[page.index] += into.nbytes
-        return fetch(owner, page, start, into)
+    def counted(page: Any, legs: Any) -> Any:
+        fetches[page.index] += sum(each.into.nbytes for each in legs)
+        return fetch(page, legs)
 
     remote.fetch = counted
     return fetches
