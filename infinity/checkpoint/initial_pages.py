@@ -30,6 +30,7 @@ from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.ranks import Given, SingleRank
+from infinity.tiers import Tier
 
 Take = Callable[[torch.Tensor, int, int], torch.Tensor]
 """Function (parameter, first, count) that returns rank 0's values of elements [first, first + count) of a
@@ -201,6 +202,7 @@ class InitialPages:
             return Home.of_nothing()
         durable = self.plan.commits and kind is not Kind.GRADIENT
         home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
-        home.computed = unit in self.plan.updated_on_device
+        copied = kind is Kind.PARAMETER and tier is Tier.DEVICE and not self.plan.share.whole_parameters
+        home.computed = copied or unit in self.plan.updated_on_device
         home.describe = functools.partial(content_at, self.plan, unit, kind)
         return home

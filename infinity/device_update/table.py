@@ -19,7 +19,7 @@ from infinity import _cpu_adam
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK, Array, Update
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
-from infinity.layout.chunks import UnitLayout
+from infinity.layout.chunks import Chunk
 from infinity.tiers import PAGE_ALIGNMENT
 
 PIECE_BYTES: int = _cpu_adam.PIECE_BYTES
@@ -56,22 +56,25 @@ class WorkspaceSize:
         return round_up(sum(self.lengths), PAGE_ALIGNMENT)
 
 
-def workspace_of(units: Iterable[UnitLayout]) -> WorkspaceSize:
-    pieces = [piece for unit in units for chunk in unit.chunks for piece in chunk.pieces]
+def workspace_of(chunks: Iterable[Chunk]) -> WorkspaceSize:
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
     return WorkspaceSize(
         pieces=len(pieces),
         blocks=sum(-(-piece.count // BLOCK) for piece in pieces),
     )
 
 
-def largest_workspace(sizes: Iterable[int], chunk_elements: int) -> WorkspaceSize:
+def largest_workspace(sizes: Iterable[int], chunk_elements: int, ranks: int = 1) -> WorkspaceSize:
     """Return a workspace that is enough for parameters of these sizes, wherever chunks cut them into pieces.
-    sizes: number of elements of each parameter. chunk_elements: length of a chunk in elements.
+    sizes: number of elements of each parameter. chunk_elements: length of a chunk in elements. ranks: number
+    of ranks that divide the parameters, each of which needs a workspace for its own shards.
     """
     counts = list(sizes)
+    # A shard may end inside of a parameter, and is rounded up to 4096 elements.
+    more = 0 if ranks == 1 else 1 + -(-PAGE_ALIGNMENT // BLOCK)
     return WorkspaceSize(
-        pieces=sum(-(-numel // chunk_elements) + 1 for numel in counts),
-        blocks=sum(-(-numel // BLOCK) for numel in counts),
+        pieces=sum(-(-numel // (ranks * chunk_elements)) + 1 + more for numel in counts),
+        blocks=sum(-(-numel // (ranks * BLOCK)) + more for numel in counts),
     )
 
 

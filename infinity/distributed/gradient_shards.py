@@ -11,7 +11,9 @@ would (infinity/distributed/turns.py).
 [Note: gradients of a device] Gradients in device memory come to RAM through the gradient ring
 (infinity/pages/gradient_ring.py), whose worker copies them to where they wait. They are offered, under the
 lock, when they are there. What this rank says of later moments, such as the end of its backward, is kept back
-meanwhile (`_in_order`), so that other ranks hear all in the order in which it happened.
+meanwhile (`_in_order`), so that other ranks hear all in the order in which it happened. Where a sum rests on
+the device, shards go up again. The order of additions is that in which they are queued there, so the next
+shard has its turn at once. The bytes in RAM are given back when a thread that waits for the copies says so.
 
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
@@ -23,7 +25,10 @@ ranks' backwards, and so of this rank's own. So their bytes are not counted.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import queue
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -47,11 +52,14 @@ from infinity.layout.strides import in_memory_order
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.gradient_page import GradientPage
 from infinity.tiers import Pool
+from infinity.tiers.link import Joined, Transfer
 
 Key = tuple[int, int]
 """(index of a unit, index of a parameter in it)."""
 _Block = list[tuple[int, Piece]]
 """(index of a chunk, piece) of consecutive pieces of a parameter, which are pulled together."""
+_IDLE = 1.0
+"""Seconds after which the thread that waits for copies ends, if there are none."""
 _DTYPES = {
     str(each).removeprefix("torch."): each
     for each in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -141,6 +149,43 @@ class _AskedSum(NamedTuple):
     numel: int
 
 
+class _Watcher:
+    """Waits for copies in a thread of its own, which ends when there have been none for a while."""
+
+    def __init__(self, lose: Callable[[Exception], None], then: Callable[[], object]) -> None:
+        """lose: is called with the error of copies that fail. then: is called after copies, in the thread."""
+        self._lose = lose
+        self._then = then
+        self._copies: queue.SimpleQueue[Sequence[Transfer]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._runs = False
+        """Whether there is a thread, which takes all that was put into `_copies` before it ends."""
+
+    def watch(self, copies: Sequence[Transfer]) -> None:
+        """Wait for copies, after those of earlier calls."""
+        with self._lock:
+            self._copies.put(copies)
+            if not self._runs:
+                threading.Thread(target=self._run, name="infinity uploads", daemon=True).start()
+                self._runs = True
+
+    def _run(self) -> None:
+        while (copies := self._next()) is not None:
+            try:
+                Joined(copies).wait()
+            except InfinityError as error:
+                self._lose(error)
+            del copies
+            self._then()
+
+    def _next(self) -> Sequence[Transfer] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._copies.get(timeout=_IDLE)
+        with self._lock:
+            self._runs = not self._copies.empty()
+            return self._copies.get() if self._runs else None
+
+
 class GradientShards:
     """Offers this rank's shards to their owners, and adds all ranks' shards to the sums that this rank keeps.
 
@@ -189,8 +234,11 @@ class GradientShards:
         """(number of a gradient by `Gradients.bring`, what to do when it is in RAM), in the order in which
         to do it; see [Note: gradients of a device].
         """
+        self._going_up: deque[tuple[Sequence[Transfer], Callable[[], object]]] = deque()
+        """(copies to the device, what to do when they are done), in the order in which the copies began."""
+        self._watcher = _Watcher(gradients.lose, self._wake)
         self._woken = False
-        """Whether the service thread is to look at `_coming`."""
+        """Whether the service thread is to look at `_coming` and `_going_up`."""
         self._epoch = 0
         """Number of times that gradients were cleared. Shards of different epochs are not mixed."""
         self._turns: Turns[Key, _Offer] = Turns(share.ranks)
@@ -306,14 +354,24 @@ class GradientShards:
         self.landed()
 
     def landed(self) -> None:
-        """Do what `_in_order` was told, as far as gradients are in RAM."""
+        """Do what `_in_order` and `_then` were told, as far as copies of gradients are done."""
         self._woken = False
         while self._coming and self._gradients.arrived(self._coming[0][0]):
             self._coming.popleft()[1]()
+        while self._going_up and all([each.done() for each in self._going_up[0][0]]):
+            self._going_up.popleft()[1]()
         self._go_on()
 
+    def _then(self, copies: Sequence[Transfer], act: Callable[[], object]) -> None:
+        """Do something when copies of a shard to the device are done; at once if there are none."""
+        if not copies:
+            act()
+            return
+        self._going_up.append((copies, act))
+        self._watcher.watch(copies)
+
     def _wake(self) -> None:
-        """Have the service thread call `landed`. Called by the worker of the gradient ring."""
+        """Have the service thread call `landed`. Other threads than those with the lock call this."""
         if not self._woken:
             self._woken = True
             self._wire.inbox.put((self._share.rank, Message(MessageKind.LANDED, [])))
@@ -496,10 +554,13 @@ class GradientShards:
         asked = self._asked.pop(delivery.number)
         pull = asked.pull
         if pull.epoch == self._epoch and not delivery.failed:
-            self._add(pull.key, pull.offer, asked.block, asked.memory.view(pull.offer.dtype))
+            gradient = asked.memory.view(pull.offer.dtype)
+            copies = self._add(pull.key, pull.offer, asked.block, gradient)
+            self._then(copies, functools.partial(_nothing, gradient))
             pull.asked -= 1
             if not pull.asked and not pull.blocks:
                 self._take(self._turns.taken(pull.key))
+            del gradient
         del asked
         self._go_on()
 
@@ -517,15 +578,21 @@ class GradientShards:
                 self._ready.append(_Pull(key, self._epoch, offer, self._blocks(key, offer.dtype)))
                 continue
             began = time.perf_counter_ns()
-            self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
-            if offer.source != self._share.rank:
-                assert self._windows is not None
-                self._windows.forget(offer.source, offer.here)
-                self._wire.copied(offer.source, "gradients", key[0], offer.here.nbytes, began)
-                self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
-            offer.here = None
-            self._count(-offer.room)
+            copies = self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
+            self._then(copies, functools.partial(self._was_read, key[0], offer, self._epoch, began))
             turns.extend(self._turns.taken(key))
+
+    def _was_read(self, unit: int, offer: _Offer, epoch: int, began: int) -> None:
+        """Give back the bytes of a shard that has been read. epoch, began: when it was added."""
+        assert offer.here is not None
+        if offer.source != self._share.rank:
+            assert self._windows is not None
+            self._windows.forget(offer.source, offer.here)
+            self._wire.copied(offer.source, "gradients", unit, offer.here.nbytes, began)
+            self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
+        offer.here = None
+        if epoch == self._epoch:
+            self._count(-offer.room)
 
     def _go_on(self) -> None:
         """Request the blocks of `_ready` for which there is room, and answer requests for sums."""
@@ -582,8 +649,8 @@ class GradientShards:
         if self._room.largest_free >= nbytes:
             with self._room.lease(nbytes) as lease:
                 memory = lease.residency()
-        elif self._asked:
-            return False  # an arrival will make room
+        elif self._asked or self._going_up:
+            return False  # an arrival, or the end of a copy, will make room
         else:  # what keeps the room is no shard, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         delivery = self._wire.expect(offer.source, [memory], "gradients", unit=pull.key[0], tell=True)
@@ -596,24 +663,27 @@ class GradientShards:
 
     def _add(
         self, key: Key, offer: _Offer, block: Sequence[tuple[int, Piece]], gradient: torch.Tensor
-    ) -> None:
-        """Add consecutive pieces of a shard. gradient: flat, the gradient of these pieces."""
+    ) -> Sequence[Transfer]:
+        """Add consecutive pieces of a shard. gradient: flat, the gradient of these pieces. Returns the copies
+        to the device that still read it.
+        """
         unit, _ = key
         last, done = offer.source == self._share.ranks - 1, 0
+        copies: list[Transfer] = []
         for chunk_index, piece in block:
             part = gradient[done : done + piece.count]
             done += piece.count
             try:
-                self._scheduler.accumulate_piece(unit, chunk_index, piece, part, last=last)
+                copies += self._scheduler.accumulate_piece(unit, chunk_index, piece, part, last=last)
             except InfinityError:
-                return  # the gradients of the step are lost; step() raises the error on all ranks
+                return copies  # the gradients of the step are lost; step() raises the error on all ranks
         if last:
             self.fresh.add(unit)
+        return copies
 
     def _idle(self) -> bool:
-        return not (self._asked or self._ready or self._outgoing or self._sending) and self._turns.drained(
-            self.ended
-        )
+        under_way = self._asked or self._ready or self._outgoing or self._sending or self._going_up
+        return not under_way and self._turns.drained(self.ended)
 
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
@@ -626,6 +696,10 @@ class GradientShards:
             "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad(); "
             f"{TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
+
+
+def _nothing(gradient: torch.Tensor) -> None:
+    """Do nothing, but keep a gradient's memory until then."""
 
 
 def _cleared() -> RankDivergence:

@@ -18,6 +18,7 @@ from infinity.layout.chunks import OwnedRange, Piece
 from infinity.layout.shards import Share
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.gradient_page import GradientPage
+from infinity.tiers.link import Joined
 
 
 class WholeGradients:
@@ -115,4 +116,4 @@ class WholeGradients:
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
         page.forget_piece(chunk_index, piece)
-        self._scheduler.accumulate_piece(page.index, chunk_index, piece, total, last=True)
+        Joined(self._scheduler.accumulate_piece(page.index, chunk_index, piece, total, last=True)).wait()

@@ -1,6 +1,9 @@
 """Units that the device updates: their gradients are accumulated, measured and used on the device, where they
 rest.
 
+With several ranks these are the sums of this rank's own shards. Gradients of all ranks come to them from RAM,
+through upload buffers, in the order in which they are added.
+
 Gradients are measured only on request. Then the device computes the sum of squares of each block of
 cpu_adam.BLOCK elements of each gradient, with the CPU's bits. One copy brings all sums, one float64 per
 block, to the host.
@@ -8,19 +11,26 @@ block, to the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from infinity.cpu_adam import Segment, Update
+from infinity.cpu_adam import BLOCK, Segment, Update
 from infinity.device_update.table import DeviceChunk
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
+from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
-from infinity.tiers.link import User
+from infinity.planning.plan import UPLOAD_BUFFERS
+from infinity.tiers.driver import Event
+from infinity.tiers.link import Transfer, User
+
+_NOT_MEASURED = np.zeros(0)
 
 
 class DeviceUnits:
@@ -50,10 +60,16 @@ class DeviceUnits:
         assert store.workspace is not None and store.kernels is not None
         chunks = [
             self._chunk(unit, chunk_index)
-            for unit, page in self._gradients.items()
-            for chunk_index in range(len(page.layout.chunks))
+            for unit in self._gradients
+            for chunk_index in states.pages[unit].kept
         ]
         self._updates = DeviceUpdates(chunks, store.workspace, store.kernels)
+        uploads = store.workspace[store.workspace.nbytes - UPLOAD_BUFFERS * store.plan.upload_bytes :]
+        self._uploads = [*uploads.split(store.plan.upload_bytes)] if uploads.nbytes else []
+        """The upload buffers, each uint8 (upload_bytes,); none with one rank."""
+        self._last_uses: list[Event | None] = [None] * len(self._uploads)
+        """For each upload buffer, an event after the kernel that has last read it."""
+        self._next_upload = itertools.cycle(range(len(self._uploads)))
 
     def __contains__(self, unit: int) -> bool:
         return unit in self._gradients
@@ -68,13 +84,49 @@ class DeviceUnits:
         self._changed = True
         self._updates.order()
         with torch.no_grad():
-            for start, target, _ in page.runs(parameter):
+            for start, target, places in page.runs(parameter):
                 part = fresh[start : start + target.numel()]
                 self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
                 if parameter in page.content:
                     target.add_(part)
                 else:
                     target.copy_(part)
+                for chunk_index, begin in places:
+                    page.chunks[chunk_index].blocks[parameter, begin] = _NOT_MEASURED
+
+    def add_piece(
+        self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor, *, again: bool
+    ) -> list[Transfer]:
+        """Queue the addition of a rank's gradient of a piece to the sum on the device.
+
+        fresh: (piece.count,) in RAM. again: whether it is added to the sum, or replaces it. Returns the
+        copies to the device, which read `fresh` until they are done.
+        """
+        link, copies = self._store.link, []
+        self._changed = True
+        self._updates.order()
+        sums = page.typed(chunk_index, page.home.view(page.offset(chunk_index), page.nbytes(chunk_index)))[
+            piece.offset : piece.offset + piece.count
+        ]
+        most = self._uploads[0].nbytes // fresh.dtype.itemsize
+        with torch.no_grad():
+            for start in range(0, piece.count, most):
+                part, target = fresh[start : start + most], sums[start : start + most]
+                number = next(self._next_upload)
+                there = self._uploads[number][: part.nbytes]
+                copy = self._store.copy_up(there, part.view(torch.uint8), after=self._last_uses[number])
+                copies.append(copy)
+                link.fence(copy)
+                link.uses(User.COMPUTE, there, writes=False, label="gradient of a rank")
+                link.uses(User.COMPUTE, target, writes=True, label="gradient")
+                (target.add_ if again else target.copy_)(there.view(part.dtype))
+                self._last_uses[number] = link.record()
+        page.chunks[chunk_index].blocks[piece.parameter, piece.start] = _NOT_MEASURED
+        return copies
+
+    def order(self) -> None:
+        """Have work that is queued next on torch's current stream come after all changes of gradients."""
+        self._updates.order()
 
     def copy_to_host(self) -> None:
         """Compute the sum of squares of each block of each gradient on the device, copy the sums to the host,
@@ -84,7 +136,7 @@ class DeviceUnits:
         after all work that is queued on the device. Does nothing if no gradient has changed since the last
         call.
         """
-        if not self._changed:
+        if not self._changed or not self._updates.table.blocks:
             return
         assert self._store.workspace is not None
         self._updates.measure()
@@ -96,12 +148,12 @@ class DeviceUnits:
         self._changed = False
         squares = here.numpy()
         for unit, page in self._gradients.items():
-            for chunk_index, chunk in enumerate(page.layout.chunks):
-                for piece in chunk.pieces:
-                    # The first piece has the sums of the whole parameter.
-                    place = self._updates.table.place((unit, piece.parameter))
-                    sums = squares[place] if piece.start == 0 else squares[:0]
-                    page.chunks[chunk_index].blocks[piece.parameter, piece.start] = sums
+            for parameter in page.content:
+                pieces = self._states.pages[unit].pieces(parameter)
+                start = self._updates.table.place((unit, parameter)).start if pieces else 0
+                for chunk_index, piece in pieces:
+                    start, first = start + -(-piece.count // BLOCK), start
+                    page.chunks[chunk_index].blocks[parameter, piece.start] = squares[first:start]
 
     def update(self, unit: int, updates: Mapping[int, ParameterUpdate], scale: float) -> None:
         """Queue the update of some parameters of a unit on the device, and return without waiting for it.
@@ -110,6 +162,8 @@ class DeviceUnits:
         unit -> its update. scale: factor by which stored gradients are multiplied to get the gradients that
         the optimizer sees.
         """
+        own = self._states.pages[unit].pieces
+        updates = {each: update for each, update in updates.items() if own(each)}
         if not updates:
             return
         for parameter in updates:
@@ -118,6 +172,8 @@ class DeviceUnits:
                 self._write_zeros(unit, parameter)
         self._note_uses(unit)
         self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
+        written = self._store.link.record()
+        self._pages[unit].home.written = self._states.pages[unit].home.written = written
 
     def _write_zeros(self, unit: int, parameter: int) -> None:
         """Fill a parameter's ranges of the gradient page with zeros, for the update to read. The gradient of
@@ -144,7 +200,7 @@ class DeviceUnits:
         edited the parameter, sets its fp32 master to the parameter's values.
         """
         state = self._states.pages[unit]
-        for chunk_index, piece in self._gradients[unit].layout.pieces(parameter):
+        for chunk_index, piece in state.pieces(parameter):
             if not state.begun[chunk_index]:
                 self._states.fill(state, chunk_index, self._content(unit, chunk_index))
                 state.begun[chunk_index] = True
@@ -187,4 +243,4 @@ class DeviceUnits:
         page = self._pages[unit]
         chunk = page.layout.chunks[chunk_index]
         dtype = page.layout.regions[chunk.region].dtype
-        return page.home.view(page.layout.chunk_start(chunk_index), chunk.count * dtype.itemsize).view(dtype)
+        return page.home.view(page.shard.home_start(chunk_index), chunk.count * dtype.itemsize).view(dtype)

@@ -33,7 +33,7 @@ from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
-from infinity.tiers.link import User
+from infinity.tiers.link import Transfer, User
 
 _NO_SUMS = np.zeros(0)
 _MOST_READ = 1 << 22
@@ -317,6 +317,13 @@ class Gradients:
         """
         assert self._on_device is not None
         self._on_device.add(unit, parameter, flat)
+
+    def add_piece_on_device(
+        self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor, *, again: bool
+    ) -> list[Transfer]:
+        """Add a rank's gradient of a piece to its sum on the device; see `DeviceUnits.add_piece`."""
+        assert self._on_device is not None
+        return self._on_device.add_piece(page, chunk_index, piece, fresh, again=again)
 
     def squares(self, only: tuple[int, int] | None = None) -> ExactSum:
         """Wait until all gradients have been added, and return the exact sum of the sums of squares of all
@@ -629,10 +636,11 @@ class Gradients:
         which lie in this page: (count,). None if none is stored.
         """
         found = []
-        sure = self.on_device(page.index)  # gradients there have no sums of squares until they are measured
+        if self._on_device is not None:
+            self._on_device.order()
         for chunk_index, piece in page.pieces(parameter):
             part = piece.within(first, count)
-            if part is not None and (sure or page.has_piece(chunk_index, piece)):
+            if part is not None and page.has_piece(chunk_index, piece):
                 found.append(self._part(page, chunk_index, part))
         if not found:
             return None

@@ -244,6 +244,13 @@ def kept_pieces(
     return found.__getitem__
 
 
+def longest_own_chunk(trained: int, chunk_elements: int, ranks: int) -> int:
+    """Return a number of elements that no chunk of a rank exceeds. trained: number of trainable elements.
+    chunk_elements: length of a chunk in elements.
+    """
+    return min(chunk_elements, -(-trained // ranks) + PAGE_ALIGNMENT)
+
+
 def kept_chunks(layout: UnitLayout, share: Share, *, whole: bool) -> Iterator[int]:
     """Yield the indices of a unit's chunks that this rank keeps. whole: whether it keeps all."""
     return (index for index, chunk in enumerate(layout.chunks) if whole or chunk.owner == share.rank)

@@ -169,20 +169,26 @@ class UpdateScheduler(Updates):
 
     def accumulate_piece(
         self, unit: int, chunk_index: int, piece: Piece, gradient: torch.Tensor, *, last: bool
-    ) -> None:
+    ) -> Sequence[Transfer]:
         """Add one rank's new gradient of a piece of a parameter to the sum that this rank keeps.
 
         The first gradient since gradients were cleared begins the sum. gradient: (piece.count,) in host RAM.
-        last: whether it is the last gradient that the piece gets from one micro-batch of all ranks. Raises
-        the errors of `accumulate`.
+        last: whether it is the last gradient that the piece gets from one micro-batch of all ranks. Returns
+        the copies that still read `gradient`, where the sum is on a device. Raises the errors of
+        `accumulate`.
         """
         gradients = self._gradients
+        copies: Sequence[Transfer] = ()
         with gradients.adding_piece(unit, piece, last=last) as page:
-            self._stage(page, chunk_index)
             again = page.has_piece(chunk_index, piece)
-            gradients.add_piece(page, chunk_index, piece, gradient, again=again, last=last)
+            if gradients.on_device(unit):
+                copies = gradients.add_piece_on_device(page, chunk_index, piece, gradient, again=again)
+            else:
+                self._stage(page, chunk_index)
+                gradients.add_piece(page, chunk_index, piece, gradient, again=again, last=last)
         if last and self._ahead is not None and self._ahead.gradient_added(unit):
             self._read_ahead(self._ahead)
+        return copies
 
     def _stage(self, page: GradientPage, chunk_index: int) -> None:
         """Give a chunk's gradients a place in staging, unless they have one or are at home in host RAM."""

@@ -22,6 +22,7 @@ from infinity.pages.parts import PageParts
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT, NvmeLease, Tier
+from infinity.tiers.driver import Event
 from infinity.tiers.link import Transfer
 
 _NAMED = 3
@@ -66,9 +67,11 @@ class Home:
     parts: PageParts = PageParts()  # noqa: RUF009
     """The durable page's parts. Empty if commits are off, and for gradients."""
     computed: bool = False
-    """Whether kernels on the device write to `memory`. If so, a copy into `memory` waits for all kernels
-    that were queued before the copy.
+    """Whether kernels on the device write to `memory`, or copies on the device read it, for which kernels
+    wait. If so, a copy into `memory` waits for all kernels that were queued before the copy.
     """
+    written: Event | None = None
+    """An event after the last kernels that have written `memory` for an update; None if there were none."""
     describe: Callable[[int], str] | None = None
     """Function from an offset in the home to words for what lies in the 4096 bytes from there, for errors. It
     must not refer to the home, which would never be freed then.

@@ -37,7 +37,7 @@ from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open
 from infinity.tiers.copy_streams import open_link
 from infinity.tiers.device import MemoryShare, capped
 from infinity.tiers.driver import Event
-from infinity.tiers.link import ARRIVED, DeviceLink, Joined, Lane, Transfer, User, watcher_of
+from infinity.tiers.link import ARRIVED, After, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
 from infinity.tiers.striping import VolumeRecord
 
@@ -261,7 +261,8 @@ class Store:
             into.copy_(there)
             transfer = ARRIVED
         else:
-            transfer = self.copy_down(into, home.view(offset, into.nbytes))
+            after = [event for event in (self.link.record(), home.written) if event is not None]
+            transfer = self.copy_down(into, home.view(offset, into.nbytes), after)
         return transfer
 
     def write(
@@ -333,23 +334,37 @@ class Store:
         return self.copy_up(home.view(offset, source.nbytes), source)
 
     def copy_up(
-        self, into: torch.Tensor, source: torch.Tensor, last_return: int = 0, lane: Lane = Lane.URGENT
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        last_return: int = 0,
+        lane: Lane = Lane.URGENT,
+        after: Event | None = None,
     ) -> Transfer:
         """Begin to copy host memory to device memory, and return the transfer.
 
         into: leased device memory. source: as many bytes of host memory. last_return: `Lease.last_return` of
         the lease of `into`. From this the link finds the kernels that used the same bytes before, and the
-        copy waits for them; see `DeviceLink.to_device`. lane: which of the link's streams makes the copy.
+        copy waits for them; see `DeviceLink.to_device`, also for after. lane: which of the link's streams
+        makes the copy.
         """
         started = time.perf_counter()
-        transfer = self.link.to_device(into, source, last_return, lane)
+        transfer = self.link.to_device(into, source, last_return, lane, after)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
-    def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: Event | None = None) -> Transfer:
+    def copy_on_device(self, into: torch.Tensor, home: Home, offset: int, last_return: int) -> Transfer:
+        """Begin to copy bytes of a home in device memory to other device memory, and return the transfer.
+
+        into, last_return: as for `copy_up`. offset: bytes from the home's start.
+        """
+        source = home.view(offset, into.nbytes)
+        return self.link.to_device(into, source, last_return, Lane.PREFETCH, home.written)
+
+    def copy_down(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
         """Begin to copy device memory to host memory, and return the transfer.
 
-        into: host memory. source: as many bytes of device memory. after: an event of the compute stream (from
+        into: host memory. source: as many bytes of device memory. after: events (from
         `link.record`) for which the copy waits. By default the copy waits for all work that is queued on the
         compute stream at this call.
         """

@@ -18,7 +18,8 @@ from infinity.config import Precision, round_up
 from infinity.device_update.table import workspace_of
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
-from infinity.layout.shards import ALONE, Share, part_bytes
+from infinity.layout.chunks import Chunk
+from infinity.layout.shards import ALONE, Share, kept_chunks, part_bytes
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.network import network
 from infinity.planning.placement import Kind, Placement
@@ -35,10 +36,19 @@ from infinity.planning.twin_flow import updated_there
 from infinity.telemetry.stats import SECONDS_PER_DAY
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 
+UPLOAD_BUFFERS = 8
+"""Number of upload buffers: while kernels wait for their turn to add from some, others are filled."""
+_LARGEST_UPLOAD = 4 << 20
+"""Bytes of the largest upload buffer: enough for the full rate of a link."""
 _LARGEST_BLOCK = 4 << 20
 """Bytes of the largest copy out of the ring: long enough for the full rate of a link, and short enough for
 the CPU to begin soon with the gradients.
 """
+
+
+def upload_bytes(longest_chunk: int, ranks: int) -> int:
+    """Bytes of an upload buffer; see `Plan.upload_bytes`. longest_chunk: in elements."""
+    return min(_LARGEST_UPLOAD, round_up(4 * longest_chunk, PAGE_ALIGNMENT)) if ranks > 1 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,10 +159,29 @@ class Plan(Placement):
 
     @functools.cached_property
     def workspace_bytes(self) -> int:
-        """Bytes of device memory that updates on the device take beside the pages; 0 without such updates."""
+        """Bytes of device memory that updates on the device take beside the pages; 0 without such updates.
+        With several ranks the upload buffers are part of them.
+        """
         if not self.updated_on_device:
             return 0
-        return workspace_of(self.layout.units[unit] for unit in self.updated_on_device).nbytes
+        return workspace_of(self._chunks_on_device).nbytes + UPLOAD_BUFFERS * self.upload_bytes
+
+    @functools.cached_property
+    def upload_bytes(self) -> int:
+        """Bytes of each of the UPLOAD_BUFFERS on the device through which gradients of ranks come up from RAM
+        to sums that rest on the device; 0 with one rank.
+        """
+        longest = max((chunk.count for chunk in self._chunks_on_device), default=0)
+        return upload_bytes(longest, self.share.ranks)
+
+    @property
+    def _chunks_on_device(self) -> list[Chunk]:
+        """The chunks that the device updates on this rank."""
+        return [
+            self.layout.units[unit].chunks[index]
+            for unit in sorted(self.updated_on_device)
+            for index in kept_chunks(self.layout.units[unit], self.share, whole=self.share.whole_states)
+        ]
 
     @functools.cached_property
     def home_bytes(self) -> dict[Tier, int]:

@@ -5,7 +5,6 @@ Pure, except for `Available.now`.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from infinity.device_update.table import largest_workspace
 from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import Division
-from infinity.layout.shards import ALONE, Share
+from infinity.layout.shards import ALONE, Share, longest_own_chunk
 from infinity.layout.units import survey
 from infinity.planning import twin_flow
 from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
@@ -27,7 +26,7 @@ from infinity.planning.homes import Search
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room
-from infinity.planning.plan import Plan
+from infinity.planning.plan import UPLOAD_BUFFERS, Plan, upload_bytes
 from infinity.planning.predict import UpdateTime, Work
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
@@ -110,8 +109,7 @@ def make_plan(
     which has no budget, and no page is at home on NVMe. prefer: a division of the model into units and
     chunks, which is used if it is of this model and fits the budget with working buffers of any size.
 
-    share: the rank for which the plan is made; the budgets are this rank's. With several ranks the device
-    runs no updates, no unit is mirrored, and the seconds of the network are not part of the prediction.
+    share: the rank for which the plan is made; the budgets are this rank's.
     node_cache: the most bytes of RAM for parameters of other nodes; None: as many as are useful.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
@@ -215,14 +213,15 @@ class _Planner:
         """
         share, rule = self.search.share, self.search.rule
         found = self._planned(placement, facts)
-        if share.ranks == 1 and not self.unified:
+        if not self.unified:
             if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
-            host_free = self.budgets[Tier.HOST] - found.host_bytes
-            homes, units = twin_flow.mirrored(
-                found.homes, found.page_sizes, host_free, updated_on_device=found.updated_on_device
-            )
-            found = replace(found, homes=homes, mirrored=units)
+            if share.ranks == 1:
+                host_free = self.budgets[Tier.HOST] - found.host_bytes
+                homes, units = twin_flow.mirrored(
+                    found.homes, found.page_sizes, host_free, updated_on_device=found.updated_on_device
+                )
+                found = replace(found, homes=homes, mirrored=units)
         if share.caches_for_node:
             found = self._with_node_cache(found, placement, facts)
         if not share.whole_parameters:
@@ -250,9 +249,12 @@ class _Planner:
         room = self.room
         assert room.device is not None
         trained = [each.numel for each in self.search.surveyed.parameters if each.trainable]
-        elements = plan.layout.chunk_elements
+        elements, ranks = plan.layout.chunk_elements, plan.share.ranks
+        divided = 1 if plan.share.whole_states else ranks
         while True:
-            most = largest_workspace(trained, elements).nbytes
+            longest = longest_own_chunk(sum(trained), elements, ranks)
+            uploads = UPLOAD_BUFFERS * upload_bytes(longest, ranks)
+            most = largest_workspace(trained, elements, divided).nbytes + uploads
             placement = self.search.place(replace(room, device=room.device - most))
             if placement is None or (preferred and not self.search.prefers(placement)):
                 return plan
@@ -299,17 +301,19 @@ class _Planner:
 
         For use where every page comes from other ranks: a page that stays resident from forward to backward
         is fetched once instead of twice. The pool never gets more bytes than all pages have. To free more
-        bytes for it, gradient and optimizer pages move from the device to free host RAM, because with several
-        ranks the CPU runs all updates.
+        bytes for it, all pages of trained units move from the device to free host RAM. Those that the CPU
+        updates move first and in any case, because an update would bring them down and up again.
         """
         whole = sum(unit.nbytes for unit in plan.layout.units)
         left = self._left(plan, self.computes_in)
         host, homes = self._left(plan, Tier.HOST), [dict(home) for home in plan.homes]
-        for kind, unit in itertools.product((Kind.OPTIMIZER, Kind.GRADIENT), range(len(homes))):
-            nbytes = plan.page_bytes(unit, kind)
-            near = not self.unified and homes[unit][kind] is Tier.DEVICE
-            if near and nbytes <= host and plan.resident_bytes + left < whole:
-                homes[unit][kind] = Tier.HOST
+        there = plan.updated_on_device
+        for unit in sorted(range(len(homes) * (not self.unified)), key=there.__contains__):
+            near = [kind for kind in Kind if homes[unit][kind] is Tier.DEVICE]
+            nbytes = sum(plan.page_bytes(unit, kind) for kind in near)
+            wanted = unit not in there or plan.resident_bytes + left < whole
+            if homes[unit][Kind.GRADIENT] is not None and nbytes <= host and wanted:
+                homes[unit] |= dict.fromkeys(near, Tier.HOST)
                 host, left = host - nbytes, left + nbytes
         resident = max(plan.resident_bytes, min(whole, plan.resident_bytes + left))
         return replace(plan, homes=tuple(homes), resident_bytes=resident)

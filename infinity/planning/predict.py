@@ -182,27 +182,36 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
         parameter, gradient, states = (plan.page_sizes[kind][unit] for kind in Kind)
         come_up = 0 if unit in plan.mirrored else math.ceil(parameter * missing)
         parameter_home = home[Kind.PARAMETER]
+        far = not unified and parameter_home is not Tier.DEVICE
+        of_others = 0 if share.whole_parameters or unified else plan.layout.units[unit].nbytes - parameter
         brought = PhaseBytes(
             disk_read=come_up if parameter_home is Tier.NVME else 0,
-            to_device=come_up if not unified and parameter_home is not Tier.DEVICE else 0,
+            to_device=come_up * far + math.ceil(of_others * missing),
         )
         forward += brought
         if training:
             backward += brought
-        if unit in plan.updated_on_device:
-            continue
         own = share.kept(trained[unit], whole=share.whole_states)
+        others = PhaseBytes()
+        if share.whole_parameters and own < trained[unit]:
+            outdated = trained[unit] - own
+            others = PhaseBytes(
+                host=outdated,
+                to_device=outdated if parameter_home is Tier.DEVICE and not unified else 0,
+                disk_write=outdated if parameter_home is Tier.NVME else 0,
+            )
+        updating += others
+        if unit in plan.updated_on_device:
+            if not share.whole_gradients:  # to RAM for all ranks, and from there to the sums of this rank
+                fresh = trained[unit]
+                backward += PhaseBytes(host=2 * fresh, to_host=fresh, to_device=fresh)
+            elif share.ranks > 1:
+                updating += PhaseBytes(to_host=gradient, to_device=gradient // share.ranks)
+            continue
         sizes = {Kind.PARAMETER: own, Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
         updating += _updating(home, sizes, plan.update, unified)
         if unit in plan.mirrored:
             updating += PhaseBytes(to_device=trained[unit])
-        if share.whole_parameters and own < trained[unit]:
-            others = trained[unit] - own
-            updating += PhaseBytes(
-                host=others,
-                to_device=others if parameter_home is Tier.DEVICE and not unified else 0,
-                disk_write=others if parameter_home is Tier.NVME else 0,
-            )
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, plan.update, unified)
         # A fresh gradient is in its parameter's dtype; it is read and stored.
         fresh = trained[unit] if gradient else 0

@@ -9,7 +9,7 @@ page becomes more urgent.
 [Note: two hops] If the device has memory of its own, a page at home on NVMe takes two hops through transit
 buffers: from disk to host, and from host to device. An `Arrival` is the pipeline of these hops. `advance`
 moves it on without blocking, so that the second hop of one page overlaps the first hop of the next. On
-unified memory, and from a home in host RAM, there is one hop.
+unified memory, and from a home in host RAM or on the device, there is one hop.
 
 [Note: bytes of others] With several ranks a home may have only this rank's bytes of the page. The other bytes
 are pulled over the network from the ranks that own them: directly into the memory where the model computes if
@@ -116,6 +116,10 @@ class Arrival:
         elif page.home.in_place:
             for start, at, nbytes in self._home:
                 self._send_up(start, page.home.view(at, nbytes))
+        elif page.home.memory is not None:
+            for start, at, nbytes in self._home:
+                into = self.residency[start : start + nbytes]
+                self.final = store.copy_on_device(into, page.home, at, self._last_return)
         else:
             self._todo.extend(self._legs_of_home())
         if not store.device.shares_host:

@@ -106,7 +106,8 @@ class Order(enum.Enum):
     """A kernel comes after the copies to the device that bring the bytes which the kernel uses."""
     LAST_USE = "last use"
     """A copy to the device into bytes that were leased before comes after the last kernel that uses the bytes
-    under an earlier lease.
+    under an earlier lease. So does one into a buffer that is used again. A copy on the device also comes
+    after the kernels that write what it reads.
     """
     FOLLOWING = "following"
     """A copy to the device that overwrites parameters in place with the result of an update comes after all
@@ -208,9 +209,16 @@ class CopyStreams(DeviceLink):
         return {**{f"up ({lane.value})": stream for lane, stream in self._up.items()}, "down": self._down}
 
     def to_device(
-        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        last_return: int,
+        lane: Lane = Lane.URGENT,
+        after: Event | None = None,
     ) -> Transfer:
         stream = self._up[lane]
+        if after is not None:
+            self._wait(Order.LAST_USE, after, stream)
         if last_return > self._over:
             self._wait(Order.LAST_USE, self._last_use(last_return), stream)
         return self._copy(stream, into, source, _PIECE)

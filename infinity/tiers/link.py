@@ -156,7 +156,12 @@ class DeviceLink:
     """
 
     def to_device(
-        self, into: torch.Tensor, source: torch.Tensor, last_return: int, lane: Lane = Lane.URGENT
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        last_return: int,
+        lane: Lane = Lane.URGENT,
+        after: Event | None = None,
     ) -> Transfer:
         """Begin to copy host bytes to the device, and return the copy, which may still be under way.
 
@@ -164,7 +169,8 @@ class DeviceLink:
         memory. last_return: `Lease.last_return` of the lease over `into`. It tells the link which kernels the
         copy must wait for; see [Note: streams and leases] in infinity/tiers/copy_streams.py. Give 0 for bytes
         that were never leased, and for bytes whose last use was queued before the latest `follow_compute`.
-        lane: the stream on which the copy runs.
+        lane: the stream on which the copy runs. after: a further event for which it waits: after kernels that
+        have used `into`, or written `source` if that is device memory, too.
         """
         return _copied(into, source)
 

@@ -1,4 +1,4 @@
-"""Tests of plans for one of several ranks: bytes by stage, smallest budgets, and what several ranks lack."""
+"""Tests of plans for one of several ranks: bytes by stage, smallest budgets, and updates on a device."""
 
 from __future__ import annotations
 
@@ -128,8 +128,7 @@ def test_more_ranks_need_less_at_a_stage_that_divides() -> None:
 def test_at_stage_3_every_page_that_computes_is_in_the_pool(unified) -> None:
     budget = {"host": 64 * MiB} if unified else {"host": 64 * MiB, "device": 64 * MiB}
     whole, parts = (planned(model(), **budget, share=Share(1, 2, stage)) for stage in (2, 3))
-    near = Tier.HOST if unified else Tier.DEVICE
-    assert {home[Kind.PARAMETER] for made in (whole, parts) for home in made.homes} == {near}
+    assert all(whole.stays(unit) for unit in range(len(whole.homes)))
     assert whole.resident_bytes == 0
     assert parts.resident_bytes == sum(unit.nbytes for unit in parts.layout.units), "there is room for all"
     check(parts, Budget(**budget))
@@ -279,15 +278,40 @@ def test_a_rank_s_slabs_have_room_for_what_it_commits(stage: int) -> None:
     assert made.commit_bytes == updated + states  # all pages are in RAM
 
 
-def test_updates_on_the_device_and_mirrors_are_for_one_rank(monkeypatch) -> None:
+@pytest.mark.parametrize("stage", range(4))
+def test_what_rests_on_the_device_is_updated_there(stage, monkeypatch) -> None:
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
-    states = {"device": 64 * MiB, "host": 64 * MiB}
-    near = {"device": 4 * MiB, "host": 64 * MiB}
-    assert planned(model(), **states).updated_on_device
-    assert planned(model(), **near).mirrored
-    for budget in (states, near):
-        made = planned(model(), **budget, share=Share(0, 2, 0))
-        assert (made.updated_on_device, made.mirrored, made.workspace_bytes) == (frozenset(), frozenset(), 0)
+    share = Share(1, 2, stage)
+    roomy = planned(model(), **ROOMY, device=64 * MiB, share=share)
+    check(roomy, Budget(**ROOMY, device=64 * MiB))
+    assert len(roomy.updated_on_device) == 3
+    used = sum(roomy.page_bytes(unit, kind) for unit in roomy.updated_on_device for kind in Kind)
+    assert roomy.device_bytes >= used + roomy.workspace_bytes > used + 8 * roomy.upload_bytes > used
+    moved = roomy.traffic.update
+    assert (moved.disk_read, moved.disk_write) == (0, 0)
+    assert moved.host < total(roomy, Kind.OPTIMIZER), "the CPU updates nothing"
+    assert (roomy.traffic.backward.to_device > 0) == (stage > 1), "gradients of ranks"
+    smallest = planned(model(), **ROOMY, device=64 * MiB, share=share).smallest[Tier.DEVICE]
+    for device in range(smallest, 40 * MiB, 2 * MiB):
+        made = planned(model(), **ROOMY, device=device, share=share)
+        check(made, Budget(**ROOMY, device=device))
+    assert made.updated_on_device
+
+
+@settings(max_examples=25, deadline=None)
+@given(share=shares, device=st.integers(1, 24) | st.integers(600, 1200))
+def test_any_budget_with_updates_on_the_device_is_kept(share: Share, device: int) -> None:
+    """device: in units of 16 KiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twin_flow, "has_kernels", lambda device: True)
+        for host in (2 * MiB, 64 * MiB):
+            budget = {"device": device << 14, "host": host, "nvme": {"/nowhere": 64 * MiB}}
+            try:
+                made = planned(model(), **budget, share=share)
+            except BudgetError as error:
+                assert error.needed is None or error.tier is not None
+            else:
+                check(made, Budget(**budget))
 
 
 @pytest.mark.parametrize("states", ["fp32", "int8"])

@@ -37,10 +37,12 @@ from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.distributed.windows import Windows
 from infinity.formats.muon import Muon
+from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
 from infinity.planning import twin_flow
 from infinity.planning.network import messages
 from infinity.planning.placement import Kind
+from infinity.planning.plan import UPLOAD_BUFFERS
 from infinity.tiers.copy_streams import Order
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
@@ -129,9 +131,14 @@ def training_on_devices() -> list[Any]:
 
 def _train_on_device(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     device = EmulatedDevice(place.rank + case.accumulate)
-    with device.in_use(), mock.patch.object(twin_flow, "has_kernels", lambda _: True):
+    with (
+        device.in_use(),
+        mock.patch.object(twin_flow, "has_kernels", lambda _: True),
+        mock.patch.object(DeviceUnits, "update", autospec=True, side_effect=DeviceUnits.update) as update,
+    ):
         found = train(case, place, directory)
     assert device.count("cuMemcpyAsync") > 10
+    assert bool(update.call_count) == (case.home == "device"), case
     return found
 
 
@@ -149,21 +156,42 @@ def training_without_waits_for_gradients() -> list[Any]:
 
 
 def orders_missed() -> list[Any]:
-    """As `training_on_devices`. Returns for each case the names of those orders without which a checker
-    complains of the way of gradients to RAM.
+    """As `training_on_devices`, without one order after another. Returns for each case the names of orders
+    of which a checker complains, with the labels of what lacks them in its own words.
     """
     return _each_case(_missed)
 
 
 def _missed(case: Case, place: Place, directory: Path) -> list[str]:
-    missed = []
-    for order in (Order.LAST_WRITER, Order.HOST_WAITS):
+    missed = set()
+    for order in (Order.ARRIVAL, Order.LAST_USE, Order.LAST_WRITER, Order.HOST_WAITS):
         device = EmulatedDevice(place.rank)
-        with suppress(AssertionError), device.in_use(), device.without(order):
-            train(case, place, directory)
-        if any("gradient" in each for each in device.violations):
-            missed.append(order.name)
-    return missed
+        with (
+            suppress(AssertionError),
+            mock.patch.object(twin_flow, "has_kernels", lambda _: True),
+            device.in_use(),
+            device.without(order),
+            opened(case, place, directory) as (model, runtime),
+        ):
+            _steps(case, place, model, runtime)
+            _upload_often(runtime)
+        labels = ("fresh gradient", "gradient in the ring", "gradient of a rank", "update writes")
+        text = " ".join(device.violations)
+        missed |= {f"{order.name}: {label}" for label in labels if label in text}
+    return sorted(missed)
+
+
+def _upload_often(runtime: Any) -> None:
+    """Add zeros to sums on the device more often than it has upload buffers."""
+    parts = runtime._components
+    for unit in runtime.plan.updated_on_device:
+        page, zeros = parts.gradients.pages[unit], torch.zeros(runtime.plan.layout.chunk_elements)
+        places = [each for index in range(len(page.layout.parameters)) for each in page.pieces(index)]
+        with parts.pager.lock:
+            for _ in range(3 * UPLOAD_BUFFERS if places else 0):
+                index, piece = places[0]
+                parts.gradients.add_piece_on_device(page, index, piece, zeros[: piece.count], again=True)
+            parts.store.link.drain()
 
 
 def training_on_unequal_devices() -> list[Any]:
