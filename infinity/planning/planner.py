@@ -216,7 +216,7 @@ class _Planner:
         if not self.unified:
             if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
-            if share.ranks == 1:
+            if share.whole_parameters:
                 host_free = self.budgets[Tier.HOST] - found.host_bytes
                 homes, units = twin_flow.mirrored(
                     found.homes, found.page_sizes, host_free, updated_on_device=found.updated_on_device

@@ -56,8 +56,8 @@ class _Refresh(NamedTuple):
 
     transfer: Transfer
     parts: list[tuple[torch.Tensor, torch.Tensor]]
-    """(destination, a view of the page's home, uint8; where the bytes arrive, in RAM: the destination itself,
-    if the CPU can write it).
+    """(destination, a view of the memory with which the model computes, uint8; where the bytes arrive, in
+    RAM: in the page's home if that is in RAM, which may be the destination itself).
     """
 
 
@@ -154,6 +154,8 @@ class PrefetchEngine:
         """
         self._refreshes: dict[int, _Refresh] = {}
         """Unit of a permanent page -> bytes of other ranks on their way into the page."""
+        self._copies: list[Transfer] = []
+        """Copies of such bytes to the device that may be under way, and keep the memory that they read."""
         if resumed:
             self._others_have_changed(range(len(pages)))
 
@@ -601,9 +603,12 @@ class PrefetchEngine:
         if unit not in self._behind or unit in self._refreshes:
             return
         page, parts, legs = self.pages[unit], [], []
+        assert page.residency is not None
         for span in page.shard.others_trained:
-            here = there = page.home.view(span.start, span.nbytes)
-            if not self.store.link.direct and page.home.tier is Tier.DEVICE:
+            here = there = page.residency[span.start : span.start + span.nbytes]
+            if unit in self.store.plan.mirrored:
+                here = page.home.view(span.start, span.nbytes)
+            elif not self.store.link.direct and page.home.tier is Tier.DEVICE:
                 here = torch.empty(there.nbytes, dtype=torch.uint8, device="cpu")
             parts.append((there, here))
             legs.append(Leg(span.owner, span.start, here))
@@ -617,14 +622,18 @@ class PrefetchEngine:
         if unit not in self._behind or not page.permanent:
             return
         self._begin_refresh(unit)
+        self._copies = [each for each in self._copies if not each.done()]
         with self.meter.faulting():
             try:
                 transfer, parts = self._refreshes[unit]
                 transfer.wait()
                 for there, here in parts:
                     if here is not there:
+                        self.store.link.uses(User.HOST, here, writes=True, label="from a rank")
                         self.store.link.follow_compute()
-                        self.store.link.fence(self.store.copy_up(there, here))
+                        copy = self.store.copy_up(there, here)
+                        self.store.link.fence(copy)
+                        self._copies.append(copy)
             finally:
                 self._refreshes.pop(unit, None)
         self._behind.discard(unit)

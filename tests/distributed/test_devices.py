@@ -18,6 +18,8 @@ CASES = (
     Case("tiny", 3, home="device"),
     Case("dtypes", 1, home="device", compute="bf16"),
     Case("decoder", 0, home="device", clip=0.05),
+    Case("decoder", 2, home="mirrored", accumulate=2, clip=0.05, compute="bf16"),
+    Case("mlp", 1, home="mirrored", optimizer="sgd"),
 )
 
 

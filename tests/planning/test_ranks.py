@@ -279,7 +279,10 @@ def test_a_rank_s_slabs_have_room_for_what_it_commits(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_what_rests_on_the_device_is_updated_there(stage, monkeypatch) -> None:
+def test_what_rests_on_the_device_is_updated_there_or_mirrored(stage, monkeypatch) -> None:
+    """Units whose part of this rank rests on the device; else parameters are mirrored, or their part is in
+    RAM, where the CPU updates it.
+    """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: True)
     share = Share(1, 2, stage)
     roomy = planned(model(), **ROOMY, device=64 * MiB, share=share)
@@ -295,6 +298,9 @@ def test_what_rests_on_the_device_is_updated_there(stage, monkeypatch) -> None:
     for device in range(smallest, 40 * MiB, 2 * MiB):
         made = planned(model(), **ROOMY, device=device, share=share)
         check(made, Budget(**ROOMY, device=device))
+        for unit, home in enumerate(made.homes):
+            if home[Kind.GRADIENT] is not None and unit not in made.updated_on_device:
+                assert home[Kind.PARAMETER] is Tier.HOST
     assert made.updated_on_device
 
 

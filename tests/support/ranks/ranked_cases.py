@@ -32,7 +32,7 @@ PARTITIONS = (None, "optimizer", "gradients", "parameters")
 """Stage of ZeRO -> name of what is divided."""
 HOMES = ("unified", "device", "host", "nvme")
 """In RAM where the model computes; on a device with memory of its own; in RAM beside such a device; on NVMe
-beside such a device.
+beside such a device. A case may also have "mirrored": parameters on the device, and all pages in RAM.
 """
 SEED = 7
 
@@ -138,7 +138,7 @@ def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, direct
         return infinity.Budget(host=case.roomy)
     nvme = {str(directory): case.roomy}
     share = ALONE if place.alone else Share(place.rank, place.ranks, case.stage)
-    smallest = plan_for(
+    ample = plan_for(
         SingleRank("cpu", share=share),
         model,
         optimizer,
@@ -147,11 +147,14 @@ def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, direct
         example_inputs=None,
         update=case.update,
         accumulation=_backwards(case, place) if case.declared else None,
-    ).smallest
+    )
+    smallest = ample.smallest
     if case.home == "device":
         return infinity.Budget(device=case.roomy, host=smallest[Tier.HOST])
-    if case.home == "host":
-        return infinity.Budget(device=smallest[Tier.DEVICE], host=case.roomy)
+    if case.home in ("host", "mirrored"):
+        pages = [unit.nbytes for unit in ample.layout.units]
+        more = sum(pages) - max(pages) if case.home == "mirrored" else 0
+        return infinity.Budget(device=smallest[Tier.DEVICE] + more, host=case.roomy)
     return infinity.Budget(device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme=nvme)
 
 
