@@ -264,6 +264,8 @@ class Communicator(SingleRank):
     def _open_windows(self, parts: Components) -> None:
         """Let ranks of this node read this rank's host arena, and read theirs. All ranks call this."""
         told = None
+        if parts.store.host.region.descriptor < 0:
+            self._windows = None  # a rank that is alone on its node and relays nothing
         if self._windows is not None:
             told = self._windows.tell_arena(parts.store.host, parts.pages)
         heard = self.gather("offload()", told)
