@@ -182,6 +182,9 @@ fi
 train train-926m 130 --model 926m --batch 4 --seq 1024 --rounds 2 --steps 2 --warm-up 1 --processes kept \
     --ours host=24GiB,device=12GiB,nvme=none --ours host=4GiB,device=12GiB \
     "${offload[@]}" "${infinite[@]}" --peer fsdp2 --peer torch:fused
+# Two ranks on this GPU, whose pages lie in each other's device memory, beside one process with the same batches.
+part ranks-926m 70 "$python" "$here/ranks.py" --device cuda --directory "$swap" --model 926m --batch 2 --seq 1024 \
+    --host 24GiB --device-budget 12GiB --case ours:3:ram alone:ram --rounds 2 --json
 # 7B with every page on NVMe, as ZeRO-Infinity has it: 12 bytes a parameter of states and gradients, and its 2.
 if fits train-7b-nvme 24 100; then
     train train-7b-nvme 80 --model 7b --batch 4 --seq 1024 --rounds 1 --steps 1 --warm-up 1 \

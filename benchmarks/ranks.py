@@ -1,4 +1,4 @@
-"""Ranks: several processes train one model together on this machine's CPU, with infinity and with its peers.
+"""Ranks: several processes train one model together on this machine, with infinity and with its peers.
 
 Each case is a group of `--ranks` processes, which speak over TCP. In every round each case takes a turn, in
 rotating order: its processes are started, train `--lead` untimed steps and then `--steps` timed ones.
@@ -30,6 +30,9 @@ With `--link 1gbit` the ranks run on two nodes, half of them on each: network na
 rate between them, which needs root. Then the bytes that a node's interface has sent are printed, too, with
 headers and acknowledgements, and the seconds that they take at the link's rate. In the cases ours:3:ram:flat
 and ours:3:nvme:flat each rank asks the owners of parameters itself, whatever node they run on.
+
+With `--device cuda` the ranks share one GPU, as no collective of NCCL can, but pages that lie in each other's
+device memory can (CUDA IPC); peers are for CPUs alone.
 
     python benchmarks/ranks.py --directory /mnt/nvme0 --peer-python VENV/bin/python [--model 309m] [--json]
 
@@ -124,7 +127,8 @@ def one_turn(options: argparse.Namespace, top: Path, name: str) -> list[dict[str
     tasks = []
     for rank in range(ranks):
         task = replace(task_of(options, top, contender, mode), rank=rank, ranks=ranks, batch=batch)
-        tasks.append(replace(task, budgets=task.budgets | {"host": options.host}))
+        budgets = task.budgets | {"host": options.host, "device": options.device_budget}
+        tasks.append(replace(task, device=options.device, budgets=budgets))
     python = sys.executable if contender == "ours_ranked" else options.peer_python
     threads = max(1, machine.cpu().allowed // ranks)
     with ExitStack() as stack:
@@ -227,6 +231,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", choices=CASES, nargs="+", default=list(USUAL))
     parser.add_argument("--ranks", type=int, default=2, help="processes of a case")
     parser.add_argument("--host", help="host budget of each of infinity's ranks, in place of the cases' own")
+    parser.add_argument("--device", default="cpu", help="where infinity's ranks compute: all on this device")
+    parser.add_argument("--device-budget", help="device budget of each of infinity's ranks")
     parser.add_argument("--link", help="rate of a link between two nodes, such as 1gbit")
     parser.add_argument("--peer-python", default=sys.executable, help="the peers' interpreter")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each case")
@@ -235,6 +241,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if min(options.rounds, options.steps, options.lead) < 1 or options.ranks < 2:
         parser.error("--rounds, --steps and --lead are at least 1, --ranks at least 2")
+    if options.device != "cpu" and (options.host is None or options.device_budget is None):
+        parser.error("--device is for a run with --host and --device-budget")
     if options.link is not None:
         try:
             bytes_per_second(options.link)

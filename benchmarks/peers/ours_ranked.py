@@ -52,7 +52,7 @@ class OursRanked:
         )
         options: dict[str, Any] = {
             "precision": infinity.Precision(compute="bf16", states=task.states),
-            "device": "cpu",
+            "device": task.device,
             "update": task.update,
             "accumulation": 1,
         }
@@ -69,7 +69,9 @@ class OursRanked:
         self._runtime = infinity.offload(
             self._model,
             optimizer,
-            budget=infinity.Budget(host=host, nvme=nvme if place == "nvme" else None),
+            budget=infinity.Budget(
+                device=task.budgets["device"], host=host, nvme=nvme if place == "nvme" else None
+            ),
             partition=PARTITIONS[int(stage)],
             example_inputs=inputs,
             **options,
