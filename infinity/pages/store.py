@@ -222,13 +222,10 @@ class Store:
             return ring.residency(), landing.residency()
 
     def mirror(self, home: Home) -> torch.Tensor:
-        """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,).
-
-        Work that is queued on the compute stream after this call waits for the copy.
-        """
+        """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,)."""
         with self._homes[Tier.DEVICE].lease(home.nbytes) as lease:
             memory = lease.residency()
-        self.link.fence(self.copy_up(memory, home.view(0, home.nbytes)))
+        self.copy_up(memory, home.view(0, home.nbytes)).wait()  # the home may get bytes of other ranks next
         return memory
 
     def read(self, home: Home, offset: int, into: torch.Tensor, *, deadline: float | None = None) -> Transfer:
