@@ -307,9 +307,9 @@ class GradientShards:
                 here, place = lease.residency().view(part.dtype), lease.offset
         try:
             number = self._gradients.bring(part, here, self._wake)
-        except Exception as error:
+        except InfinityError as error:  # step() raises it on all ranks, which may wait for others meanwhile
             self._gradients.lose(error)
-            raise
+            return
         self._count(part.nbytes * shard.counts)
         self._in_order(functools.partial(self._offer, shard, here, place), number)
 

@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,11 @@ from resumed_cases import (
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.distributed.windows import Windows
+from infinity.errors import DeviceError, InfinityError
 from infinity.formats.muon import Muon
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
+from infinity.pages.gradient_ring import GradientRing
 from infinity.planning import twin_flow
 from infinity.planning.network import messages
 from infinity.planning.placement import Kind
@@ -126,17 +128,47 @@ def training_on_devices() -> list[Any]:
     """As `training`, each rank on an emulated device with memory of its own and update kernels, whose
     checker finds an order for every access to memory.
     """
-    return _each_case(_train_on_device)
+    return _each_case(functools.partial(_on_device, train))
 
 
-def _train_on_device(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+def training_on_devices_with_a_break() -> list[Any]:
+    return _each_case(functools.partial(_on_device, train_with_a_break))
+
+
+def losing_gradients() -> list[Any]:
+    """A step on devices in which rank 0 loses gradients on their way down, another one in which it loses some
+    on their way up, and a step after each. Returns how the steps end.
+    """
+    return _each_case(functools.partial(_on_device, _lose_gradients))
+
+
+def _lose_gradients(case: Case, place: Place, directory: Path) -> dict[str, list[str]]:
+    def failing(*_: Any, **__: Any) -> None:
+        raise DeviceError("A planted failure.", "None.", call="none", code=1, name="none")
+
+    told = []
+    with opened(case, place, directory) as (model, runtime):
+        for owner, name in ((GradientRing, "_use"), (None, ""), (DeviceUnits, "add_piece"), (None, "")):
+            plant = owner is not None and place.rank == 0
+            with mock.patch.object(owner, name, failing) if plant else nullcontext():
+                try:
+                    backwards(case, place, model, runtime, 0)
+                    runtime.optimizer.step()
+                    told.append("stepped")
+                except InfinityError as error:
+                    told.append(type(error).__name__)
+            runtime.optimizer.zero_grad()
+    return {"told": told}
+
+
+def _on_device(run: Any, case: Case, place: Place, directory: Path) -> dict[str, Any]:
     device = EmulatedDevice(place.rank + case.accumulate)
     with (
         device.in_use(),
         mock.patch.object(twin_flow, "has_kernels", lambda _: True),
         mock.patch.object(DeviceUnits, "update", autospec=True, side_effect=DeviceUnits.update) as update,
     ):
-        found = train(case, place, directory)
+        found: dict[str, Any] = run(case, place, directory)
     assert device.count("cuMemcpyAsync") > 10
     assert bool(update.call_count) == (case.home == "device"), case
     return found
