@@ -269,9 +269,11 @@ class Communicator(SingleRank):
         if self._windows is not None:
             told = self._windows.tell_arena(parts.store.host, parts.pages)
         heard = self.gather("offload()", told)
+        reads = [] if self._windows is None else self._windows.read_arenas(heard)
+        readers = self.gather("offload()", reads)
         if self._windows is not None:
-            self._windows.read_arenas(heard)
-        self.gather("offload()", None)
+            rank = self.ranks.rank
+            self._windows.keep_arenas([each for each, theirs in readers.items() if rank in theirs])
         if told is not None:
             parts.store.host.region.close_descriptor()
 

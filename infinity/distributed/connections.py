@@ -47,12 +47,17 @@ from infinity.distributed.transfers import Dispatch
 PORTION = LONGEST_FRAME
 WINDOW = 4 * PORTION
 """Bytes."""
+UNREAD = 2 * PORTION
+"""The most bytes of a lane that are under way and not read; see infinity/distributed/streams.py."""
 _AT_ONCE = 64
 """The most messages that are read before heartbeats and connections are looked after again."""
 _LAST_WORDS = 0.1
 """Seconds in which a rank whose connection broke may be heard: its last message may say why."""
 _BROKEN_MS = 20_000
 """Milliseconds after which bytes that the other end does not acknowledge break a connection."""
+_STREAMED = (MessageKind.STREAM, MessageKind.GRADIENT_SHARD)
+_WITH_BYTES = (MessageKind.DATA, MessageKind.MORE, *_STREAMED)
+"""Kinds of messages behind whose first frame are bytes of a payload or a stream."""
 _log = logging.getLogger("infinity")
 
 
@@ -71,8 +76,11 @@ class Ends(Protocol):
     def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
         """A payload has arrived. Nothing here refers to its memory any more."""
 
+    def streamed(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
+        """A message of the kind STREAM or GRADIENT_SHARD has come, and bytes of the stream that it names."""
+
     def heard(self, peer: int, message: Message) -> None:
-        """A message of a kind other than DATA has come. BYE comes after all others of the peer."""
+        """A message of another kind than DATA and STREAM has come. BYE comes after all others of the peer."""
 
     def lost(self, rank: int, what: str) -> None:
         """A rank is lost, or this one can receive nothing more. what: the error's text after "Rank 3"."""
@@ -101,7 +109,8 @@ class Endpoint:
         """Say how messages travel, and what the library may hold of them."""
         host = self.address.removeprefix("tcp://").rpartition(":")[0]
         safety = f"not encrypted, {VARIABLE} encrypts them" if self.secret is None else "encrypted"
-        return f"{safety} · bound to {host} · up to {2 * WINDOW >> 20} MiB of RAM for each other rank"
+        held = 2 * (WINDOW + UNREAD) >> 20
+        return f"{safety} · bound to {host} · up to {held} MiB of RAM for each other rank"
 
     def close(self) -> None:
         """Close the sockets at once. Only for an endpoint that no `Connections` has got."""
@@ -214,6 +223,11 @@ class Connections:
         with self._lock:
             for each in (to,) if isinstance(to, int) else to:
                 self._send(self._peers[each], body)
+
+    def post_with(self, to: int, message: Message, portion: Sequence[memoryview]) -> None:
+        """Send a message of the kind STREAM or GRADIENT_SHARD to a peer, and bytes with it."""
+        with self._lock:
+            self._send(self._peers[to], encoded(message), portion)
 
     def deliver(self, dispatch: Dispatch, message: Message, pieces: Sequence[torch.Tensor]) -> bool:
         """Queue a payload, with its message of the kind DATA, for `go_on`. Returns False, and does nothing,
@@ -348,7 +362,7 @@ class Connections:
     def _read(self, frame: bytes) -> int | None:
         """Read the message that begins with a frame. Returns its source if this rank must acknowledge it."""
         frames = [frame]
-        if kind_of(frame) not in (MessageKind.DATA, MessageKind.MORE):
+        if kind_of(frame) not in _WITH_BYTES:
             while self._in.getsockopt(zmq.RCVMORE):
                 frames.append(self._in.recv())
         try:
@@ -381,6 +395,12 @@ class Connections:
         if message.kind in (MessageKind.DATA, MessageKind.MORE):
             self._read_portion(peer)
             return True
+        if message.kind in _STREAMED:
+            portion = []
+            while self._in.getsockopt(zmq.RCVMORE):
+                portion.append(self._in.recv(copy=False).buffer)
+            self._ends.streamed(peer.rank, message, portion)
+            return False
         if message.kind is MessageKind.BYE:
             peer.heard_bye = True
             self._liveness.departed(peer.rank)

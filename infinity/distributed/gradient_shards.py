@@ -3,10 +3,10 @@
 
 The sums of a range of a parameter's gradient are kept by one rank, which owns the range
 (`UnitLayout.owned`). Every rank's gradient of the range is a gradient shard. Its bytes wait in the host arena
-of their rank until the owner adds them, straight from there if it has a window to that rank's RAM, or else
-asks for them, a block at a time. It does so when it is the shard's turn: micro-batch m of rank r counts as
-micro-batch m*N+r, so that the owner adds in the order in which one rank with N times as many micro-batches
-would (infinity/distributed/turns.py).
+of their rank until the owner adds them, straight from there if it has a window to that rank's RAM. Otherwise
+they come in a stream (infinity/distributed/streams.py), which the owner reads a block at a time. It does so
+when it is the shard's turn: micro-batch m of rank r counts as micro-batch m*N+r, so that the owner adds in
+the order in which one rank with N times as many micro-batches would (infinity/distributed/turns.py).
 
 [Note: gradients of a device] Gradients in device memory come to RAM through the gradient ring
 (infinity/pages/gradient_ring.py), whose worker copies them to where they wait. They are offered, under the
@@ -18,9 +18,12 @@ shard has its turn at once. The bytes in RAM are given back when a thread that w
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
 with the earliest turn waits only for ranks that compute: each rank with an earlier turn will either offer its
-shard or end its backward. Requests and transfers need no rank's training thread. This holds for a rank's
+shard or end its backward. Transfers need no rank's training thread. This holds for a rank's
 first shard to a range in a micro-batch. Further shards, as of shared parameters, wait for the ends of all
 ranks' backwards, and so of this rank's own. So their bytes are not counted.
+A shard in a stream also waits until those before it in its lane are read. A lane has the first shards of one
+micro-batch, or its further ones. So all that a shard waits for still comes from an earlier micro-batch or, in
+the same one, a lower rank; or it is a further one, before which all first ones of its micro-batch are added.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ import functools
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -94,6 +97,10 @@ class _Offer:
     """
     room: int = 0
     """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
+    lane: int = -1
+    """The lane of its rank's stream in which its bytes come; -1 if they do not."""
+    left: int = 0
+    """Bytes of the stream that are still to be read for it."""
 
 
 @dataclass(slots=True)
@@ -104,9 +111,9 @@ class _Pull:
     epoch: int
     offer: _Offer
     blocks: deque[_Block]
-    """The blocks that have not been requested yet."""
+    """The blocks that are not being read yet."""
     asked: int = 0
-    """Number of blocks that have been requested and not been added yet."""
+    """Number of blocks that are being read and have not been added yet."""
 
 
 @dataclass(slots=True)
@@ -117,21 +124,6 @@ class _Asked:
     block: _Block
     memory: torch.Tensor
     """The bytes, uint8, in the pool of the exchange."""
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """This rank's gradient of a range that another rank owns, until all of it is sent."""
-
-    unit: int
-    gradient: torch.Tensor
-    """Flat, in RAM."""
-    start: int
-    """Index of its first element in the parameter."""
-    left: int
-    """Number of elements that the owner has not asked for yet."""
-    counts: bool
-    """Whether its bytes count in `_waiting_bytes`."""
 
 
 class _AskedSum(NamedTuple):
@@ -244,16 +236,20 @@ class GradientShards:
         self._turns: Turns[Key, _Offer] = Turns(share.ranks)
         self._early: list[tuple[int, Message]] = []
         """(source, message) of each message about an epoch that this rank has not begun."""
-        self._ready: deque[_Pull] = deque()
-        """Shards of other ranks of which some blocks have not been requested yet, for want of room."""
+        self._ready: list[_Pull] = []
+        """Shards in streams, of which some blocks wait for room, or for what is before them in their lane."""
         self._paused = self._closed = 0
         """Numbers of agreements that this rank has begun by `pause`, and ended by `await_all`."""
         self._asked: dict[int, _Asked] = {}
         """Number of a delivery -> the block that it brings."""
-        self._outgoing: dict[int, _Outgoing] = {}
-        """Token -> this rank's gradient of a range that another rank owns."""
+        self._outgoing: dict[int, tuple[torch.Tensor, int]] = {}
+        """Token -> this rank's gradient of a range that a rank of its node owns and has not read, and the
+        bytes by which it counts in `_waiting_bytes`.
+        """
         self._sending: dict[Dispatch, int] = {}
-        """Blocks that are being sent -> the bytes by which they count in `_waiting_bytes`."""
+        """Gradients in streams, that are not read -> the bytes by which they count in `_waiting_bytes`."""
+        self._lanes: defaultdict[tuple[int, int], deque[_Offer]] = defaultdict(deque)
+        """(rank, lane of its stream) -> shards in it that are not read, in their order."""
         self._begun: set[tuple[Key, int]] = set()
         """(parameter, micro-batch) of this rank's shards since gradients were cleared."""
         self._asked_sums: list[_AskedSum] = []
@@ -261,7 +257,6 @@ class GradientShards:
         self._token = 0
         self._waiting_bytes = 0
         """Bytes of this rank's gradients that wait to be sent, or for their turn."""
-        self._failure_event = wire.failure_event
 
     # --- the thread that trains -------------------------------------------------------------------------
 
@@ -318,7 +313,7 @@ class GradientShards:
         arena to them, or -1 if they are in other RAM; None: they are where autograd made them, and are copied
         if they have to wait.
         """
-        key, micro_batch, (owner, start, count), counts = shard
+        key, micro_batch, (owner, *_), counts = shard
         if place is not None and self._gradients.lost_on_the_way:  # step() raises the error
             self._count(-part.nbytes * counts)
             return
@@ -332,10 +327,16 @@ class GradientShards:
         self.offered[owner] += 1
         if place is None:
             part, place = self._kept(part)
-        self._outgoing[self._token] = _Outgoing(key[0], part, start, count, counts)
-        dtype = str(part.dtype).removeprefix("torch.")
-        fields = [self._epoch, micro_batch, self._token, dtype, *key, place]
-        self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields)
+        dtype, lane = str(part.dtype).removeprefix("torch."), 2 * micro_batch + (not counts)
+        fields = [self._epoch, micro_batch, self._token, dtype, *key]
+        near = self._windows is not None and self._windows.reads(owner)
+        if near and place >= 0:
+            self._outgoing[self._token] = part, part.nbytes * counts
+            self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields, place, lane)
+        else:
+            message = Message(MessageKind.GRADIENT_SHARD, [*fields, -1, lane])
+            dispatch = self._wire.push(owner, message, part, label="gradients", unit=key[0], apart=near)
+            self._sending[dispatch] = part.nbytes * counts
 
     def _kept(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Copy a gradient that has to wait into the arena, and return the copy and its offset there. If there
@@ -450,11 +451,15 @@ class GradientShards:
         self._heard.clear()
         self._turns.clear()
         self._ready.clear()
+        for (source, lane), offers in self._lanes.items():
+            if left := sum(each.left for each in offers):
+                self._wire.drop(source, lane, left)
+        self._lanes.clear()
         self._coming.clear()
         self._outgoing.clear()
         self._begun.clear()
         self._waiting_bytes = sum(self._sending.values())
-        self._failure_event.notify()
+        self._wire.failure_event.notify()
         if self._paused > self._closed:
             self._take(self._turns.done(self._share.rank, ALL))
         early, self._early = self._early, []
@@ -501,38 +506,23 @@ class GradientShards:
             self._take(self._turns.expects(source, micro_batch, found))
         elif epoch == self._epoch:
             self._heard[source] += 1
-            micro_batch, token, dtype, unit, parameter, place = fields
+            micro_batch, token, dtype, unit, parameter, place, lane = fields
             self._gradients.begin()
             self._pages[unit].content.add(parameter)
-            offer = _Offer(source, token, _DTYPES[dtype], micro_batch)
-            if place >= 0 and self._windows is not None and self._windows.reads(source):
-                offer.here = self._windows.view(source, place, self._owned((unit, parameter)), offer.dtype)
+            offer, count = _Offer(source, token, _DTYPES[dtype], micro_batch), self._owned((unit, parameter))
+            if place >= 0:
+                assert self._windows is not None
+                offer.here = self._windows.view(source, place, count, offer.dtype)
+            else:
+                offer.lane, offer.left = lane, count * offer.dtype.itemsize
+                self._lanes[source, lane].append(offer)
             self._take(self._turns.offered((unit, parameter), micro_batch, source, offer))
         self._go_on()
 
-    def requested(self, source: int, number: int, token: int, first: int, count: int) -> None:
-        """Send elements [first, first + count) of a parameter's gradient to their owner, the rank `source`.
-
-        token: of the gradient. number: the number under which the owner expects the elements.
-        """
-        outgoing = self._outgoing.get(token)
-        if outgoing is None:
-            self._wire.refuse(source, number, _cleared())
-            return
-        outgoing.left -= count
-        if not outgoing.left:
-            del self._outgoing[token]
-        at = first - outgoing.start
-        part = outgoing.gradient[at : at + count]
-        pieces = [part.view(torch.uint8)]
-        dispatch = self._wire.deliver(source, number, pieces, "gradients", unit=outgoing.unit, tell=True)
-        self._sending[dispatch] = part.nbytes * outgoing.counts
-
     def taken(self, token: int) -> None:
         """Note that the owner has added a gradient that it has read by itself. token: of the gradient."""
-        outgoing = self._outgoing.pop(token, None)
-        if outgoing is not None:  # else it was cleared
-            self._count(-outgoing.gradient.nbytes * outgoing.counts)
+        _, nbytes = self._outgoing.pop(token, (None, 0))  # it may have been cleared
+        self._count(-nbytes)
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, *wanted: int) -> None:
         """Note another rank's request for sums of gradients, and answer it as soon as they include every
@@ -546,7 +536,7 @@ class GradientShards:
         self._answer_sums()
 
     def sent(self, dispatch: Dispatch) -> None:
-        """Note that a block has been sent, so that its memory is free."""
+        """Note that a gradient has been read, so that its memory is free."""
         self._count(-self._sending.pop(dispatch))
 
     def arrived(self, delivery: Delivery) -> None:
@@ -595,13 +585,12 @@ class GradientShards:
             self._count(-offer.room)
 
     def _go_on(self) -> None:
-        """Request the blocks of `_ready` for which there is room, and answer requests for sums."""
-        while self._ready and self._ask(self._ready[0]):
-            if not self._ready[0].blocks:
-                self._ready.popleft()
+        """Read the blocks of `_ready` for which there is room, and answer requests for sums."""
+        while any(self._read(each) for each in self._ready):
+            self._ready = [each for each in self._ready if each.blocks]
         if self._asked_sums:
             self._answer_sums()
-        self._failure_event.notify()
+        self._wire.failure_event.notify()
 
     def _answer_sums(self) -> None:
         """Answer those requests whose sums are complete; keep the others."""
@@ -641,9 +630,14 @@ class GradientShards:
             nbytes += size
         return found
 
-    def _ask(self, pull: _Pull) -> bool:
-        """Request the next block of a shard from its rank. Returns False if there is no room for it now."""
+    def _read(self, pull: _Pull) -> bool:
+        """Read the next block of a shard from its stream. Returns False if there is no room for it now, or if
+        other shards are before it in its lane.
+        """
         block, offer = pull.blocks[0], pull.offer
+        lane = self._lanes[offer.source, offer.lane]
+        if lane[0] is not offer:
+            return False
         count = sum(piece.count for _, piece in block)
         nbytes = count * offer.dtype.itemsize
         if self._room.largest_free >= nbytes:
@@ -653,12 +647,13 @@ class GradientShards:
             return False  # an arrival, or the end of a copy, will make room
         else:  # what keeps the room is no shard, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.expect(offer.source, [memory], "gradients", unit=pull.key[0], tell=True)
+        delivery = self._wire.pull(offer.source, offer.lane, memory, label="gradients", unit=pull.key[0])
+        self._asked[delivery.number] = _Asked(pull, block, memory)
+        offer.left -= nbytes
         pull.blocks.popleft()
         pull.asked += 1
-        self._asked[delivery.number] = _Asked(pull, block, memory)
-        wanted = [offer.token, block[0][1].start, count]
-        self._wire.post(offer.source, MessageKind.REQUEST, delivery.number, What.GRADIENT, *wanted)
+        if not pull.blocks:
+            lane.popleft()
         return True
 
     def _add(
@@ -688,11 +683,11 @@ class GradientShards:
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
         if nbytes < 0:
-            self._failure_event.notify()
+            self._wire.failure_event.notify()
 
     def _late(self, what: str) -> RankDivergence:
         return RankDivergence(
-            f"No rank {what} any more, for {self._failure_event.timeout:g} s.",
+            f"No rank {what} any more, for {self._wire.failure_event.timeout:g} s.",
             "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad(); "
             f"{TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )

@@ -40,8 +40,9 @@ class MessageKind(enum.IntEnum):
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
     GRADIENT_SHARD = 4
     """The sender has a gradient shard for the receiver, who owns its piece. Fields: the sender's number of
-    zero_grad calls, micro-batch, token, dtype, indices of the unit and the parameter, and offset of the
-    gradient in the sender's host arena, or -1.
+    zero_grad calls, micro-batch, token, dtype, indices of the unit and the parameter, offset of the gradient
+    in the sender's host arena, or -1 if its bytes come in a stream, and the stream's lane. The first of these
+    bytes may be in this message.
     """
     BACKWARD_DONE = 5
     """The sender has ended a backward, and offers no more shards of it. Fields: the sender's numbers of
@@ -103,6 +104,10 @@ class MessageKind(enum.IntEnum):
     """A further portion of the payload that the sender's last DATA began. No fields."""
     READ = 23
     """The sender has read further portions of this rank's payloads, or its BYE. Fields: how many."""
+    STREAM = 26
+    """Further bytes of a stream. Fields: its lane."""
+    ROOM = 27
+    """The sender has read bytes of a stream. Fields: its lane, and how many bytes."""
     BEAT = 24
     """The sender lives. No fields."""
 
@@ -114,8 +119,6 @@ class What(enum.IntEnum):
     """Bytes of a parameter page that the asked rank owns."""
     STATES = 2
     """Bytes of the asked rank's optimizer page."""
-    GRADIENT = 3
-    """A shard that the asked rank has offered."""
     SUM = 4
     """The sum of all shards to a piece that the asked rank owns."""
     LOCAL = 6
@@ -134,7 +137,6 @@ class What(enum.IntEnum):
 _LABELS = {
     What.PARAMETERS: "parameters",
     What.STATES: "states",
-    What.GRADIENT: "gradients",
     What.SUM: "gradients",
     What.LOCAL: "gradients",
     What.INITIAL: "initial values",

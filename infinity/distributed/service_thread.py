@@ -134,7 +134,7 @@ class ServiceThread:
                 self._give(source, message)
             elif not attached:
                 self._kept.append((source, message))
-            elif message.kind is MessageKind.REQUEST and message.fields[1] not in (What.GRADIENT, What.SUM):
+            elif message.kind is MessageKind.REQUEST and message.fields[1] != What.SUM:
                 assert self._service is not None
                 self._service.requested(source, *message.fields)
             else:
@@ -169,11 +169,8 @@ class ServiceThread:
 
     def _about_gradients(self, shards: GradientShards, source: int, message: Message) -> None:
         if message.kind is MessageKind.REQUEST:
-            number, what, *fields = message.fields
-            if what == What.SUM:
-                shards.sum_requested(source, number, *fields)
-            else:
-                shards.requested(source, number, *fields)
+            number, _, *fields = message.fields
+            shards.sum_requested(source, number, *fields)
         elif message.kind is MessageKind.ARRIVED:
             shards.arrived(*message.fields)
         elif message.kind is MessageKind.SENT:

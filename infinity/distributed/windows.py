@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -116,11 +116,16 @@ class Windows:
                 page.home.withdraw = functools.partial(_withdraw, self._board, page.index, page.shard.own)
         return _told(region)
 
-    def read_arenas(self, told: Mapping[int, Told]) -> None:
-        """Map the RAM of mates. told: rank -> what it told. A mate whose RAM cannot be mapped is asked."""
+    def read_arenas(self, told: Mapping[int, Told]) -> list[int]:
+        """Map the RAM of mates. told: rank -> what it told. Returns the ranks for which this worked."""
         for rank in self._boards:
             with suppress(OSError):
                 self._arenas[rank] = _opened(told[rank])
+        return [*self._arenas]
+
+    def keep_arenas(self, readers: Collection[int]) -> None:
+        """Read the RAM of those ranks alone that read this rank's."""
+        self._arenas = {rank: each for rank, each in self._arenas.items() if rank in readers}
 
     def reads(self, rank: int) -> bool:
         """Whether this rank copies what `rank` offers by itself. It also reads what it relays itself."""

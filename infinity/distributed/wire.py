@@ -23,6 +23,7 @@ from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Message, MessageKind
+from infinity.distributed.streams import Streams
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.telemetry.meter import Meter
@@ -99,6 +100,7 @@ class Wire:
             key=ranks.token,
             liveness=Liveness(ranks.rank, ranks.nodes) if liveness is None else liveness,
         )
+        self._streams = Streams(self._connections)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -233,6 +235,43 @@ class Wire:
             dispatch.end(self._ended[peer])
         return dispatch
 
+    def push(
+        self, peer: int, message: Message, memory: torch.Tensor, *, label: str, unit: int, apart: bool
+    ) -> Dispatch:
+        """Send a message whose last field is the lane of a stream, and bytes in this lane, and put a message
+        SENT into the inbox when the peer has read them. Arguments: as for `Streams.push` and `deliver`.
+        """
+        told = functools.partial(self._tell, MessageKind.SENT)
+        dispatch = Dispatch(self.failure_event, peer, next(self._numbers), label, unit=unit, told=told)
+        with self._lock:
+            self._check_open()
+            error = self._ended.get(peer)
+            if error is None:
+                self._streams.push(dispatch, message.fields[-1], message, memory, apart=apart)
+        if error is not None:
+            dispatch.end(error)
+        return dispatch
+
+    def pull(self, peer: int, lane: int, into: torch.Tensor, *, label: str, unit: int) -> Delivery:
+        """Read the next bytes of a lane of a peer's stream into uint8 memory, and put a message ARRIVED into
+        the inbox when they are there.
+        """
+        delivery = self.expect(peer, [into], label, unit=unit, tell=True)
+        if not delivery.done():
+            self._have_read(self._streams.pull(peer, lane, into.nbytes, delivery, into))
+        return delivery
+
+    def drop(self, peer: int, lane: int, nbytes: int) -> None:
+        """Drop the next bytes of a lane of a peer's stream."""
+        self._have_read(self._streams.pull(peer, lane, nbytes))
+
+    def _have_read(self, ended: Sequence[tuple[Delivery, int]]) -> None:
+        for delivery, began in ended:
+            if self._no_longer_expected(delivery.peer, delivery.number) is not None:
+                nbytes = sum(each.nbytes for each in delivery.into)
+                self._received(delivery.peer, delivery.label, delivery.unit, nbytes, began)
+                delivery.end()
+
     def refuse(self, peer: int, number: int, error: InfinityError) -> None:
         """Have the peer's delivery fail with the text of `error`."""
         self.post(peer, MessageKind.REFUSAL, number, type(error).__name__, error.cause, error.cure)
@@ -256,6 +295,7 @@ class Wire:
             first, self._closed = not self._closed, True
             self._traffic.messages_sent += len(self.peers) * first
         if first:
+            self._streams.forget()
             self._connections.close()
         thread = self._connections.thread
         thread.join(patience if self.failure is None else min(patience, 1.0))
@@ -294,16 +334,30 @@ class Wire:
     def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
         delivery = self._no_longer_expected(peer, number)
         unit = None if delivery is None else delivery.unit
-        nbytes = sum(sizes)
-        self.meter.crossed(f"from rank {peer}", label, unit, nbytes, began)
+        self._received(peer, label, unit, sum(sizes), began)
         with self._lock:
             self._traffic.messages_received += 1
-            self._traffic.received_from[peer, label] += nbytes
         if delivery is not None:
             wanted = [each.nbytes for each in delivery.into]
             delivery.end(None if wanted == sizes else _other_sizes(peer, sizes, wanted))
 
+    def _received(self, peer: int, label: str, unit: int | None, nbytes: int, began: int) -> None:
+        self.meter.crossed(f"from rank {peer}", label, unit, nbytes, began)
+        with self._lock:
+            self._traffic.received_from[peer, label] += nbytes
+
+    def streamed(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
+        if portion:
+            self._have_read(self._streams.came(peer, message.fields[-1], portion))
+        if message.kind is not MessageKind.STREAM:
+            self.heard(peer, message)
+
     def heard(self, peer: int, message: Message) -> None:
+        if message.kind is MessageKind.ROOM:
+            lane, nbytes = message.fields
+            for each in self._streams.has_read(peer, lane, nbytes):
+                self.taken(*each)
+            return
         with self._lock:
             self._traffic.messages_received += 1
         if message.kind is MessageKind.REFUSAL:
@@ -366,7 +420,7 @@ class Wire:
             self._ended.setdefault(peer, error.again())
             keys = [key for key in self._expected if key[0] == peer]
             deliveries = [self._expected.pop(key) for key in keys]
-        for each in [*deliveries, *self._connections.forget(peer)]:
+        for each in [*deliveries, *self._streams.forget(peer), *self._connections.forget(peer)]:
             each.end(error)
 
 

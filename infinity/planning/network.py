@@ -121,7 +121,7 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
     agreements, less than two for each, and of the ends of backwards, a few for each other rank.
 
     What a rank owns of a page comes by a request and an answer, or as many as its blocks need. Each gradient
-    is offered to each rank that owns a range of it, and each of its blocks takes a request and an answer.
+    is sent to each rank that owns a range of it.
     windows: whether ranks of a node read each other's RAM. Then parameters take no message there, if they are
     at home in RAM; those of other nodes come once, and each other rank of the node asks the relay for a
     page, unless it is there already. A gradient takes an offer and an answer.
@@ -130,19 +130,16 @@ def messages(plan: Plan, micro_batches: int = 1, *, windows: bool = False) -> fl
     most = plan.exchange_block_bytes
     if not plan.unified:
         most = min(most, plan.transit_buffer_bytes)
-    asked = offers = blocks = 0
+    asked = offers = 0
     for unit in plan.layout.units:
         own = [span.nbytes for span in spans(unit, share.ranks) if span.owner == share.rank]
         asked += share.ranks * sum(math.ceil(each / most) for each in ([sum(own)] if plan.unified else own))
         for index, parameter in enumerate(unit.parameters):
-            owned = list(unit.owned(index)) if parameter.trainable else []
-            sizes = [each.numel * parameter.dtype.itemsize for each in owned]
-            offers += len(owned)
-            blocks += sum(math.ceil(nbytes / plan.exchange_block_bytes) for nbytes in sizes)
+            offers += len(list(unit.owned(index))) * parameter.trainable
     others = (share.ranks - here) / here if windows else share.ranks - 1
     times = _times(missing_share(plan), micro_batches)
     readers = here - 1 if windows else 0
-    gradients = micro_batches * (readers * 2 * offers + (share.ranks - 1 - readers) * (offers + 2 * blocks))
+    gradients = micro_batches * (readers * 2 + share.ranks - 1 - readers) * offers
     relays = share.ranks * (here - 1) * len(plan.layout.units) * bool(windows and plan.node_cache_bytes)
     return (2 * times * (others * asked + relays) + gradients) / share.ranks
 

@@ -37,7 +37,7 @@ class Case(NamedTuple):
     waiting: int = 1
     """The room for shards that wait at the rank that made them, unless it is the only one."""
     arriving: int = 1
-    """The most shards for which an owner has asked at a time."""
+    """The most shards that an owner reads at a time."""
     deaths: bool = False
     """Whether a rank may die at any time, one at the most."""
 
@@ -74,6 +74,8 @@ class Rank:
         self.cleared = [0] * size
         self.outgoing: list[GradientShard] = []
         self.ready: list[tuple[str, GradientShard]] = []
+        self.lanes: dict[tuple[int, int], list[GradientShard]] = {}
+        """(rank, lane of its stream) -> shards in it that are not being read; no empty ones."""
         self.early: list[tuple[int, tuple[Any, ...]]] = []
         self.barriers: list[list[Any]] = []
         """Number of an agreement -> rank -> facts, None if they have not come."""
@@ -237,8 +239,8 @@ class World:
         elif what == "cleared":
             me.cleared[source] = fields[0]
             self.forget(case, me)
-        elif what == "request":
-            assert fields[0] in me.outgoing, "a gradient was asked for after it was cleared"
+        elif what == "room":
+            assert fields[0] in me.outgoing, "a gradient was read after it was cleared"
             me.outgoing.remove(fields[0])
             me.sending += 1
             self.post(me, "data", fields[0], to=source)
@@ -263,7 +265,16 @@ class World:
                 self.take(me, me.turns.done(source, ALL))
         else:
             me.heard[source] += 1
+            self.stream(me, source, field)
             self.take(me, me.turns.offered(field[0], field[1], source, field))
+
+    def stream(self, me: Rank, source: int, token: GradientShard) -> None:
+        """Note that the bytes of a shard follow those that are in its lane already."""
+        me.lanes.setdefault((source, self.lane(token)), []).append(token)
+
+    def lane(self, token: GradientShard) -> int:
+        _, micro_batch, _, _, room = token
+        return 2 * micro_batch + (not room)
 
     def forget(self, case: Case, me: Rank) -> None:
         while me.forgotten < min(me.cleared):
@@ -299,10 +310,19 @@ class World:
         me.sums.append((me.epoch, token[0], token))
 
     def go_on(self, case: Case, me: Rank) -> None:
-        while me.ready and (len(me.asked) < case.arriving or not me.asked):
-            _, token = me.ready.pop(0)
+        """Read shards whose turn has come: the bytes come when their rank hears that there is room."""
+        while len(me.asked) < case.arriving or not me.asked:
+            first = [each[0] for each in me.lanes.values()]
+            at = next((at for at, (_, token) in enumerate(me.ready) if token in first), None)
+            if at is None:
+                return
+            _, token = me.ready.pop(at)
+            lane = token[2], self.lane(token)
+            me.lanes[lane].pop(0)
+            if not me.lanes[lane]:
+                del me.lanes[lane]
             me.asked.append(token)
-            self.post(me, "request", token, to=token[2])
+            self.post(me, "room", token, to=token[2])
 
     def die(self, me: Rank) -> None:
         """What it has sent arrives, and then it is known that it is gone."""
@@ -315,6 +335,9 @@ class World:
 
 class Lending(World):
     """Ranks of one node: an owner adds a shard from shared memory of the rank that made it."""
+
+    def stream(self, me: Rank, source: int, token: GradientShard) -> None:
+        pass
 
     def take(self, me: Rank, given: list[tuple[str, GradientShard]]) -> None:
         turns = deque(given)
@@ -446,6 +469,9 @@ CASES = {
     "two ranks, shared parameters alone": Case(
         ((("0a", "0a", "0b", "1b", "1b", "|"), ("0b", "0b", "1b", "|")),)
     ),
+    "two ranks, a shared parameter before others": Case(
+        ((("1a", "1a", "1b", "1c", "|"), ("1a", "1b", "1c", "|")),)
+    ),
     "three ranks": Case(((("1a", "|"), ("|",), ("1a", "|")),)),
     "three ranks, one contributes": Case(((("|",), ("|",), ("1a", "|")),)),
     "three ranks, one is idle": Case((((), ("|",), ("1a", "1b", "|")),)),
@@ -508,6 +534,13 @@ class Silent(World):
             super().post(me, *message, to=to)
 
 
+class OneLane(World):
+    """Ranks whose further shards are in one lane with the first ones."""
+
+    def lane(self, token: GradientShard) -> int:
+        return 0
+
+
 class Unpaused(World):
     """Ranks that do not say when they enter an agreement."""
 
@@ -556,6 +589,7 @@ CIRCLE = "the ranks wait for each other in a circle"
         (CASES["two ranks, a backward more, without room"], Unpaused, CIRCLE),
         (CASES["three ranks, one is idle"], Unpaused, CIRCLE),
         (CASES["three ranks, one contributes"], GivesNothingBack, CIRCLE),
+        (CASES["two ranks, a shared parameter before others"], OneLane, CIRCLE),
         (CASES["two ranks, one is idle in the second step"], PausedTooEarly, "cleared"),
         (CASES["two ranks, one is idle in the second step"], PausedOnce, CIRCLE),
         (CASES["two ranks, one is idle in the second step"], FormerNumbers, CIRCLE),

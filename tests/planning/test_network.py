@@ -100,18 +100,16 @@ def test_what_a_node_has_no_room_to_keep_comes_again() -> None:
 
 def test_messages_of_a_step() -> None:
     """A weight of two blocks of 4096 elements, which ranks 0 and 1 own, and a bias, which rank 2 owns. A rank
-    asks three others for their shards, and has a gradient for each of the three ranges.
+    asks three others for their shards, and sends them gradients of three ranges.
     """
     made = planned(stack([64], set()), host=64 * MiB, share=Share(0, 4, 3, on_node=2))
-    assert messages(made) == (4 * 3 * 2 + 3 * 3 * 3) / 4
+    assert messages(made) == (4 * 3 * 2 + 3 * 3) / 4
     relays = 4 * 2  # and the other rank of the node asks for them
-    assert messages(made, windows=True) == (4 * 2 + relays + 3 * (2 + 2 * 3)) / 4, (
-        "a node gets two shards once"
-    )
-    assert messages(made, 2) == (4 * 3 * 2 + 2 * 3 * 3 * 3) / 4
-    assert messages(replace(made, resident_bytes=0), 2) == (4 * 4 * 3 * 2 + 2 * 3 * 3 * 3) / 4
-    # Shards of 8192 bytes come in two blocks, and so do both parts of the weight's gradient.
-    assert messages(replace(made, exchange_block_bytes=4096)) == (8 * 3 * 2 + 3 * (3 + 2 * 5)) / 4
+    assert messages(made, windows=True) == (4 * 2 + relays + 3 * (2 + 2)) / 4, "a node gets two shards once"
+    assert messages(made, 2) == (4 * 3 * 2 + 2 * 3 * 3) / 4
+    assert messages(replace(made, resident_bytes=0), 2) == (4 * 4 * 3 * 2 + 2 * 3 * 3) / 4
+    # Shards of 8192 bytes come in two blocks.
+    assert messages(replace(made, exchange_block_bytes=4096)) == (8 * 3 * 2 + 3 * 3) / 4
 
 
 @pytest.mark.parametrize(("text", "rate"), [("8Gbit", 1e9), ("100 Mbit/s", 12.5e6), ("0.8kbps", 100.0)])
