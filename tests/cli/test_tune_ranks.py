@@ -11,7 +11,7 @@ import pytest
 from rank_processes import free_port
 from tiny_job import PATIENCE, TinyJob, ended
 
-from infinity.distributed.node_link import _sources
+from infinity.distributed.node_link import _source
 from infinity.planning.machine_rates import keep_network, network_rate
 from infinity.system.cache import cache_file
 
@@ -81,8 +81,8 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_each_rank_pulls_from_the_next_node() -> None:
-    assert _sources({0: 4, 1: 4, 2: 7, 3: 7}) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert _sources({0: 0, 1: 1, 2: 1, 3: 2}) == {0: 1, 1: 3, 2: 3, 3: 0}
+    assert [_source([0, 0, 1, 1], rank) for rank in range(4)] == [2, 3, 0, 1]
+    assert [_source([0, 1, 1, 2], rank) for rank in range(4)] == [1, 3, 3, 0]
 
 
 def test_the_last_measurement_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
