@@ -217,7 +217,7 @@ class _Planner:
             if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
             if share.whole_parameters:
-                host_free = self.budgets[Tier.HOST] - found.host_bytes
+                host_free = self.budgets[Tier.HOST] - found.host_bytes - self._wanted_by_cache(found)
                 homes, units = twin_flow.mirrored(
                     found.homes, found.page_sizes, host_free, updated_on_device=found.updated_on_device
                 )
@@ -269,15 +269,11 @@ class _Planner:
 
     def _with_node_cache(self, plan: Plan, placement: Placement, facts: Mapping[str, Any]) -> Plan:
         """Return the plan with a cache for parameters of other nodes. The cache takes RAM that is left or, if
-        pages are on NVMe anyway, RAM that pages would have. The division of the model stays as it is, and the
-        pool of resident pages gets no smaller.
+        pages are on NVMe anyway, RAM that pages would have, unless the device updates or mirrors some. The
+        division of the model stays as it is, and the pool of resident pages gets no smaller.
         """
-        share, wanted = self.search.share, plan.relayed_bytes
-        if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
-            return plan  # each parameter comes to a node at most once a step anyway
-        least = min(wanted, _LEAST_CACHE * plan.exchange_block_bytes)
-        if self.node_cache is not None:
-            wanted = min(wanted, self.node_cache // PAGE_ALIGNMENT * PAGE_ALIGNMENT)
+        share, wanted = self.search.share, self._wanted_by_cache(plan)
+        least = min(plan.relayed_bytes, _LEAST_CACHE * plan.exchange_block_bytes)
         if share.on_node == 1:
             roomy = self._with_all_room_for_pages(plan)
             if roomy.resident_bytes >= sum(unit.nbytes for unit in plan.layout.units):
@@ -285,7 +281,8 @@ class _Planner:
         if wanted < max(1, least):
             return plan
         left, room, budget = min(wanted, self._left(plan, Tier.HOST)), self.room, self.budgets[Tier.HOST]
-        for divisor in _CACHE_SHARES if plan.home_bytes[Tier.NVME] else ():
+        from_pages = plan.home_bytes[Tier.NVME] and not (plan.updated_on_device or plan.mirrored)
+        for divisor in _CACHE_SHARES if from_pages else ():
             nbytes = min(
                 round_up(wanted, PAGE_ALIGNMENT), budget // divisor // PAGE_ALIGNMENT * PAGE_ALIGNMENT
             )
@@ -295,6 +292,14 @@ class _Planner:
             if other is not None and other.resident_bytes >= placement.resident_bytes:
                 return self._planned(other, facts, node_cache_bytes=nbytes)
         return replace(plan, node_cache_bytes=left if left >= least else 0)
+
+    def _wanted_by_cache(self, plan: Plan) -> int:
+        """Bytes of a cache that has room for all parameters of other nodes; 0 if a cache gains nothing."""
+        share = self.search.share
+        if share.stage == 0 or (share.on_node == 1 and share.stage < 3):
+            return 0  # each parameter comes to a node at most once a step anyway
+        most = plan.relayed_bytes if self.node_cache is None else self.node_cache
+        return min(plan.relayed_bytes, most // PAGE_ALIGNMENT * PAGE_ALIGNMENT)
 
     def _with_all_room_for_pages(self, plan: Plan) -> Plan:
         """Return the plan with the free bytes of the tier that computes added to the pool of resident pages.

@@ -197,6 +197,18 @@ def test_a_cache_takes_a_share_of_the_ram_that_makes_pages_go_to_nvme() -> None:
     check(made, Budget(host=tight, nvme=nvme))
 
 
+def test_a_cache_comes_before_mirrors() -> None:
+    """The link between nodes is slower than that to the device."""
+    share = Share(0, 4, 1, on_node=2)
+    roomy = planned(model(), **ROOMY, device=64 * MiB, share=share)
+    assert len(roomy.mirrored) == 3 and roomy.node_cache_bytes == roomy.relayed_bytes > 0
+    mirrors = sum(roomy.page_bytes(unit, Kind.PARAMETER) for unit in roomy.mirrored)
+    tight = roomy.host_bytes - mirrors // 2
+    made = planned(model(), host=tight, device=64 * MiB, share=share)
+    assert made.node_cache_bytes == roomy.node_cache_bytes and 0 < len(made.mirrored) < 3
+    check(made, Budget(host=tight, device=64 * MiB))
+
+
 def test_no_cache_without_need_or_room() -> None:
     share = Share(0, 4, 3, on_node=2)
     small = planned(model(), host=64 * MiB, share=share, node_cache=4096)
