@@ -115,5 +115,8 @@ class WholeGradients:
         return into if there else None
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
+        # Of a unit that this rank has not used since its last update, that update may still be due, and use
+        # the memory of its gradients.
+        self._scheduler.complete(page.index)
         page.forget_piece(chunk_index, piece)
         Joined(self._scheduler.accumulate_piece(page.index, chunk_index, piece, total, last=True)).wait()

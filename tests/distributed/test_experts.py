@@ -20,6 +20,11 @@ def test_ranks_choose_different_experts(tmp_path: Path) -> None:
     check_bits(FEW[::2], 2, tmp_path)
 
 
+def test_gradients_come_to_a_unit_whose_last_update_is_still_due(tmp_path: Path) -> None:
+    """A rank of stage 0 that does not use an expert updates it, and nobody asks for the outcome."""
+    check_bits((Case("experts", 0, home="nvme"),), 2, tmp_path)
+
+
 def test_ranks_generate_texts_of_different_lengths(tmp_path: Path) -> None:
     cases = (
         Case("decoder", 3, home="host", generates=True),
