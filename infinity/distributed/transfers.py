@@ -41,19 +41,16 @@ class _Transfer:
         """Whether the transfer or the whole run has ended, successfully or with an error. Never blocks."""
         return self._ended or self._failure_event.failure is not None
 
-    def wait(self, timeout: float | None = None) -> object:
+    def wait(self) -> object:
         """Wait without the GIL until the transfer has ended.
 
-        timeout: seconds; None: the failure event's time-out. Raises RankFailure if the peer died, left,
-        refused or took too long; RankDivergence if the peer sent or refused something because its program
-        differs; or the failure of the run. After an error the wire's threads may use the memory until they
-        end.
+        Raises RankFailure if the peer died, left, refused or took longer than the failure event's time-out;
+        RankDivergence if the peer sent or refused something because its program differs; or the failure of
+        the run. After an error the wire's threads may use the memory until they end.
         """
-        if not self._failure_event.wait_for(lambda: self._ended, timeout):
-            seconds = self._failure_event.timeout if timeout is None else timeout
-            raise rank_failure(
-                self.peer, f"did not {self._verb} {self.label} within {seconds:g} s ({TIMEOUT_VARIABLE})"
-            )
+        if not self._failure_event.wait_for(lambda: self._ended):
+            within = f"{self._failure_event.timeout:g} s ({TIMEOUT_VARIABLE})"
+            raise rank_failure(self.peer, f"did not {self._verb} {self.label} within {within}")
         if self._failure is not None:
             raise self._failure.again()
         return None
@@ -79,11 +76,6 @@ class _Transfer:
     def failed(self) -> bool:
         """Whether the transfer has ended with an error, which `wait` raises."""
         return self._failure is not None
-
-    @property
-    def failure(self) -> InfinityError | None:
-        """A copy of the error with which the transfer has ended, or None."""
-        return None if self._failure is None else self._failure.again()
 
 
 class Delivery(_Transfer):
@@ -122,9 +114,9 @@ class Delivery(_Transfer):
     def done(self) -> bool:
         return super().done() and self._after.done()
 
-    def wait(self, timeout: float | None = None) -> object:
+    def wait(self) -> object:
         with nullcontext() if self.done() else self._awaiting(self.label):
-            super().wait(timeout)
+            super().wait()
         return self._after.wait()
 
     def end(self, failure: InfinityError | None = None) -> None:

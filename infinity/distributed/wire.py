@@ -171,7 +171,6 @@ class Wire:
         label: str = "parameters",
         *,
         unit: int | None = None,
-        tell: bool = False,
         told: Callable[[Delivery], None] | None = None,
         instead: Callable[[Delivery], object] | None = None,
     ) -> Delivery:
@@ -179,19 +178,15 @@ class Wire:
         from the peer with the delivery's number.
 
         into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. label:
-        what the bytes are, for errors and counters. unit: index of the unit, for timelines. tell: whether to
-        put a message ARRIVED into the inbox when the delivery has ended; `told` is then not used. told:
-        called with the delivery when it has ended, by the thread that receives, or by the
-        calling thread if the peer has already left. instead: called with the delivery if the peer answers
+        what the bytes are, for errors and counters. unit: index of the unit, for timelines. told: called with
+        the delivery when it has ended, by the thread that receives, or by the calling thread if the peer has
+        already left. instead: called with the delivery if the peer answers
         without bytes.
         """
-        if tell:
-            told = functools.partial(self._tell, MessageKind.ARRIVED)
-        number = next(self._numbers)
         delivery = Delivery(
             self.failure_event,
             peer,
-            number,
+            next(self._numbers),
             label,
             into=tuple(into),
             unit=unit,
@@ -215,16 +210,13 @@ class Wire:
         label: str = "parameters",
         *,
         unit: int | None = None,
-        tell: bool = False,
     ) -> Dispatch:
         """Send the bytes that the peer expects under `number`.
 
         pieces: contiguous uint8 tensors in CPU memory. They are kept, and must not change, until the dispatch
-        is done. unit: as in `expect`. tell: whether a message SENT comes into the inbox when the dispatch is
-        done.
+        is done. unit: as in `expect`.
         """
-        told = functools.partial(self._tell, MessageKind.SENT) if tell else None
-        dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit, told=told)
+        dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit)
         message = Message(MessageKind.DATA, [number, label, [each.nbytes for each in pieces]])
         with self._lock:
             self._check_open()
@@ -256,7 +248,8 @@ class Wire:
         """Read the next bytes of a lane of a peer's stream into uint8 memory, and put a message ARRIVED into
         the inbox when they are there.
         """
-        delivery = self.expect(peer, [into], label, unit=unit, tell=True)
+        told = functools.partial(self._tell, MessageKind.ARRIVED)
+        delivery = self.expect(peer, [into], label, unit=unit, told=told)
         if not delivery.done():
             self._have_read(self._streams.pull(peer, lane, into.nbytes, delivery, into))
         return delivery
