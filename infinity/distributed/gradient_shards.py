@@ -36,7 +36,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -84,46 +84,25 @@ class _Shard(NamedTuple):
 class _Offer:
     """A shard that waits for its turn: one rank's gradient of what this rank owns of a parameter."""
 
+    key: Key
+    epoch: int
     source: int
     """The rank that computed the gradient."""
     token: int
     """The number by which that rank knows the gradient."""
     dtype: torch.dtype
-    micro_batch: int
-    """Number of the micro-batch on that rank since gradients were cleared."""
     here: torch.Tensor | None = None
-    """The gradient of the range that this rank owns, flat, in RAM that this rank can read; None if it has to
-    be pulled, or has been added.
+    """The gradient of the range that this rank owns, flat, in RAM that this rank can read; None if it comes
+    in a stream, or has been added.
     """
     room: int = 0
     """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
     lane: int = -1
     """The lane of its rank's stream in which its bytes come; -1 if they do not."""
-    left: int = 0
-    """Bytes of the stream that are still to be read for it."""
-
-
-@dataclass(slots=True)
-class _Pull:
-    """A shard of another rank whose turn has come."""
-
-    key: Key
-    epoch: int
-    offer: _Offer
-    blocks: deque[_Block]
-    """The blocks that are not being read yet."""
-    asked: int = 0
-    """Number of blocks that are being read and have not been added yet."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A block of a shard whose bytes are on their way into `memory`."""
-
-    pull: _Pull
-    block: _Block
-    memory: torch.Tensor
-    """The bytes, uint8, in the pool of the exchange."""
+    blocks: deque[_Block] = field(default_factory=deque)
+    """What comes in the stream and is not being read yet."""
+    reading: int = 0
+    """Number of blocks that are being read, and have not been added yet."""
 
 
 class _AskedSum(NamedTuple):
@@ -236,12 +215,14 @@ class GradientShards:
         self._turns: Turns[Key, _Offer] = Turns(share.ranks)
         self._early: list[tuple[int, Message]] = []
         """(source, message) of each message about an epoch that this rank has not begun."""
-        self._ready: list[_Pull] = []
-        """Shards in streams, of which some blocks wait for room, or for what is before them in their lane."""
+        self._ready: list[_Offer] = []
+        """Shards in streams whose turn has come, of which some blocks are not being read yet: they wait for
+        room, or for others before them in their lane.
+        """
         self._paused = self._closed = 0
         """Numbers of agreements that this rank has begun by `pause`, and ended by `await_all`."""
-        self._asked: dict[int, _Asked] = {}
-        """Number of a delivery -> the block that it brings."""
+        self._reading: dict[int, tuple[_Offer, _Block, torch.Tensor]] = {}
+        """Number of a delivery -> the block that it brings, and memory in the pool of the exchange."""
         self._outgoing: dict[int, tuple[torch.Tensor, int]] = {}
         """Token -> this rank's gradient of a range that a rank of its node owns and has not read, and the
         bytes by which it counts in `_waiting_bytes`.
@@ -319,7 +300,7 @@ class GradientShards:
             return
         self._token += 1
         if owner == self._share.rank:
-            offer = _Offer(owner, self._token, part.dtype, micro_batch, part, part.nbytes * counts)
+            offer = _Offer(key, self._epoch, owner, self._token, part.dtype, part, part.nbytes * counts)
             self._take(self._turns.offered(key, micro_batch, owner, offer))
             if offer.here is not None and place is None:
                 offer.here, _ = self._kept(part)
@@ -452,7 +433,7 @@ class GradientShards:
         self._turns.clear()
         self._ready.clear()
         for (source, lane), offers in self._lanes.items():
-            if left := sum(each.left for each in offers):
+            if left := sum(_bytes(block, each.dtype) for each in offers for block in each.blocks):
                 self._wire.drop(source, lane, left)
         self._lanes.clear()
         self._coming.clear()
@@ -509,14 +490,15 @@ class GradientShards:
             micro_batch, token, dtype, unit, parameter, place, lane = fields
             self._gradients.begin()
             self._pages[unit].content.add(parameter)
-            offer, count = _Offer(source, token, _DTYPES[dtype], micro_batch), self._owned((unit, parameter))
+            offer = _Offer((unit, parameter), epoch, source, token, _DTYPES[dtype])
             if place >= 0:
                 assert self._windows is not None
+                count = sum(piece.count for _, piece in self._pages[unit].pieces(parameter))
                 offer.here = self._windows.view(source, place, count, offer.dtype)
             else:
-                offer.lane, offer.left = lane, count * offer.dtype.itemsize
+                offer.lane, offer.blocks = lane, self._blocks(offer)
                 self._lanes[source, lane].append(offer)
-            self._take(self._turns.offered((unit, parameter), micro_batch, source, offer))
+            self._take(self._turns.offered(offer.key, micro_batch, source, offer))
         self._go_on()
 
     def taken(self, token: int) -> None:
@@ -541,23 +523,20 @@ class GradientShards:
 
     def arrived(self, delivery: Delivery) -> None:
         """Add a block that has arrived."""
-        asked = self._asked.pop(delivery.number)
-        pull = asked.pull
-        if pull.epoch == self._epoch and not delivery.failed:
-            gradient = asked.memory.view(pull.offer.dtype)
-            copies = self._add(pull.key, pull.offer, asked.block, gradient)
-            self._then(copies, functools.partial(_nothing, gradient))
-            pull.asked -= 1
-            if not pull.asked and not pull.blocks:
-                self._take(self._turns.taken(pull.key))
-            del gradient
-        del asked
+        offer, block, memory = self._reading.pop(delivery.number)
+        if offer.epoch == self._epoch and not delivery.failed:
+            copies = self._add(offer, block, memory.view(offer.dtype))
+            self._then(copies, functools.partial(_nothing, memory))
+            offer.reading -= 1
+            if not offer.reading and not offer.blocks:
+                self._take(self._turns.taken(offer.key))
+        del memory  # so that others find room
         self._go_on()
 
     # --- inside -----------------------------------------------------------------------------------------
 
     def _take(self, given: list[tuple[Key, _Offer]]) -> None:
-        """Add those of the `given` shards that this rank can read; append a pull of each other to `_ready`.
+        """Add those of the `given` shards that are in RAM that this rank can read; append others to `_ready`.
 
         Each addition may give further shards their turn, which are treated alike.
         """
@@ -565,23 +544,23 @@ class GradientShards:
         while turns:
             key, offer = turns.popleft()
             if offer.here is None:
-                self._ready.append(_Pull(key, self._epoch, offer, self._blocks(key, offer.dtype)))
+                self._ready.append(offer)
                 continue
             began = time.perf_counter_ns()
-            copies = self._add(key, offer, self._pages[key[0]].pieces(key[1]), offer.here)
-            self._then(copies, functools.partial(self._was_read, key[0], offer, self._epoch, began))
+            copies = self._add(offer, self._pages[key[0]].pieces(key[1]), offer.here)
+            self._then(copies, functools.partial(self._was_read, offer, began))
             turns.extend(self._turns.taken(key))
 
-    def _was_read(self, unit: int, offer: _Offer, epoch: int, began: int) -> None:
-        """Give back the bytes of a shard that has been read. epoch, began: when it was added."""
+    def _was_read(self, offer: _Offer, began: int) -> None:
+        """Give back the bytes of a shard that has been read. began: when it was added."""
         assert offer.here is not None
         if offer.source != self._share.rank:
             assert self._windows is not None
             self._windows.forget(offer.source, offer.here)
-            self._wire.copied(offer.source, "gradients", unit, offer.here.nbytes, began)
+            self._wire.copied(offer.source, "gradients", offer.key[0], offer.here.nbytes, began)
             self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
         offer.here = None
-        if epoch == self._epoch:
+        if offer.epoch == self._epoch:
             self._count(-offer.room)
 
     def _go_on(self) -> None:
@@ -613,16 +592,12 @@ class GradientShards:
         pieces = [there, found.view(torch.uint8)]
         self._wire.deliver(asked.source, asked.number, pieces, "gradients", unit=unit)
 
-    def _owned(self, key: Key) -> int:
-        """Number of elements of a parameter that this rank owns."""
-        return sum(piece.count for _, piece in self._pages[key[0]].pieces(key[1]))
-
-    def _blocks(self, key: Key, dtype: torch.dtype) -> deque[_Block]:
+    def _blocks(self, offer: _Offer) -> deque[_Block]:
         """Group the pieces of a parameter that this rank owns into blocks of at most `_block_bytes` bytes."""
         found: deque[_Block] = deque()
-        nbytes = 0
-        for chunk_index, piece in self._pages[key[0]].pieces(key[1]):
-            size = piece.count * dtype.itemsize
+        nbytes, (unit, parameter) = 0, offer.key
+        for chunk_index, piece in self._pages[unit].pieces(parameter):
+            size = piece.count * offer.dtype.itemsize
             if not found or nbytes + size > self._block_bytes:
                 found.append([])
                 nbytes = 0
@@ -630,39 +605,35 @@ class GradientShards:
             nbytes += size
         return found
 
-    def _read(self, pull: _Pull) -> bool:
+    def _read(self, offer: _Offer) -> bool:
         """Read the next block of a shard from its stream. Returns False if there is no room for it now, or if
         other shards are before it in its lane.
         """
-        block, offer = pull.blocks[0], pull.offer
         lane = self._lanes[offer.source, offer.lane]
         if lane[0] is not offer:
             return False
-        count = sum(piece.count for _, piece in block)
-        nbytes = count * offer.dtype.itemsize
+        nbytes = _bytes(offer.blocks[0], offer.dtype)
         if self._room.largest_free >= nbytes:
             with self._room.lease(nbytes) as lease:
                 memory = lease.residency()
-        elif self._asked or self._going_up:
+        elif self._reading or self._going_up:
             return False  # an arrival, or the end of a copy, will make room
         else:  # what keeps the room is no shard, so that nothing would come of a wait
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        delivery = self._wire.pull(offer.source, offer.lane, memory, label="gradients", unit=pull.key[0])
-        self._asked[delivery.number] = _Asked(pull, block, memory)
-        offer.left -= nbytes
-        pull.blocks.popleft()
-        pull.asked += 1
-        if not pull.blocks:
+        delivery = self._wire.pull(offer.source, offer.lane, memory, label="gradients", unit=offer.key[0])
+        self._reading[delivery.number] = offer, offer.blocks.popleft(), memory
+        offer.reading += 1
+        if not offer.blocks:
             lane.popleft()
         return True
 
     def _add(
-        self, key: Key, offer: _Offer, block: Sequence[tuple[int, Piece]], gradient: torch.Tensor
+        self, offer: _Offer, block: Sequence[tuple[int, Piece]], gradient: torch.Tensor
     ) -> Sequence[Transfer]:
         """Add consecutive pieces of a shard. gradient: flat, the gradient of these pieces. Returns the copies
         to the device that still read it.
         """
-        unit, _ = key
+        unit, _ = offer.key
         last, done = offer.source == self._share.ranks - 1, 0
         copies: list[Transfer] = []
         for chunk_index, piece in block:
@@ -677,7 +648,7 @@ class GradientShards:
         return copies
 
     def _idle(self) -> bool:
-        under_way = self._asked or self._ready or self._outgoing or self._sending or self._going_up
+        under_way = self._reading or self._ready or self._outgoing or self._sending or self._going_up
         return not under_way and self._turns.drained(self.ended)
 
     def _count(self, nbytes: int) -> None:
@@ -691,6 +662,10 @@ class GradientShards:
             "Have all ranks run the same number of backwards before step(), clip_grad_norm_ or zero_grad(); "
             f"{TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
         )
+
+
+def _bytes(block: _Block, dtype: torch.dtype) -> int:
+    return sum(piece.count for _, piece in block) * dtype.itemsize
 
 
 def _nothing(gradient: torch.Tensor) -> None:
