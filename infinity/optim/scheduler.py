@@ -417,6 +417,8 @@ class UpdateScheduler(Updates):
             parameter: ParameterUpdate(decision.hypers[hyper], seed)
             for parameter, (hyper, seed) in decision.parameters.items()
         }
+        home = self._pages[unit].home
+        home.withdraw(0, home.nbytes)
         units.update(unit, updates, decision.scale)
         self._store.meter.updating(time.perf_counter() - started)
 

@@ -318,10 +318,10 @@ class Store:
             home.in_flight.append(request)
             self._writes.append((home, request))
             return transfer
+        if home.in_place and durable:
+            self.ledger.settle(home.parts.over(offset, offset + source.nbytes))
+        home.withdraw(offset, offset + source.nbytes)
         if home.in_place:
-            if durable:
-                self.ledger.settle(home.parts.over(offset, offset + source.nbytes))
-            home.withdraw(offset, offset + source.nbytes)
             there = home.view(offset, source.nbytes)
             self.link.uses(User.HOST, there, writes=True, label="written home")
             there.copy_(source)

@@ -1,4 +1,4 @@
-"""Tests that nothing changes a parameter's home in RAM before `Home.withdraw` was called for its bytes."""
+"""Tests that nothing changes a parameter's home in memory before `Home.withdraw` was called for its bytes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from infinity.tiers import Tier
 BUDGETS = {
     "unified": infinity.Budget(host="64MiB"),
     "host": infinity.Budget(device="1MiB", host="64MiB"),
+    "device": infinity.Budget(device="64MiB", host="64MiB"),
 }
 
 
