@@ -44,7 +44,12 @@ class Board:
     def entries(self) -> int: ...
     def open(self, index: int, stamp: tuple[int, int, int], offset: int) -> None: ...
     def close(self, index: int) -> None: ...
-    def is_open(self, index: int, stamp: tuple[int, int, int]) -> bool: ...
+    def changes(self, index: int, stamp: tuple[int, int, int]) -> int:
+        """How often an entry has changed, if it is open with this stamp; 0 if it is not."""
+
+    def unchanged(self, index: int, changes: int) -> bool:
+        """Whether an entry has not changed since `changes` returned this number."""
+
     def copy(
         self, index: int, stamp: tuple[int, int, int], window: Window, start: int, into: int, nbytes: int
     ) -> bool:

@@ -113,7 +113,7 @@ def test_more_random_training_is_ordered_and_has_every_bit(first: int) -> None:
         check(seed)
 
 
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("order", [each for each in Order if each is not Order.OFFER])  # needs other ranks
 def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
     for seed in range(60):
         device = EmulatedDevice(seed)

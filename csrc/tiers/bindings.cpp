@@ -190,7 +190,8 @@ void bind_board(nb::module_& m) {
         .def_prop_ro("entries", &Board::entries)
         .def("open", &Board::open, nb::arg("index"), nb::arg("stamp"), nb::arg("offset"))
         .def("close", &Board::close, nb::arg("index"))
-        .def("is_open", &Board::is_open, nb::arg("index"), nb::arg("stamp"))
+        .def("changes", &Board::changes, nb::arg("index"), nb::arg("stamp"))
+        .def("unchanged", &Board::unchanged, nb::arg("index"), nb::arg("changes"))
         .def(
             "copy",
             [](const Board& self, std::uint64_t index, const Board::Stamp& stamp,

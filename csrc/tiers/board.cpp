@@ -37,7 +37,7 @@ Board::Entry* Board::entry(std::uint64_t index) const {
 
 void Board::open(std::uint64_t index, const Stamp& stamp, std::uint64_t offset) {
     Entry& entry = *this->entry(index);
-    if (load(entry.offset) == offset && is_open(index, stamp)) return;
+    if (load(entry.offset) == offset && changes(index, stamp) != 0) return;
     close(index);
     store(entry.offset, offset);
     for (std::size_t at = 0; at < stamp.size(); ++at) store(entry.stamp[at], stamp[at]);
@@ -53,28 +53,31 @@ void Board::close(std::uint64_t index) {
     __atomic_thread_fence(__ATOMIC_RELEASE);  // before the bytes change
 }
 
-bool Board::is_open(std::uint64_t index, const Stamp& stamp) const {
+std::uint64_t Board::changes(std::uint64_t index, const Stamp& stamp) const {
     const Entry& entry = *this->entry(index);
-    return load(entry.changes) % 2 != 0 && entry.has(stamp);
+    const std::uint64_t changes = __atomic_load_n(&entry.changes, __ATOMIC_ACQUIRE);
+    return changes % 2 != 0 && entry.has(stamp) ? changes : 0;
+}
+
+bool Board::unchanged(std::uint64_t index, std::uint64_t changes) const {
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);  // the copy before the second look
+    return load(entry(index)->changes) == changes;
 }
 
 bool Board::copy(std::uint64_t index, const Stamp& stamp, const Window& window, std::uint64_t start,
                  std::byte* into, std::uint64_t nbytes) const {
-    const Entry& entry = *this->entry(index);
-    const std::uint64_t changes = __atomic_load_n(&entry.changes, __ATOMIC_ACQUIRE);
-    if (changes % 2 == 0) return false;
-    if (!entry.has(stamp)) return false;
-    const std::uint64_t offset = load(entry.offset);
+    const std::uint64_t changes = this->changes(index, stamp);
+    if (changes == 0) return false;
+    const std::uint64_t offset = load(entry(index)->offset);
     if (offset > window.nbytes() || start > window.nbytes() - offset ||
         nbytes > window.nbytes() - offset - start) {
-        if (load(entry.changes) != changes) return false;  // the words belong to different opens
+        if (!unchanged(index, changes)) return false;  // the words belong to different opens
         throw std::out_of_range("the bytes are not in the shared memory");
     }
     const std::byte* from = window.address() + offset + start;
     std::memcpy(into, from, nbytes);
     window.forget(offset + start, nbytes);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);  // the copy before the second look
-    return load(entry.changes) == changes;
+    return unchanged(index, changes);
 }
 
 }  // namespace infinity::tiers

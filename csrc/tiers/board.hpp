@@ -37,8 +37,11 @@ class Board {
     // Closes an entry, if it is open. Call it before the bytes change. Throws std::out_of_range.
     void close(std::uint64_t index);
 
-    // Whether an entry is open with this stamp. Throws std::out_of_range.
-    bool is_open(std::uint64_t index, const Stamp& stamp) const;
+    // How often an entry has changed, if it is open with this stamp; 0 if it is not. A copy that
+    // the caller begins afterwards counts if the entry is `unchanged` when the copy is complete.
+    // Both throw std::out_of_range.
+    std::uint64_t changes(std::uint64_t index, const Stamp& stamp) const;
+    bool unchanged(std::uint64_t index, std::uint64_t changes) const;
 
     // Copies `nbytes` bytes from byte `start` of an entry to `into`. `window` is the shared memory
     // of the board's process. Returns whether the entry was open with this stamp all the time; if

@@ -117,6 +117,8 @@ class Communicator(SingleRank):
         return True
 
     def leave(self) -> None:
+        if self._windows is not None:
+            self._windows.leave_devices()
         if self.failure_event.failure is None:
             try:
                 self.wire.post(self.ranks.peers, MessageKind.LEAVING)
@@ -262,14 +264,16 @@ class Communicator(SingleRank):
         return step
 
     def _open_windows(self, parts: Components) -> None:
-        """Let ranks of this node read this rank's host arena, and read theirs. All ranks call this."""
+        """Let ranks of this node read this rank's memory, and read theirs. All ranks call this."""
         told = None
         if parts.store.host.region.descriptor < 0:
             self._windows = None  # a rank that is alone on its node and relays nothing
         if self._windows is not None:
-            told = self._windows.tell_arena(parts.store.host, parts.pages)
+            told = self._windows.tell_memory(parts.store, parts.pages)
         heard = self.gather("offload()", told)
-        reads = [] if self._windows is None else self._windows.read_arenas(heard)
+        reads: list[int] = []
+        if self._windows is not None:
+            reads = self._windows.read_memory(heard, parts.store.device.device)
         readers = self.gather("offload()", reads)
         if self._windows is not None:
             rank = self.ranks.rank

@@ -3,7 +3,8 @@
 A request names bytes of this rank's part of a page, and the number of the step after which they are wanted.
 The service waits until this rank has decided that step, completes the unit's update, and sends the bytes from
 the page's home: straight from there if the home is in RAM, else through a buffer of the exchange. A rank of
-the same node is told instead that it can copy them by itself (infinity/distributed/windows.py).
+the same node is told instead that it can copy them by itself (infinity/distributed/windows.py), from RAM or
+from device memory.
 
 Only bytes at home are sent: user code may change the model's memory at any time.
 """
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from infinity.distributed.message import MessageKind, What
-from infinity.distributed.remote_parts import RemoteParts
+from infinity.distributed.remote_parts import Answer, RemoteParts
 from infinity.distributed.transfers import Dispatch
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
@@ -48,10 +49,9 @@ class _Request:
     step: int
     unit: int
     fields: tuple[Any, ...]
-    """For a parameter page: the asking rank's version of it, 1 if that rank copies the bytes by itself when
-    they are at home, else 0, and ranges, (bytes from the start of the page, bytes). For states: the index of
-    a parameter, the name of an array, first element, number of elements. For a gradient: the index of a
-    parameter, first element, number of elements.
+    """For a parameter page: the asking rank's version of it, an `Answer`, and ranges, (bytes from the start
+    of the page, bytes). For states: the index of a parameter, the name of an array, first element, number of
+    elements. For a gradient: the index of a parameter, first element, number of elements.
     """
 
 
@@ -144,18 +144,14 @@ class PageService:
             self._wire.refuse(request.source, request.number, error)
 
     def _serve(self, request: _Request) -> None:
+        if request.what is What.PARAMETERS and request.fields[1] == Answer.READY:
+            self._serve_from_device(request)
+            return
         with self._lock.turn():
-            self._health.check()
-            if request.step > self._remote.step:
-                self._early.append(request)
+            if not self._prepare(request):
                 return
             if request.what is What.LOCAL:
                 self._send_gradient(request)
-                return
-            if self._scheduler is not None:
-                self._scheduler.complete(request.unit)
-            if request.what is What.PARAMETERS and not self._has_edits(request):
-                self._early.append(request)
                 return
             home, places = self._places(request)
             pieces = self._kept(request)
@@ -184,6 +180,37 @@ class PageService:
         sent = pieces if request.what is What.PARAMETERS else [block]
         self._sent.append((self._deliver(request, *sent), block))
 
+    def _serve_from_device(self, request: _Request) -> None:
+        """Let the asking rank copy a page from this rank's device, and tell it so. If it still cannot, as the
+        board says, it asks for the bytes.
+        """
+        page = self._pages[request.unit]
+        for waited in (False, True):
+            with self._lock.turn():
+                if not self._prepare(request):
+                    return
+                permitted = not self._kept(request) or self._remote.written(page)
+                if (permitted and self._remote.offer(page)) or waited:
+                    break
+                written = self._remote.written(page)
+            for each in written:
+                self._store.link.await_event(each)
+        self._wire.post(request.source, MessageKind.REDIRECT, request.number)
+
+    def _prepare(self, request: _Request) -> bool:
+        """Complete this rank's update of the requested page. Returns False if the request has to wait, in
+        `_early`.
+        """
+        self._health.check()
+        early = request.step > self._remote.step
+        if not early and request.what is not What.LOCAL:
+            if self._scheduler is not None:
+                self._scheduler.complete(request.unit)
+            early = request.what is What.PARAMETERS and not self._has_edits(request)
+        if early:
+            self._early.append(request)
+        return not early
+
     def _deliver(self, request: _Request, *pieces: torch.Tensor) -> Dispatch:
         label, unit = request.what.label, request.unit
         return self._wire.deliver(request.source, request.number, pieces, label, unit=unit)
@@ -208,7 +235,7 @@ class PageService:
 
     def _copies(self, request: _Request, *, at_home: bool) -> bool:
         """Whether the asking rank can copy the wanted bytes by itself. at_home: as for RemoteParts.offer."""
-        if request.what is not What.PARAMETERS or not request.fields[1]:
+        if request.what is not What.PARAMETERS or request.fields[1] == Answer.BYTES:
             return False
         return self._remote.offer(self._pages[request.unit], at_home=at_home)
 

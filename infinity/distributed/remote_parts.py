@@ -15,6 +15,7 @@ rank waits for room that is taken by ranks that wait for it.
 
 from __future__ import annotations
 
+import enum
 import functools
 import threading
 import time
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from infinity.distributed.message import MessageKind, What
+from infinity.distributed.peer_copies import PeerCopy
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.windows import Stamp, Windows
 from infinity.distributed.wire import Wire
@@ -36,6 +38,7 @@ from infinity.layout.shards import HomeRange, Share
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.remote import Leg, RemotePages
 from infinity.tiers import Pool
+from infinity.tiers.driver import Event
 from infinity.tiers.link import Joined, Transfer
 
 
@@ -124,6 +127,51 @@ class NodeCache:
             each()
 
 
+class Answer(enum.IntEnum):
+    """What a rank that requests bytes of a parameter page expects of their owner."""
+
+    BYTES = 0
+    """The bytes."""
+    AT_HOME = 1
+    """To be told when the bytes are in shared RAM, so that it copies them by itself; the bytes if they are
+    not.
+    """
+    READY = 2
+    """To be told when the owner has the bytes. The board says then whether they are in device memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerBytes:
+    """Implements the protocol PeerBytes of infinity/distributed/peer_copies.py."""
+
+    parts: RemoteParts
+    windows: Windows
+    wire: Wire
+    page: ParameterPage
+    stamp: Stamp
+    leg: Leg
+    """The bytes, which go to this rank's device memory."""
+    copy: Callable[[torch.Tensor, torch.Tensor], Transfer]
+    """Begins a copy on the device: (into, source)."""
+
+    def begin(self) -> tuple[int, Transfer] | None:
+        if self.wire.failure is not None:  # a dead rank's memory may still be there
+            return None
+        owner, start, into = self.leg
+        found = self.windows.peer_bytes(owner, self.page, self.stamp, start, into.nbytes)
+        return None if found is None else (found[0], self.copy(into, found[1]))
+
+    def complete(self, changes: int, began: int) -> bool:
+        owner, _, into = self.leg
+        counts = self.windows.unchanged(owner, self.page.index, changes, into)
+        if counts:
+            self.wire.copied(owner, What.PARAMETERS.label, self.page.index, into.nbytes, began)
+        return counts
+
+    def ask(self) -> Transfer:
+        return self.parts.ask_when_ready(self.page, self.stamp, self.leg)
+
+
 class RemoteParts(RemotePages):
     """Brings the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
 
@@ -164,7 +212,8 @@ class RemoteParts(RemotePages):
         for leg in legs:
             by_holder[leg.owner if self._cache is None else self._share.relay(leg.owner)].append(leg)
         for holder, theirs in by_holder.items():
-            reads = self._windows is not None and self._windows.reads(holder)
+            unit = page.index if holder == theirs[0].owner else None
+            reads = self._windows is not None and self._windows.reads(holder, unit)
             if not reads or self._wire.failure is not None:  # a dead rank's RAM is still there
                 found += [self.ask(page, stamp, each) for each in self.cut(theirs)]
             elif left := self._copy(holder, page, stamp, theirs):
@@ -196,7 +245,7 @@ class RemoteParts(RemotePages):
         source = owner if holder == self._share.rank else holder
         first = self._wire.expect(source, into, unit=page.index, instead=look_again)
         if holder == owner:
-            self._request(first, page, stamp, legs, copies=True)
+            self._request(first, page, stamp, legs, Answer.AT_HOME)
         elif holder != self._share.rank:
             step, *rest = stamp
             wanted = [step, page.index, *rest]
@@ -247,19 +296,40 @@ class RemoteParts(RemotePages):
         """
         into = [each.into for each in legs]
         delivery = self._wire.expect(legs[0].owner, into, unit=page.index, told=told)
-        self._request(delivery, page, stamp, legs, copies=False)
+        self._request(delivery, page, stamp, legs)
         return delivery
 
     def _request(
-        self, delivery: Delivery, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg], *, copies: bool
+        self,
+        delivery: Delivery,
+        page: ParameterPage,
+        stamp: Stamp,
+        legs: Sequence[Leg],
+        answer: Answer = Answer.BYTES,
     ) -> None:
-        """Send a request to the owner of all `legs`. copies: whether this rank copies the bytes by itself, if
-        the owner answers that they are at home.
-        """
+        """Send a request to the owner of all `legs`. answer: what it is expected to answer."""
         step, _, version = stamp
         ranges = [[each.start, each.into.nbytes] for each in legs]
-        fields = [step, page.index, version, int(copies), ranges]
+        fields = [step, page.index, version, answer, ranges]
         self._wire.post(legs[0].owner, MessageKind.REQUEST, delivery.number, What.PARAMETERS, *fields)
+
+    def bring(
+        self, page: ParameterPage, leg: Leg, copy: Callable[[torch.Tensor, torch.Tensor], Transfer]
+    ) -> PeerCopy | None:
+        if self._windows is None or not self._windows.reaches(leg.owner, page.index):
+            return None
+        stamp = self.step, self._loads, page.version
+        return PeerCopy(_PeerBytes(self, self._windows, self._wire, page, stamp, leg, copy))
+
+    def ask_when_ready(self, page: ParameterPage, stamp: Stamp, leg: Leg) -> Delivery:
+        """Ask the owner of bytes to tell when it has them in its device memory."""
+        delivery = self._wire.expect(leg.owner, [], unit=page.index, instead=Delivery.end)
+        self._request(delivery, page, stamp, [leg], Answer.READY)
+        return delivery
+
+    def written(self, page: ParameterPage) -> Sequence[Event]:
+        """The events after which `offer` can let other ranks copy a page at home in device memory."""
+        return () if self._windows is None else self._windows.written(page)
 
     def offer(self, page: ParameterPage, *, at_home: bool = True) -> bool:
         """Let ranks of this node copy this rank's part of a page by themselves, if they can. Returns whether

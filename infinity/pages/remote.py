@@ -6,8 +6,8 @@ other bytes asks a `RemotePages` for them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +23,21 @@ class Leg(NamedTuple):
     start: int
     """Bytes from the start of the page."""
     into: torch.Tensor
-    """Contiguous uint8 memory that the CPU can use; its size is the number of bytes."""
+    """Contiguous uint8 memory that the CPU can use; its size is the number of bytes. For `bring`: of the
+    device.
+    """
+
+
+class PeerTransfer(Transfer, Protocol):
+    """Bytes on their way from another rank's device memory. Used under the runtime's lock; `done` makes the
+    transfer go on, and raises its errors.
+    """
+
+    here: bool
+    """Whether the bytes have come. If they have not when the transfer has ended, they must be fetched."""
+
+    def abandon(self) -> None:
+        """End the transfer when it writes nothing any more."""
 
 
 class RemotePages:
@@ -44,6 +58,16 @@ class RemotePages:
         bytes.
         """
         raise AssertionError("one rank has all pages")
+
+    def bring(
+        self, page: ParameterPage, leg: Leg, copy: Callable[[torch.Tensor, torch.Tensor], Transfer]
+    ) -> PeerTransfer | None:
+        """Begin to copy bytes of a parameter page from the device memory of the rank that owns them, with the
+        outcome of `fetch`. Returns None if this rank cannot, and has to call `fetch`.
+
+        copy: begins a copy on the device, (into, source).
+        """
+        return None
 
     def replaced(self) -> None:
         """Note that all ranks have loaded the values of another run into their homes."""

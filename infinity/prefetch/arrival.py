@@ -12,9 +12,9 @@ moves it on without blocking, so that the second hop of one page overlaps the fi
 unified memory, and from a home in host RAM or on the device, there is one hop.
 
 [Note: bytes of others] With several ranks a home may have only this rank's bytes of the page. The other bytes
-are pulled over the network from the ranks that own them: directly into the memory where the model computes if
-the CPU can write there, else into transit buffers. A wait for them releases the runtime's lock
-(infinity/pages/remote.py).
+are pulled from the ranks that own them: directly into the memory where the model computes if the CPU can
+write there, or if they are in the memory of a device that this one reaches; else into transit buffers. A wait
+for them releases the runtime's lock (infinity/pages/remote.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import InfinityError
-from infinity.layout.shards import HomeRange
+from infinity.layout.shards import HomeRange, Span
 from infinity.pages.parameter_page import ParameterPage
-from infinity.pages.remote import Leg, RemotePages
+from infinity.pages.remote import Leg, PeerTransfer, RemotePages
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Lease, Tier
@@ -99,6 +99,8 @@ class Arrival:
         """Rank -> the ranges of the page that are pulled from that rank."""
         self._todo: deque[_Leg] = deque()
         self._buffers: deque[_Buffer] = deque()
+        self._peers: deque[tuple[Span, PeerTransfer]] = deque()
+        """(range of the page, its copy from another rank's device) of copies that may be under way."""
         self.final: Transfer | None = None
         """The latest transfer into the page's device memory; None before the first."""
         self._failure: InfinityError | None = None
@@ -123,7 +125,9 @@ class Arrival:
         else:
             self._todo.extend(self._legs_of_home())
         if not store.device.shares_host:
-            self._todo.extend(self._legs_of_others())
+            for spans in self._others.values():
+                for span in spans:
+                    self._bring(span)
 
     @property
     def edge(self) -> Edge:
@@ -160,6 +164,15 @@ class Arrival:
         for buffer in self._buffers:
             if not buffer.up and buffer.transfer.done():
                 self._copy_up(buffer)
+        while self._peers and (block or self._peers[0][1].done()):
+            span, peer = self._peers[0]
+            peer.wait()
+            block = False
+            if not self._peers or self._peers[0][1] is not peer:
+                continue  # another thread has seen to it, while this one waited
+            self._peers.popleft()
+            if not peer.here:
+                self._todo.extend(self._legs_of(span))
         while self._todo:
             memory = self._store.try_transit_buffer()
             if memory is None:
@@ -178,6 +191,8 @@ class Arrival:
         it begins.
         """
         self._deadline = min(self._deadline, time.monotonic() + _OVERDUE)
+        while self._peers:  # what does not come so takes a buffer
+            self.advance(block=True)
         if self._todo and not self._buffers:
             self.advance(block=False)
         return bool(self._todo) and not self._buffers
@@ -186,7 +201,7 @@ class Arrival:
         """Wait until the model may compute with the page; returns its device memory, uint8 (page.nbytes,).
         Must not be called while `waits_for_buffer` returns True. Raises the error of a failed transfer.
         """
-        while self._todo or self._buffers:
+        while self._todo or self._buffers or self._peers:
             self.advance(block=True)
         if self._failure is not None:
             raise self._failure.again()
@@ -205,6 +220,8 @@ class Arrival:
         with suppress(InfinityError):
             Joined([*transfers, self.final or ARRIVED]).wait()
         self._buffers.clear()
+        while self._peers:
+            self._peers.popleft()[1].abandon()
 
     def _read(self, memory: torch.Tensor) -> None:
         owner, at, start, nbytes = self._todo.popleft()
@@ -219,6 +236,18 @@ class Arrival:
         into = self.residency[start : start + source.nbytes]
         self.final = self._store.copy_up(into, source, self._last_return, Lane.PREFETCH)
         return self.final
+
+    def _bring(self, span: Span) -> None:
+        """Begin to copy another rank's range of the page from its device, if this device reaches it."""
+        leg = Leg(span.owner, span.start, self.residency[span.start : span.start + span.nbytes])
+        peer = self._remote.bring(self.page, leg, self._copy)
+        if peer is None:
+            self._todo.extend(self._legs_of(span))
+        else:
+            self._peers.append((span, peer))
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return self._store.link.to_device(into, source, self._last_return, Lane.PREFETCH)
 
     def _read_directly(self) -> None:
         page, store = self.page, self._store
@@ -242,12 +271,11 @@ class Arrival:
             for done in range(0, size, most)
         ]
 
-    def _legs_of_others(self) -> Iterator[_Leg]:
+    def _legs_of(self, span: Span) -> Iterator[_Leg]:
+        """The requests that bring another rank's range of the page through transit buffers."""
         most = min(self._store.plan.exchange_block_bytes, self._store.transit_buffer_bytes)
-        for owner, spans in self._others.items():
-            for span in spans:
-                for done in range(span.start, span.start + span.nbytes, most):
-                    yield owner, done, done, min(most, span.start + span.nbytes - done)
+        for done in range(span.start, span.start + span.nbytes, most):
+            yield span.owner, done, done, min(most, span.start + span.nbytes - done)
 
 
 def _joined(transfers: list[Transfer]) -> Transfer:

@@ -30,9 +30,10 @@ import torch
 from infinity.aio import wait_for_dropped
 from infinity.config import format_size
 from infinity.errors import BudgetError, InfinityError
+from infinity.layout.shards import Span
 from infinity.pages.edits import EditTracker
 from infinity.pages.parameter_page import ParameterPage, Presence
-from infinity.pages.remote import Leg, RemotePages
+from infinity.pages.remote import Leg, PeerTransfer, RemotePages
 from infinity.pages.store import Store
 from infinity.planning.budgets import resident_budget
 from infinity.prefetch.arrival import Arrival
@@ -59,6 +60,8 @@ class _Refresh(NamedTuple):
     """(destination, a view of the memory with which the model computes, uint8; where the bytes arrive, in
     RAM: in the page's home if that is in RAM, which may be the destination itself).
     """
+    peers: list[tuple[Span, PeerTransfer]]
+    """(range of the page, its copy from another rank's device)."""
 
 
 class Updates:
@@ -210,7 +213,8 @@ class PrefetchEngine:
             with self.meter.faulting():
                 self.land(unit)
             self.updates.complete(unit)
-            self._note_use(unit)
+            if unit not in self._refreshes:
+                self._note_use(unit)
 
     def hold(self, units: Sequence[int], kind: AccessKind) -> None:
         """Bring the pages of all `units` to the device as `demand` does, and evict them last until `let_go`.
@@ -602,17 +606,39 @@ class PrefetchEngine:
         """Begin to bring the bytes that other ranks own into a permanent page, if they are outdated there."""
         if unit not in self._behind or unit in self._refreshes:
             return
-        page, parts, legs = self.pages[unit], [], []
+        page, others, peers = self.pages[unit], [], []
         assert page.residency is not None
         for span in page.shard.others_trained:
+            peer = None
+            if page.home.tier is Tier.DEVICE:
+                leg = Leg(span.owner, span.start, page.residency[span.start : span.start + span.nbytes])
+                peer = self._remote.bring(page, leg, self._overwrite)
+            if peer is None:
+                others.append(span)
+            else:
+                peers.append((span, peer))
+        self._refreshes[unit] = _Refresh(*self._fetch(page, others), peers)
+
+    def _overwrite(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Begin to copy bytes of another device over bytes that kernels may still use."""
+        self.store.link.follow_compute()
+        return self.store.link.to_device(into, source, 0)
+
+    def _fetch(
+        self, page: ParameterPage, spans: Sequence[Span]
+    ) -> tuple[Transfer, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Fetch ranges of a permanent page. Returns (transfer, `_Refresh.parts`)."""
+        parts, legs = [], []
+        assert page.residency is not None
+        for span in spans:
             here = there = page.residency[span.start : span.start + span.nbytes]
-            if unit in self.store.plan.mirrored:
+            if page.index in self.store.plan.mirrored:
                 here = page.home.view(span.start, span.nbytes)
             elif not self.store.link.direct and page.home.tier is Tier.DEVICE:
                 here = torch.empty(there.nbytes, dtype=torch.uint8, device="cpu")
             parts.append((there, here))
             legs.append(Leg(span.owner, span.start, here))
-        self._refreshes[unit] = _Refresh(self._remote.fetch(page, legs), parts)
+        return self._remote.fetch(page, legs), parts
 
     def _refresh(self, unit: int) -> None:
         """Pull the bytes of a permanent page that other ranks have updated, and wait for them. Does nothing
@@ -625,9 +651,13 @@ class PrefetchEngine:
         self._copies = [each for each in self._copies if not each.done()]
         with self.meter.faulting():
             try:
-                transfer, parts = self._refreshes[unit]
-                transfer.wait()
-                for there, here in parts:
+                transfer, parts, peers = self._refreshes[unit]
+                for _, peer in peers:
+                    peer.wait()
+                late = self._fetch(page, [span for span, peer in peers if not peer.here])
+                for each in (transfer, late[0]):
+                    each.wait()
+                for there, here in [*parts, *late[1]]:
                     if here is not there:
                         self.store.link.uses(User.HOST, here, writes=True, label="from a rank")
                         self.store.link.follow_compute()
@@ -637,3 +667,4 @@ class PrefetchEngine:
             finally:
                 self._refreshes.pop(unit, None)
         self._behind.discard(unit)
+        self._note_use(unit)

@@ -1,4 +1,4 @@
-"""Copy streams: copies between host RAM and a device with memory of its own, and the order in which they run.
+"""Copy streams: copies to and from a device with memory of its own, and the order in which they run.
 
 [Note: streams and leases]
 A device runs four queues beside each other: compute (the stream that is current where the trainer calls),
@@ -123,6 +123,10 @@ class Order(enum.Enum):
     """The host asks, without blocking, whether a copy is done. Only if it is, the host reads bytes that came
     from the device, or reuses bytes that went to the device.
     """
+    OFFER = "offer"
+    """The host knows that the kernels are done which write a page, before it lets other processes copy the
+    page from the device's memory.
+    """
     DRAIN = "drain"
     """An update in place in RAM comes after all copies to the device that read the bytes which the update
     changes.
@@ -236,6 +240,12 @@ class CopyStreams(DeviceLink):
 
     def record(self) -> Event:
         return self._compute().record()
+
+    def happened(self, event: Event) -> bool:
+        return self._ask(Order.OFFER, event)
+
+    def await_event(self, event: Event) -> None:
+        self._wait(Order.OFFER, event, None)
 
     def mark(self, returns: int) -> None:
         if returns == (self._marks[-1][0] if self._marks else self._over):

@@ -191,6 +191,15 @@ class DeviceLink:
         """
         return None
 
+    def happened(self, event: Event) -> bool:
+        """Return, without waiting, whether the work before an event of `record` is done. If so, the host and
+        other processes may use the bytes that it has written.
+        """
+        return event.done()
+
+    def await_event(self, event: Event) -> None:
+        """Wait until `happened`. Any thread may call this method."""
+
     def mark(self, returns: int) -> None:
         """Record an event on the compute stream, after all kernels that use bytes whose leases have been
         returned. A later `to_device` into such bytes waits for the event.

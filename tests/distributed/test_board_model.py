@@ -3,6 +3,9 @@
 It has what infinity/distributed/windows.py, remote_parts.py and page_service.py do without bytes and threads.
 The owner's page has two halves, which it changes one after the other. A mate wants the page as it is after a
 change, looks at the board, copies the halves one after the other, and looks again, or asks.
+
+If the page is in the memory of the owner's device, both ranks queue their work on devices, which do it later,
+in its order, and whether or not a rank has died meanwhile (infinity/distributed/peer_copies.py).
 """
 
 from __future__ import annotations
@@ -39,6 +42,10 @@ class State(NamedTuple):
     """The count that the mate has seen at its first look."""
     copied: tuple[int, int] = (0, 0)
     dead: bool = False
+    writes: tuple[tuple[int, int], ...] = ()
+    """(half, changes that it has then) of the work that is queued on the owner's device."""
+    copies: tuple[int, ...] = ()
+    """Halves whose copies are queued on the mate's device."""
 
 
 class Model:
@@ -68,9 +75,32 @@ class Model:
             return state._replace(counts=state.counts + 1)
         if what == "open":
             return state._replace(counts=state.counts + 1, stamp=number)
+        return self.write(state, int(what[-1]), number)
+
+    def write(self, state: State, half: int, number: int) -> State:
+        return self.written(state, half, number)
+
+    def copy(self, state: State, half: int) -> State:
+        return self.copied(state, half)
+
+    def devices(self, state: State) -> Iterator[State]:
+        """What may happen next on the devices of both ranks."""
+        if state.writes:
+            (half, number), *rest = state.writes
+            yield self.written(state._replace(writes=tuple(rest)), half, number)
+        if state.copies:
+            half, *left = state.copies
+            yield self.copied(state._replace(copies=tuple(left)), half)
+
+    def written(self, state: State, half: int, number: int) -> State:
         page = [*state.page]
-        page[int(what[-1])] = number
+        page[half] = number
         return state._replace(page=(page[0], page[1]))
+
+    def copied(self, state: State, half: int) -> State:
+        copied = [*state.copied]
+        copied[half] = state.page[half]
+        return state._replace(copied=(copied[0], copied[1]))
 
     def mate(self, state: State) -> Iterator[State]:
         """What may happen next on the mate's side."""
@@ -80,10 +110,8 @@ class Model:
             yield state._replace(seen=state.counts, doing="copy 0") if is_open else self.asking(state)
         elif what.startswith("copy"):
             half = int(what[-1])
-            copied = [*state.copied]
-            copied[half] = state.page[half]
-            yield state._replace(copied=(copied[0], copied[1]), doing="look again" if half else "copy 1")
-        elif what == "look again":
+            yield self.copy(state, half)._replace(doing="look again" if half else "copy 1")
+        elif what == "look again" and self.knows_copies(state):
             yield state._replace(doing="got") if self.unchanged(state) else self.asking(state)
         elif what == "await" and state.answers:
             (answer,) = state.answers
@@ -99,13 +127,17 @@ class Model:
     def unchanged(self, state: State) -> bool:
         return state.counts == state.seen
 
+    def knows_copies(self, state: State) -> bool:
+        """Whether the mate's host may know that its copies are complete."""
+        return not state.copies
+
 
 def check(model: Model, *, deaths: bool = False) -> int:
     """Try all orders of events, and check what the mate gets. Returns the number of states."""
     found, frontier = {State()}, [State()]
     while frontier:
         state = frontier.pop()
-        following = [*model.owner(state), *model.mate(state)]
+        following = [*model.owner(state), *model.mate(state), *model.devices(state)]
         if deaths and not state.dead:
             following.append(state._replace(dead=True))
         assert state.doing != "got" or state.copied == (state.wanted,) * 2, "the mate got other bytes"
@@ -152,5 +184,65 @@ class OpensEarly(Model):
 
 @pytest.mark.parametrize("kind", [LooksOnce, LooksForOpen, ClosesLate, OpensEarly])
 def test_the_model_notices_a_mistake(kind: type[Model]) -> None:
+    with pytest.raises(AssertionError, match="the mate got other bytes"):
+        check(kind())
+
+
+class Devices(Model):
+    """Ranks whose pages and copies are on devices."""
+
+    change = ("close", "write 0", "write 1", "know", "open")
+
+    def owner(self, state: State) -> Iterator[State]:
+        if state.dead:
+            return
+        at = state.at % len(self.change)
+        if state.requests and at == 0 and not state.writes and state.requests[0][0] <= state.page[0]:
+            (wanted, copies), *rest = state.requests
+            answer = None if copies else (wanted, wanted)  # None: the board says whether it can be copied
+            yield state._replace(requests=tuple(rest), answers=(answer,))
+        if state.at < CHANGES * len(self.change) and not (self.change[at] == "know" and state.writes):
+            yield self.changed(state._replace(at=state.at + 1), self.change[at])
+
+    def changed(self, state: State, what: str) -> State:
+        return state if what == "know" else super().changed(state, what)
+
+    def write(self, state: State, half: int, number: int) -> State:
+        return state._replace(writes=(*state.writes, (half, number)))
+
+    def copy(self, state: State, half: int) -> State:
+        return state._replace(copies=(*state.copies, half))
+
+
+@pytest.mark.parametrize("deaths", [False, True])
+def test_devices_bring_what_is_wanted_in_every_order(deaths: bool) -> None:
+    assert check(Devices(), deaths=deaths) > 500
+
+
+class LooksBeforeItsCopies(Devices):
+    """A mate that does not wait for its device before its second look."""
+
+    def knows_copies(self, state: State) -> bool:
+        return True
+
+
+class DeviceLooksOnce(Devices, LooksOnce):
+    """A mate that does not look again."""
+
+
+class OpensUnwritten(Devices):
+    """An owner that does not wait for its device before it opens the entry."""
+
+    change = ("close", "write 0", "write 1", "open", "know")
+
+
+class ClosesAfterItQueues(Devices):
+    """An owner that queues work which changes the page before it closes the entry."""
+
+    change = ("write 0", "close", "write 1", "know", "open")
+
+
+@pytest.mark.parametrize("kind", [LooksBeforeItsCopies, DeviceLooksOnce, OpensUnwritten, ClosesAfterItQueues])
+def test_the_model_notices_a_mistake_on_devices(kind: type[Model]) -> None:
     with pytest.raises(AssertionError, match="the mate got other bytes"):
         check(kind())

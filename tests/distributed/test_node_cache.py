@@ -12,6 +12,7 @@ import pytest
 import torch
 import training_ranks
 from ranked_cases import Case
+from window_stores import CPU, store_of
 
 from infinity.config import NODE_CACHE_VARIABLE
 from infinity.distributed.failure_event import FailureEvent
@@ -160,10 +161,10 @@ class Node:
             each.read_boards({1 - rank: boards[1 - rank]})
         for rank, each in enumerate(windows):
             each.meet(rank, [1 - rank])
-        told = {rank: each.tell_arena(arenas[rank], []) for rank, each in enumerate(windows)}
+        told = {rank: each.tell_memory(store_of(arenas[rank]), []) for rank, each in enumerate(windows)}
         self.ranks = []
         for rank, each in enumerate(windows):
-            each.read_arenas(told)
+            each.read_memory(told, CPU)
             share, room = Share(rank, 4, 3, on_node=2), arenas[rank].pool("node cache", 2 * PAGE)
             wire: Any = self.wires[rank]
             self.ranks.append(RemoteParts(wire, share, PAGE // 2, each, room))

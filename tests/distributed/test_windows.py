@@ -13,6 +13,7 @@ import rank_processes
 import torch
 import training_ranks
 from ranked_cases import Case
+from window_stores import CPU, store_of
 
 from infinity import _tiers
 from infinity.distributed.windows import VARIABLE, Windows, open_windows
@@ -123,10 +124,11 @@ class Pair:
         for rank, each in enumerate(self.windows):
             each.meet(rank, [1 - rank])
         told = {
-            rank: self.windows[rank].tell_arena(self.arenas[rank], [self.pages[rank]]) for rank in range(2)
+            rank: self.windows[rank].tell_memory(store_of(self.arenas[rank]), [self.pages[rank]])
+            for rank in range(2)
         }
         for each in self.windows:
-            each.read_arenas(told)
+            each.read_memory(told, CPU)
 
 
 def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
@@ -175,6 +177,6 @@ def test_a_mate_whose_ram_cannot_be_mapped_is_asked() -> None:
     boards = {1: pair.windows[1].tell_board()}
     assert pair.windows[0].read_boards(boards) == [1]
     pair.windows[0].meet(0, [1])
-    told = [os.getpid(), 1 << 20, 0, PAGE]
-    pair.windows[0].read_arenas({0: told, 1: told})
+    told = ([os.getpid(), 1 << 20, 0, PAGE], None)
+    pair.windows[0].read_memory({0: told, 1: told}, CPU)
     assert not pair.windows[0].reads(1)

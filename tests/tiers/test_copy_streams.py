@@ -346,6 +346,15 @@ def _drain(machine: Machine) -> None:
     link.uses(User.HOST, host, writes=True)
 
 
+def _offer(machine: Machine) -> None:
+    link, memory = machine.link(), machine.memory(OLD)
+    machine.kernel_writes(memory, 7)
+    written = link.record()
+    if not link.happened(written):
+        link.await_event(written)
+    link.uses(User.HOST, memory, writes=False)
+
+
 SCENES: dict[Order, Callable[[Machine], None]] = {
     Order.OPENING: _opening,
     Order.ARRIVAL: _arrival,
@@ -354,6 +363,7 @@ SCENES: dict[Order, Callable[[Machine], None]] = {
     Order.LAST_WRITER: _last_writer,
     Order.HOST_WAITS: _host_waits,
     Order.HOST_ASKS: _host_asks,
+    Order.OFFER: _offer,
     Order.DRAIN: _drain,
 }
 

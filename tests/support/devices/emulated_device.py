@@ -17,7 +17,7 @@ import torch
 
 import infinity
 from infinity.pages import store
-from infinity.tiers import open_device
+from infinity.tiers import device, open_device
 from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.driver import Driver, Event, Stream, emulated
@@ -73,13 +73,15 @@ class EmulatedDevice:
         self.reset(seed, threads=threads)
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[EmulatedDevice]:
+    def in_use(self, *, shared: bool = False) -> Iterator[EmulatedDevice]:
         """Within the `with` statement, runtimes opened with device="cpu" and a device budget use this device.
 
         The device's checker is told that the compute stream has written the runtimes' device memory before
         they got it, as can be true of memory from torch's allocator. So a runtime's first accesses to this
         memory must be ordered after those writes. Asserts at the end that the checker has found no
         violation.
+
+        shared: whether other processes can read the runtimes' device memory.
         """
 
         def used_before(*arguments: Any) -> DeviceTier:
@@ -88,7 +90,12 @@ class EmulatedDevice:
             self.compute.touched(region.address, region.nbytes, writes=True, label="somebody before")
             return tier
 
-        with mock.patch.object(store, "open_device", used_before), emulated(self.driver, self.compute):
+        mapped = functools.partial(device.map_ram, shared=shared)
+        with (
+            mock.patch.object(device, "map_ram", mapped),
+            mock.patch.object(store, "open_device", used_before),
+            emulated(self.driver, self.compute),
+        ):
             yield self
         assert self.violations == [], self.violations[:3]
 

@@ -9,8 +9,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,8 @@ def training() -> list[Any]:
 
 
 def training_on_devices() -> list[Any]:
-    """As `training`, each rank on an emulated device with memory of its own and update kernels, whose
-    checker finds an order for every access to memory.
+    """As `training`, each rank on an emulated device with update kernels and with memory of its own, which
+    the other ranks can read, and whose checker finds an order for every access to memory.
     """
     return _each_case(functools.partial(_on_device, train))
 
@@ -161,17 +161,49 @@ def _lose_gradients(case: Case, place: Place, directory: Path) -> dict[str, list
     return {"told": told}
 
 
+@contextmanager
+def _on(device: EmulatedDevice) -> Iterator[None]:
+    with device.in_use(shared=True), mock.patch.object(twin_flow, "has_kernels", lambda _: True):
+        yield
+    assert not [each for each in device.left if "opened" in each]
+
+
 def _on_device(run: Any, case: Case, place: Place, directory: Path) -> dict[str, Any]:
     device = EmulatedDevice(place.rank + case.accumulate)
     with (
-        device.in_use(),
-        mock.patch.object(twin_flow, "has_kernels", lambda _: True),
+        _on(device),
         mock.patch.object(DeviceUnits, "update", autospec=True, side_effect=DeviceUnits.update) as update,
     ):
         found: dict[str, Any] = run(case, place, directory)
     assert device.count("cuMemcpyAsync") > 10
     assert bool(update.call_count) == (case.home == "device"), case
     return found
+
+
+def training_on_changing_devices() -> list[Any]:
+    """As `training_on_devices`, but of two copies from another rank's device, one does not count, as if the
+    bytes had changed meanwhile, and there are other bytes.
+    """
+    unchanged, numbers = Windows.unchanged, itertools.count()
+
+    def fails(self: Windows, owner: int, unit: int, changes: int, into: torch.Tensor) -> bool:
+        if next(numbers) % 2:
+            return unchanged(self, owner, unit, changes, into)
+        into.fill_(255)
+        return False
+
+    Windows.unchanged = fails  # type: ignore[method-assign]
+    return training_on_devices()
+
+
+def bytes_between_devices() -> list[Any]:
+    """As `bytes_over_the_wire`, on devices."""
+    return _each_case(_traffic_of_device)
+
+
+def _traffic_of_device(case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    with _on(EmulatedDevice(place.rank)):
+        return traffic(case, place, directory)
 
 
 def training_without_waits_for_gradients() -> list[Any]:
@@ -196,18 +228,18 @@ def orders_missed() -> list[Any]:
 
 def _missed(case: Case, place: Place, directory: Path) -> list[str]:
     missed = set()
-    for order in (Order.ARRIVAL, Order.LAST_USE, Order.LAST_WRITER, Order.HOST_WAITS):
+    for order in (Order.ARRIVAL, Order.LAST_USE, Order.LAST_WRITER, Order.HOST_WAITS, Order.HOST_ASKS):
         device = EmulatedDevice(place.rank)
         with (
             suppress(AssertionError),
-            mock.patch.object(twin_flow, "has_kernels", lambda _: True),
-            device.in_use(),
+            _on(device),
             device.without(order),
             opened(case, place, directory) as (model, runtime),
         ):
             _steps(case, place, model, runtime)
             _upload_often(runtime)
         labels = ("fresh gradient", "gradient in the ring", "gradient of a rank", "update writes")
+        labels += ("copied from a rank",)
         text = " ".join(device.violations)
         missed |= {f"{order.name}: {label}" for label in labels if label in text}
     return sorted(missed)

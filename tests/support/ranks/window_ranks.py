@@ -9,8 +9,9 @@ from pathlib import Path
 
 import rank_processes
 import torch
+from emulated_device import EmulatedDevice
 from racing_ranks import RANK, SIZE, Training
-from ranked_cases import Case, Place, opened
+from ranked_cases import Case, Place, backwards, opened
 from ranked_models import SUBJECTS
 
 from infinity.errors import RankFailure
@@ -33,6 +34,23 @@ def dying() -> list[int]:
                 times += 1
         except RankFailure:
             return [times, wire.traffic().copied["parameters"]]
+
+
+def dying_device() -> int:
+    """The last rank is killed while all train with parameters on emulated devices. Returns the bytes that
+    this rank has copied from the others' devices.
+    """
+    case, place = Case("even", 3, home="device"), Place(RANK, SIZE, alone=False)
+    with EmulatedDevice(RANK).in_use(shared=True), opened(case, place, Path()) as (model, runtime):
+        if RANK == SIZE - 1:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            while True:
+                backwards(case, place, model, runtime, 0)
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+        except RankFailure:
+            return runtime._components.ranks.wire.traffic().copied["parameters"]
 
 
 def plans() -> str:
