@@ -31,12 +31,14 @@ CASES = (
     Case("mlp", 1, home="host"),
 )
 """Cases that test_bits.py has with windows."""
+STREAMED = (Case("experts", 3, accumulate=2), Case("mlp", 3, accumulate=2, together=True))
+"""Cases in which streams have gradients of several micro-batches at once, or ranks lack some."""
 OFF = {VARIABLE: "0"}
 PAGE = 4096
 
 
 def test_messages_have_the_bits_of_one_rank(tmp_path: Path) -> None:
-    training_ranks.check_bits(CASES, 2, tmp_path, nodes=[OFF] * 2)
+    training_ranks.check_bits((*CASES, *STREAMED), 2, tmp_path, nodes=[OFF] * 2)
 
 
 def test_copies_that_fail_are_asked_for(tmp_path: Path) -> None:
