@@ -130,6 +130,8 @@ class SingleRank(Closing):
         """The index of this rank on its node, and the number of ranks there."""
         self.mates: Sequence[int] = ()
         """The ranks of this node that read this rank's host arena, while this rank reads theirs."""
+        self.unreached = 0
+        """Number of mates with parameters on devices that this rank's device cannot reach."""
         self.meter = Meter()
         """The runtime's meter. It exists before the runtime, because ranks send bytes before."""
         self.lock = RuntimeLock()

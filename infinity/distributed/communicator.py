@@ -278,6 +278,7 @@ class Communicator(SingleRank):
         if self._windows is not None:
             rank = self.ranks.rank
             self._windows.keep_arenas([each for each, theirs in readers.items() if rank in theirs])
+            self.unreached = self._windows.unreached
         if told is not None:
             parts.store.host.region.close_descriptor()
 

@@ -60,7 +60,8 @@ Told = list[int]
 """(process, descriptor, inode, bytes) of shared memory, as ranks tell it each other."""
 ToldDevice = tuple[str, int, int, list[tuple[int, int]]]
 """Device memory that a rank shares, as it tells others: (handle in hexadecimal digits, bytes from the start
-of the allocation, bytes, and (unit, bytes from the start) of each parameter page that is at home there).
+of the allocation, bytes, and (unit, bytes from the start) of each parameter page that is at home there). The
+handle is empty if the memory cannot be shared.
 """
 
 
@@ -125,7 +126,7 @@ class Windows:
         """What this rank tells its mates, so that they can read its RAM and the memory of its device.
 
         pages: all parameter pages, of which those at home there can be offered from now on. The second part
-        is None if no page is at home on a device with memory of its own, or if the memory cannot be shared.
+        is None if no page is at home on a device with memory of its own.
         """
         self._link, arena, told = store.link, store.host.region, None
         self._start, self._units = arena.address, len(pages)
@@ -133,12 +134,13 @@ class Windows:
             self._let_offer(page, start)
         driver, there = driver_of(store.device.device), [*_within(store.device.region, pages)]
         if driver is not None and there and not store.device.shares_host:
+            region, homes = store.device.region, [(page.index, start) for page, start in there]
+            told = ("", 0, 0, homes)
             with _noted(), current(store.device.device):
-                handle, offset = driver.share(store.device.region.address)
+                handle, offset = driver.share(region.address)
                 for page, start in there:
                     self._let_offer(page, start)
-                homes = [(page.index, start) for page, start in there]
-                told = (handle.hex(), offset, store.device.region.nbytes, homes)
+                told = (handle.hex(), offset, region.nbytes, homes)
         return _told(arena), told
 
     def _let_offer(self, page: ParameterPage, start: int) -> None:
@@ -160,7 +162,7 @@ class Windows:
                 continue
             handle, offset, nbytes, homes = theirs
             self._homes[rank] = dict(homes)
-            if driver is not None:
+            if driver is not None and handle:
                 with _noted(), current(device):
                     memory = driver.open_shared(bytes.fromhex(handle))
                     region = adopt(memory.address + offset, nbytes, device, memory)
@@ -176,6 +178,11 @@ class Windows:
         itself. unit: that of a page which `rank` owns; None: other bytes.
         """
         return rank in self._arenas and unit not in self._homes.get(rank, ())
+
+    @property
+    def unreached(self) -> int:
+        """Number of mates with pages at home in device memory that this rank cannot read."""
+        return len(self._homes.keys() - self._devices.keys())
 
     def reaches(self, owner: int, unit: int) -> bool:
         """Whether this rank's device copies parts of a unit's page from the device memory of `owner`."""
@@ -273,17 +280,21 @@ class Windows:
 
     def leave_devices(self) -> None:
         """Unmap the device memory of mates, who may free it when all ranks have said that they leave."""
-        if self._devices:
-            self._link.drain()
-        while self._devices:
-            self._devices.popitem()[1][0].close()
+        with suppress(DeviceError):  # of a device that has failed, and brings nothing any more
+            if self._devices:
+                self._link.drain()
+        self._close_devices()
 
     def close(self) -> None:
         """Unmap the windows, when no thread copies any more."""
-        while self._devices:
-            self._devices.popitem()[1][0].close()
+        self._close_devices()
         self._arenas.clear()
         self._boards.clear()
+
+    def _close_devices(self) -> None:
+        while self._devices:
+            with suppress(DeviceError):
+                self._devices.popitem()[1][0].close()
 
     def _withdraw(self, unit: int, own: Sequence[HomeRange], start: int, end: int) -> None:
         """Close an entry if bytes [start, end) of the home, which are about to change, are the rank's own."""

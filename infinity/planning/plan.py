@@ -115,6 +115,8 @@ class Plan(Placement):
     """(number of other ranks on this node, how many of them this rank copies parameters from, without their
     help); None where the ranks have not met.
     """
+    unreached: int = field(default=0, compare=False)
+    """Number of ranks on this node with parameters on devices that this rank's device cannot reach."""
     messages: str = field(default="", compare=False)
     """How the ranks' messages travel, and the RAM that they take beside all pools; empty for one rank."""
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)

@@ -65,6 +65,11 @@ def _notes(plan: Plan) -> Iterator[str]:
                 + ", and each rank asks other nodes for all that they own"
                 * bool(share.on_node > 1)
             )
+        if plan.unreached:
+            yield (
+                f"parameters on the devices of {plan.unreached} ranks of this node come through RAM and "
+                "messages, because this rank's device cannot reach them; the log says why"
+            )
         if plan.messages:
             yield f"messages: {plan.messages}"
     if plan.updated_on_device:

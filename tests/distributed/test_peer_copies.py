@@ -17,7 +17,7 @@ from training_ranks import check_bits, launch
 
 from infinity.distributed.peer_copies import PeerCopy
 from infinity.distributed.windows import VARIABLE, Windows
-from infinity.errors import RankFailure
+from infinity.errors import DeviceError, RankFailure
 from infinity.layout.shards import HomeRange
 from infinity.pages.home import Home
 from infinity.tiers import HostArena, Tier
@@ -127,7 +127,7 @@ def test_memory_that_cannot_be_shared_is_asked_for(caplog: pytest.LogCaptureFixt
     device = EmulatedDevice(6)
     with device.in_use():  # its memory is private
         owner = Owner(device)
-        assert owner.told is None and not owner.offer()
+        assert owner.told == ("", 0, 0, [(2, 0)]) and not owner.offer()
     assert "cuIpcGetMemHandle" in caplog.text or "cuMemGetAddressRange" in caplog.text
     with device.in_use(shared=True):
         owner = Owner(device)
@@ -136,7 +136,26 @@ def test_memory_that_cannot_be_shared_is_asked_for(caplog: pytest.LogCaptureFixt
         mine._boards = {1: owner.windows._board}
         told = owner.windows.tell_board()
         mine.read_memory({1: (told, owner.told)}, CPU)  # as from a device that this one does not reach
+        assert mine.unreached == 1
         assert not mine.reaches(1, 2) and not mine.reads(1, 2) and mine.reads(1) and mine.reads(1, 3)
+
+
+def test_the_plan_says_whose_devices_are_not_reached() -> None:
+    for each in rank_processes.run("window_ranks.py", "plans_of_devices", size=2):
+        shared, private = each.result
+        line = "parameters on the devices of 1 ranks of this node come through RAM and messages"
+        assert line in private and line not in shared
+
+
+def test_a_device_that_has_failed_is_left(owner: Owner) -> None:
+    class Failed:
+        def close(self) -> None:
+            raise DeviceError("It has failed.", "None.", call="cuIpcCloseMemHandle", code=700, name="none")
+
+    for leave in (owner.windows.leave_devices, owner.windows.close):
+        owner.windows._devices = {1: (Failed(), torch.empty(0)), 2: (Failed(), torch.empty(0))}  # type: ignore[dict-item]
+        leave()
+        assert not owner.windows._devices
 
 
 class Copy:

@@ -58,5 +58,14 @@ def plans() -> str:
         return str(runtime.plan)
 
 
+def plans_of_devices() -> list[str]:
+    """The plans of ranks whose parameters are on emulated devices: shared memory first, then private one."""
+    case, place, found = Case("even", 3, home="device"), Place(RANK, SIZE, alone=False), []
+    for shared in (True, False):
+        with EmulatedDevice(RANK).in_use(shared=shared), opened(case, place, Path()) as (_, runtime):
+            found.append(str(runtime.plan))
+    return found
+
+
 if __name__ == "__main__":
     rank_processes.serve(globals())
