@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice
 from torch import nn
 
 import infinity
+from infinity.planning import twin_flow
 from infinity.tiers import Tier
 
 BUDGETS = {
@@ -77,3 +79,21 @@ def test_every_change_of_a_home_is_announced(name: str, tmp_path: Path) -> None:
         watch.check()
         runtime.load(tmp_path / "copy")
         watch.check()
+
+
+def test_updates_on_the_device_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda _: True)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with (
+        EmulatedDevice(1).in_use(),
+        infinity.offload(model, optimizer, budget=BUDGETS["device"], device="cpu") as runtime,
+    ):
+        assert runtime.plan.updated_on_device
+        watch = Watch(runtime)
+        for _ in range(2):
+            model(torch.ones(2, 64)).sum().backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            model(torch.ones(2, 64))
+            watch.check()
