@@ -1,4 +1,4 @@
-# The native core of infinity.tiers (csrc/tiers): regions, boards, pools, leases, spans.
+# The native core of infinity.tiers (csrc/tiers): regions, boards, mail, pools, leases, spans.
 
 from collections.abc import Callable
 from enum import Enum
@@ -56,6 +56,31 @@ class Board:
         """Copy bytes of an entry to the address `into`. Returns whether the entry was open with this stamp
         all the time; if not, the bytes at `into` are undefined.
         """
+
+class Mail:
+    """Bytes between this process and others in shared memory (csrc/tiers/mail.hpp)."""
+
+    def __init__(self, own: Region, ranks: int, rank: int) -> None: ...
+    @staticmethod
+    def nbytes(ranks: int) -> int: ...
+    def meet(self, peer: int, theirs: Window) -> None: ...
+    def write(self, peer: int, data: bytes) -> int:
+        """Send as many of the bytes as there is room for, and return their number. Raises RuntimeError, as
+        `read` does, if the peer's memory has impossible numbers.
+        """
+
+    def read(self, peer: int) -> bytes: ...
+    def unread(self) -> bool:
+        """Whether there are bytes of any peer to read."""
+
+    def sleep(self, who: int, how: int) -> None:
+        """Say how this process's sleeper `who` (0 or 1) sleeps: 0 if it does not."""
+
+    def sleeper(self, peer: int, who: int) -> int:
+        """How a peer's sleeper sleeps, after all that was written so far."""
+
+    def tell(self, peer: int, number: int) -> None: ...
+    def told(self, peer: int) -> int: ...
 
 class Lease:
     @property

@@ -1,4 +1,4 @@
-// infinity._tiers: regions, boards, pools, leases, spans for Python.
+// infinity._tiers: regions, boards, mail, pools, leases, spans for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -15,6 +15,7 @@
 
 #include "board.hpp"
 #include "dlpack.hpp"
+#include "mail.hpp"
 #include "pool.hpp"
 #include "python_leaving.hpp"
 
@@ -207,6 +208,38 @@ void bind_board(nb::module_& m) {
     m.attr("BOARD_ENTRY_BYTES") = Board::kEntryBytes;
 }
 
+void bind_mail(nb::module_& m) {
+    nb::class_<Mail>(m, "Mail")
+        .def(nb::init<std::shared_ptr<Region>, std::uint64_t, std::uint64_t>(), nb::arg("own"),
+             nb::arg("ranks"), nb::arg("rank"))
+        .def_static("nbytes", &Mail::nbytes, nb::arg("ranks"))
+        .def(
+            "meet",
+            [](Mail& self, std::uint64_t peer, std::shared_ptr<Window> theirs) {
+                self.meet(peer, std::move(theirs));
+            },
+            nb::arg("peer"), nb::arg("theirs"))
+        .def(
+            "write",
+            [](Mail& self, std::uint64_t peer, const nb::bytes& data) {
+                return self.write(peer, data.c_str(), data.size());
+            },
+            nb::arg("peer"), nb::arg("data"))
+        .def(
+            "read",
+            [](Mail& self, std::uint64_t peer) {
+                char found[Mail::kRing];
+                const std::uint64_t nbytes = self.read(peer, found);
+                return nb::bytes(found, nbytes);
+            },
+            nb::arg("peer"))
+        .def("unread", &Mail::unread)
+        .def("sleep", &Mail::sleep, nb::arg("who"), nb::arg("how"))
+        .def("sleeper", &Mail::sleeper, nb::arg("peer"), nb::arg("who"))
+        .def("tell", &Mail::tell, nb::arg("peer"), nb::arg("number"))
+        .def("told", &Mail::told, nb::arg("peer"));
+}
+
 void bind_lease(nb::module_& m) {
     nb::class_<LeaseHandle>(m, "Lease")
         .def_prop_ro("address",
@@ -289,6 +322,7 @@ NB_MODULE(_tiers, m) {
     m.def("_leave", [] { infinity::see_waits_out(std::chrono::seconds(2)); });
     bind_region(m);
     bind_board(m);
+    bind_mail(m);
     bind_lease(m);
     bind_pool(m);
     bind_spans(m);
