@@ -21,6 +21,7 @@ from infinity.distributed.barrier import Barrier, CommitVotes, check_same, error
 from infinity.distributed.exchange import Exchange, InitialStates, initial_values
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.gradient_shards import GradientShards
+from infinity.distributed.mailbox import Mailbox
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
@@ -68,6 +69,7 @@ class Communicator(SingleRank):
         self.barrier = Barrier(self.ranks, self.wire)
         self.service_thread = ServiceThread(self.wire, self.lock)
         self._windows = open_windows()
+        self._mailbox = None if self._windows is None else Mailbox(self.ranks.rank, self.ranks.size)
         self._closed = False
         self._alone = False
         """Whether this rank has left without waiting for the others."""
@@ -146,29 +148,41 @@ class Communicator(SingleRank):
 
     def find_place(self) -> None:
         """Set `place`, `share.on_node`, `met` and `mates`. All ranks call this."""
-        board = None if self._windows is None else self._windows.tell_board()
-        heard = self.agree("offload()", machine=machine.identity(), clock=time.time_ns(), board=board)
+        memory = None
+        if self._windows is not None and self._mailbox is not None:
+            memory = [self._windows.tell_board(), *self._mailbox.tell()]
+        heard = self.agree("offload()", machine=machine.identity(), clock=time.time_ns(), memory=memory)
         self.met = heard[0]["clock"]
         nodes, own = self.ranks.nodes, self.ranks.rank
         mine = nodes[own]
         self.place = launcher.location() or RankLocation(mine, nodes[:own].count(mine), nodes.count(mine))
         self.share = replace(self.share, on_node=_on_each(nodes))
-        near = [rank for rank, each in heard.items() if nodes[rank] == mine and each["board"] is not None]
+        near = [rank for rank, each in heard.items() if nodes[rank] == mine and each["memory"] is not None]
         here = [rank for rank in near if heard[rank]["machine"] == heard[own]["machine"]]
-        self._find_mates({rank: heard[rank]["board"] for rank in here if rank != own})
+        self._find_mates({rank: heard[rank]["memory"] for rank in here if rank != own})
 
-    def _find_mates(self, boards: Mapping[int, Told]) -> None:
-        """Set `mates`: those ranks of this node of which each reads the other's board. All ranks call this.
+    def _find_mates(self, told: Mapping[int, list[Told]]) -> None:
+        """Set `mates`: those ranks of this node of which each reads the other's board and mailbox. All ranks
+        call this.
 
-        boards: rank of this node -> its board.
+        told: rank of this node -> what it tells of its board, and of its mailbox.
         """
-        reads = [] if self._windows is None else self._windows.read_boards(boards)
+        windows, mailbox, reads = self._windows, self._mailbox, list[int]()
+        if windows is not None and mailbox is not None:
+            reads = windows.read_boards({rank: board for rank, (board, *_) in told.items()})
+            reads = mailbox.open({rank: told[rank][1:] for rank in reads})
         readers = self.gather("offload()", reads)
         self.mates = [rank for rank in reads if self.ranks.rank in readers[rank]]
-        if self._windows is not None:
-            self._windows.meet(self.ranks.rank, self.mates)
+        if windows is not None and mailbox is not None:
+            windows.meet(self.ranks.rank, self.mates)
+            mailbox.meet(self.mates)
+            if self.mates:
+                self.wire.use_mailbox(mailbox)
+                self.service_thread.read_mail(mailbox)
+            else:
+                mailbox.close()
             relays_for_itself = self.share.on_node == 1
-            self._windows = self._windows if self.mates or relays_for_itself else None
+            self._windows = windows if self.mates or relays_for_itself else None
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -292,6 +306,8 @@ class Communicator(SingleRank):
         self.barrier.leave()
         orderly = self.failure_event.failure is None
         self.wire.close(patience=1.0 if self._alone else 10.0)
+        if self._mailbox is not None and not self.mates:
+            self._mailbox.close()  # else the wire closes it
         if self._windows is not None:
             self._windows.close()
         self.ranks.close(orderly=orderly and self.failure_event.failure is None)

@@ -5,6 +5,10 @@ that connects to each peer when the first message goes there, which all threads 
 many for any number of ranks, and a connection carries bytes in one direction. The thread that receives waits
 for no other rank, so that ranks cannot block each other in a circle.
 
+Messages between ranks of a node that have a mailbox (infinity/distributed/mailbox.py) go through it. Only
+payloads and what belongs to connections, such as heartbeats, take a connection between these, too, and BYE
+goes when all payloads have been read. So a rank connects to the ranks alone to which it sends those.
+
 [Note: what the library holds] A payload goes in portions of PORTION bytes, which the library copies, and the
 receiver says how many it has read (READ). No more than WINDOW bytes of payloads are under way from one rank
 to another, so the library holds no more of them at either end, and a message waits behind no more of them.
@@ -31,11 +35,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from infinity.distributed.liveness import Liveness
+from infinity.distributed.mailbox import LOOK, Mailbox
 from infinity.distributed.message import (
     LONGEST_FRAME,
     Head,
     Message,
     MessageKind,
+    decoded,
     encoded,
     kind_of,
     pack,
@@ -53,6 +59,17 @@ _AT_ONCE = 64
 """The most messages that are read before heartbeats and connections are looked after again."""
 _LAST_WORDS = 0.1
 """Seconds in which a rank whose connection broke may be heard: its last message may say why."""
+_NOT_BY_MAIL = {
+    MessageKind.DATA,
+    MessageKind.MORE,
+    MessageKind.STREAM,
+    MessageKind.READ,
+    MessageKind.BEAT,
+    MessageKind.ARRIVED,
+    MessageKind.SENT,
+    MessageKind.LANDED,
+}
+"""Kinds of messages that belong to the library's connections, or to a rank itself."""
 _BROKEN_MS = 20_000
 """Milliseconds after which bytes that the other end does not acknowledge break a connection."""
 _STREAMED = (MessageKind.STREAM, MessageKind.GRADIENT_SHARD)
@@ -210,6 +227,12 @@ class Connections:
         self._at_address = {each.address.encode(): each for each in self._peers.values()}
         self._broken: set[int] = set()
         """Peers whose connections broke since anything was last heard."""
+        self._mailbox: Mailbox | None = None
+        """Has all messages to and from its mates but payloads and what belongs to connections."""
+        self._reading = threading.Lock()
+        """Held to read messages of mates."""
+        self._parting: deque[tuple[int, str]] = deque()
+        """(mate, what is wrong with what it has sent) since the thread has last looked; "" after its BYE."""
         self._closing = self._stopping = self._warned = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.thread = threading.Thread(target=self._run, name="infinity messages", daemon=True)
@@ -221,8 +244,79 @@ class Connections:
         """Send a message to a peer, or to several. Never blocks. One to a peer that is gone is dropped."""
         body = encoded(message)
         with self._lock:
+            mates = () if self._mailbox is None else self._mailbox.mates
             for each in (to,) if isinstance(to, int) else to:
-                self._send(self._peers[each], body)
+                if each in mates and message.kind not in _NOT_BY_MAIL:
+                    self._mail(self._peers[each], body)
+                else:
+                    self._send(self._peers[each], body)
+
+    def _mail(self, peer: _Peer, message: bytes) -> None:
+        assert self._mailbox is not None
+        try:
+            if not peer.gone and not self._mailbox.post(peer.rank, message):
+                os.eventfd_write(self._wake, 1)  # the thread sends the rest
+        except RuntimeError as error:
+            self._parting.append((peer.rank, str(error)))
+            os.eventfd_write(self._wake, 1)
+
+    def use_mailbox(self, mailbox: Mailbox) -> None:
+        """Exchange messages with the mates of a mailbox by it from now on."""
+        with self._lock:
+            self._mailbox = mailbox
+        self._wake_up()
+
+    def has_mail(self, peer: int) -> bool:
+        """Whether messages to a peer go by the mailbox."""
+        return self._mailbox is not None and peer in self._mailbox.mates
+
+    def read_mail(self, inbox: Any = None, *, block: bool = True) -> None:
+        """Read messages of mates that are here. inbox: gets messages on which the calling thread acts itself.
+        block: wait if another thread reads them now.
+        """
+        mailbox = self._mailbox
+        if mailbox is None:
+            return
+        if mailbox.unread():
+            if not self._reading.acquire(blocking=block):
+                return
+            try:
+                if inbox is not None:
+                    inbox.quiet = threading.get_ident()
+                for rank, message in mailbox.read():
+                    self._heard_by_mail(self._peers[rank], message)
+            finally:
+                if inbox is not None:
+                    inbox.quiet = 0
+                self._reading.release()
+        if inbox is not None:
+            mailbox.looked()
+
+    def _heard_by_mail(self, peer: _Peer, body: bytes | None) -> None:
+        if peer.gone or peer.heard_bye:
+            return
+        try:
+            message = decoded(body or b"")
+            if message.kind in _NOT_BY_MAIL:
+                raise ValueError(f"a message of the kind {message.kind.name}")
+            peer.heard_bye = message.kind is MessageKind.BYE
+            self._ends.heard(peer.rank, message)
+        except ValueError as error:
+            self._part_from(peer, f"sent what is no message: {error}")
+        if peer.heard_bye:
+            self._part_from(peer, "")
+
+    def _part_from(self, peer: _Peer, why: str) -> None:
+        """Have the thread part from a mate. why: what is wrong with what it has sent; "" after its BYE."""
+        self._parting.append((peer.rank, why))
+        self._wake_up()
+
+    def close_mailbox(self) -> None:
+        """Close the mailbox, once the thread has ended."""
+        with self._reading, self._lock:
+            mailbox, self._mailbox = self._mailbox, None
+            if mailbox is not None:
+                mailbox.close()
 
     def post_with(self, to: int, message: Message, portion: Sequence[memoryview]) -> None:
         """Send a message of the kind STREAM or GRADIENT_SHARD to a peer, and bytes with it."""
@@ -290,7 +384,11 @@ class Connections:
             peer.bytes_under_way += nbytes
             peer.under_way.append((nbytes, None if sending.left else peer.waiting.popleft()))
             return True
-        if self._closing and not peer.said_bye:
+        if self._closing and not peer.said_bye and self.has_mail(peer.rank):
+            peer.said_bye = not peer.under_way  # behind all payloads, which take another way
+            if peer.said_bye:
+                self._mail(peer, encoded(Message(MessageKind.BYE, [])))
+        elif self._closing and not peer.said_bye:
             peer.said_bye = True
             self._send(peer, encoded(Message(MessageKind.BYE, [])))
             peer.under_way.append((0, None))
@@ -326,7 +424,12 @@ class Connections:
         while not self._stopping and not (self._closing and self._parted()):
             seconds = max(0.0, next_round - time.monotonic())
             seconds = min(seconds, _LAST_WORDS) if self._broken else seconds
+            if self._mailbox is not None:
+                poller.register(self._mailbox.descriptor, zmq.POLLIN)
+                seconds = min(seconds, self._look_at_mail(self._mailbox))
             ready = dict(poller.poll(1 + int(1000 * seconds)))
+            if self._mailbox is not None and self._mailbox.descriptor in ready:
+                self._mailbox.woken()
             if self._in in ready:
                 self._read_messages()
             elif self._broken:
@@ -338,13 +441,31 @@ class Connections:
             if time.monotonic() >= next_round:
                 self._beat()
                 next_round = time.monotonic() + self._liveness.interval
+            if self._mailbox is not None:
+                self._mailbox.rouse_now()
 
     def _parted(self) -> bool:
         """Whether nothing more has to be sent to peers or received from them."""
+        left = () if self._mailbox is None else self._mailbox.left
         return all(
-            each.gone or (each.heard_bye and each.said_bye and not each.under_way)
+            each.gone or (each.heard_bye and each.said_bye and not each.under_way and each.rank not in left)
             for each in self._peers.values()
         )
+
+    def _look_at_mail(self, mailbox: Mailbox) -> float:
+        """Read messages of mates if no other thread does. Returns the most seconds until the next look."""
+        others = mailbox.watch()
+        if not others:
+            self.read_mail()
+        while self._parting:
+            rank, why = self._parting.popleft()
+            if why:
+                self._lose(self._peers[rank], why)
+            else:
+                self._liveness.departed(rank)
+        with self._lock:
+            sent = mailbox.flush()
+        return LOOK if others or not sent else self._liveness.interval
 
     def _read_messages(self) -> None:
         taken: Counter[int] = Counter()
@@ -481,6 +602,7 @@ class Connections:
                 self._broken.add(peer.rank)
 
     def _lose_broken(self) -> None:
+        self.read_mail()  # a peer's last words may be there
         for each in sorted(self._broken):
             if not self._peers[each].heard_bye:
                 self._lose(self._peers[each], "is gone: the connection to it broke")
@@ -499,10 +621,14 @@ class Connections:
             if peer.connected and not peer.gone:
                 self._out.disconnect(peer.address)
             peer.gone = True
+            if self._mailbox is not None:
+                self._mailbox.forget(peer.rank)
         self._liveness.departed(peer.rank)
 
     def _end(self) -> None:
         """Close the sockets. What was sent is still on its way for some moments."""
+        if self._mailbox is not None:
+            self._mailbox.rouse_now()
         with self._lock:
             for each in self._peers.values():
                 each.gone = True
@@ -512,6 +638,8 @@ class Connections:
             self._monitor.close(0)
             self._in.close(0)
             self._out.close(500 if self._stopping else 5000)
+        if self._closing:
+            self.close_mailbox()
         self._endpoint.context.term()
 
 

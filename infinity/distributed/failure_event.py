@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from infinity.errors import ConfigError, InfinityError
+
+if TYPE_CHECKING:
+    from infinity.distributed.mailbox import Listener
 
 TIMEOUT_VARIABLE = "INFINITY_RANK_TIMEOUT"
 DEFAULT_TIMEOUT = 600.0
@@ -37,6 +41,8 @@ class FailureEvent:
     def __init__(self, timeout: float | None = None) -> None:
         """timeout: the most seconds of a wait by default; None: `rank_timeout()`."""
         self.timeout = rank_timeout() if timeout is None else timeout
+        self.listener: Listener | None = None
+        """Acts on messages of ranks of this node during waits; None if there are none."""
         self._condition = threading.Condition(threading.Lock())
         self._failure: InfinityError | None = None
 
@@ -49,6 +55,8 @@ class FailureEvent:
         """Wake all waits to look at their conditions again. Call it after a change that may fulfil one."""
         with self._condition:
             self._condition.notify_all()
+        if self.listener is not None:
+            self.listener.rouse()
 
     def fail(self, error: InfinityError) -> bool:
         """End all waits with `error`, if it is the first failure. Returns whether it is."""
@@ -56,7 +64,7 @@ class FailureEvent:
             first = self._failure is None
             if first:
                 self._failure = error.again()
-            self._condition.notify_all()
+        self.notify()
         return first
 
     def wait_for(self, come: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -65,12 +73,15 @@ class FailureEvent:
         come: called under the event's own lock, so it must not wait or notify. timeout: seconds; None: the
         event's time-out. Raises the run's failure if there is one and `come()` does not hold.
         """
-        with self._condition:
-            self._condition.wait_for(
-                lambda: come() or self._failure is not None, self.timeout if timeout is None else timeout
-            )
+        seconds = self.timeout if timeout is None else timeout
+        if self.listener is None or not self.listener.wait(lambda: self._over(come), seconds):
+            with self._condition:
+                self._condition.wait_for(lambda: self._over(come), seconds)
         if come():
             return True
         if self._failure is not None:
             raise self._failure.again()
         return False
+
+    def _over(self, come: Callable[[], bool]) -> bool:
+        return come() or self._failure is not None

@@ -316,7 +316,7 @@ class GradientShards:
             self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields, place, lane)
         else:
             message = Message(MessageKind.GRADIENT_SHARD, [*fields, -1, lane])
-            dispatch = self._wire.push(owner, message, part, label="gradients", unit=key[0], apart=near)
+            dispatch = self._wire.push(owner, message, part, label="gradients", unit=key[0])
             self._sending[dispatch] = part.nbytes * counts
 
     def _kept(self, part: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -163,6 +163,11 @@ def encoded(message: Message) -> bytes:
     return bytes([message.kind]) + _encode(message.fields).encode()
 
 
+def decoded(message: bytes) -> Message:
+    """Return the message of which `encoded` returned the bytes. Raises ValueError for other bytes."""
+    return Message(MessageKind(message[0] if message else 0), _decode(message[1:].decode()))
+
+
 def pack(key: bytes, head: Head, message: bytes) -> list[bytes]:
     """Return the frames of a message but for those of a payload. key: of the MAC, 16 to 64 bytes. message:
     what `encoded` returned.
@@ -186,8 +191,7 @@ def unpack(key: bytes, frames: Sequence[bytes]) -> tuple[Head, Message]:
     mac, body = body[:_MAC_BYTES], body[_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(key, body)):
         raise ValueError("The MAC is wrong")
-    *head, kind = _HEAD.unpack_from(body)
-    return Head(*head), Message(MessageKind(kind), _decode(body[_HEAD.size :].decode()))
+    return Head(*_WAY.unpack_from(body)), decoded(body[_WAY.size :])
 
 
 def _mac(key: bytes, body: bytes) -> bytes:

@@ -1,11 +1,12 @@
-"""ServiceThread: the thread that acts on messages of other ranks while this rank's training thread computes.
+"""ServiceThread: acts on messages of other ranks, in a thread of its own while this rank's training thread
+computes, or in the training thread itself.
 
-It takes the runtime's lock for moments, in turn with the training thread, and never waits for another rank.
+It holds the runtime's lock for moments, in turn with the training thread, and never waits for another rank.
 """
 
 from __future__ import annotations
 
-import queue
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.distributed.gradient_shards import GradientShards
+from infinity.distributed.mailbox import Listener, Mailbox
 from infinity.distributed.message import Message, MessageKind, What
 from infinity.distributed.wire import Wire
 from infinity.errors import ConfigError, InfinityError
@@ -52,14 +54,16 @@ class ServiceThread:
 
     def open_exchange(self, label: str, give: Give) -> int:
         """Begin to answer requests in the next exchange. Returns its number, equal on all ranks."""
-        self._exchanges += 1
-        self._exchanged[self._exchanges] = label, give
-        self._look_again()
+        with self._lock:
+            self._exchanges += 1
+            self._exchanged[self._exchanges] = label, give
+            self._look_again()
         return self._exchanges
 
     def close_exchange(self) -> None:
         """Forget this exchange, which all ranks have ended."""
-        self._exchanged.clear()
+        with self._lock:
+            self._exchanged.clear()
 
     def has_given(self) -> bool:
         """Whether this rank has given anything in an exchange since the last call."""
@@ -77,89 +81,107 @@ class ServiceThread:
         step: None for inference. drive: completes the updates that a commit waits for, given the commit's
         number; called under the lock.
         """
-        self._service, self._step, self._drive = service, step, drive
-        self._shards = None if step is None else step.shards
-        service.start()
-        self._attached = True
-        self._look_again()
+        with self._lock:
+            self._service, self._step, self._drive = service, step, drive
+            self._shards = None if step is None else step.shards
+            service.start()
+            self._attached = True
+            self._look_again()
 
     def _look_again(self) -> None:
-        self._wire.inbox.put((-1, Message(MessageKind.REQUEST, [0, What.INITIAL, 0])))
+        """Handle the messages that were kept, before later ones."""
+        kept, self._kept = self._kept, []
+        self._wire.inbox.messages.extendleft(reversed(kept))
+        self._wire.inbox.wake()
 
     def stop(self) -> None:
         """End this thread and the thread of the page service. Called when this rank leaves the others, which
         ask it for nothing more.
         """
         self._stopping = True
-        self._wire.inbox.put((-1, Message(MessageKind.BYE, [])))
+        self._lock.look = None
+        self._wire.failure_event.listener = None
+        self._wire.inbox.wake()
         with self._lock.released():  # the threads may wait for it
             self._thread.join()
             if self._service is not None:
                 self._service.stop()
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:  # nobody else would tell the others that this rank answers no more
-            failure = ConfigError(
-                f"This rank cannot serve others any more: {type(error).__name__}: {error}.",
-                "Report this bug, with the text above.",
-            )
-            self._wire.declare(f"failed: {failure}")
-            self._wire.failure_event.fail(failure)
-            raise
+    def read_mail(self, mailbox: Mailbox) -> None:
+        """Have other threads of this rank read messages of its mates, and act on them, too:
+        [Note: who reads messages of mates] in infinity/distributed/mailbox.py.
+        """
+        self._wire.failure_event.listener = Listener(mailbox, self._attend, self._may_listen)
+        self._lock.look = self._look
 
-    def _serve(self) -> None:
-        while True:
-            kept, self._kept = self._kept, []
-            waiting = [*kept, self._wire.inbox.get()]
-            while len(waiting) < _MOST_AT_ONCE:
-                try:
-                    waiting.append(self._wire.inbox.get_nowait())
-                except queue.Empty:
-                    break
-            if not self._act(waiting):
-                return
+    def _may_listen(self) -> bool:
+        return not self._lock.owned() and _is_plain()  # with the lock it is in the middle of something
 
-    def _act(self, waiting: list[tuple[int, Message]]) -> bool:
-        """Handle messages. Returns False if the last message of this runtime is among them."""
-        others = []
-        attached = self._attached
-        for source, message in waiting:
-            if message.kind is MessageKind.BYE and source < 0:
-                return False
-            if message.kind in (MessageKind.BYE, MessageKind.FAILED):
-                continue
-            if message.kind is MessageKind.REQUEST and message.fields[1] == What.INITIAL:
-                self._give(source, message)
-            elif not attached:
-                self._kept.append((source, message))
-            elif message.kind is MessageKind.REQUEST and message.fields[1] != What.SUM:
-                assert self._service is not None
-                self._service.requested(source, *message.fields)
-            else:
-                others.append((source, message))
-        if others:
+    def _look(self) -> None:
+        """Act on all messages that are here. The calling thread has just taken the lock."""
+        if _is_plain():
+            self._wire.read_mail(block=False)
+            if self._wire.inbox.messages:
+                self._act()
+
+    def _attend(self) -> None:
+        """Act on all messages that are here. The calling thread waits without the lock."""
+        self._wire.read_mail(block=True)
+        if self._wire.inbox.messages:
             with self._lock.turn():
-                if self._stopping:  # after a failure: what other ranks asked for is not there any more
-                    return False
-                for source, message in others:
-                    if message.kind is MessageKind.CLEARED:
-                        assert self._step is not None
-                        self._step.cleared(source, *message.fields)
-                    elif message.kind is MessageKind.DRIVE:
-                        self._drive(*message.fields)
-                    else:
-                        assert self._shards is not None
-                        self._about_gradients(self._shards, source, message)
-        return True
+                self._act()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._wire.inbox.wait()
+            with self._lock.turn():
+                self._act(_MOST_AT_ONCE)
+            if self._wire.inbox.messages:
+                self._wire.inbox.wake()
+
+    def _act(self, most: int = sys.maxsize) -> None:
+        """Handle messages, `most` at most. The calling thread has the lock."""
+        messages = self._wire.inbox.messages
+        while messages and most and not self._stopping:  # the rest asks for what is not there any more
+            most -= 1
+            try:
+                self._handle(*messages.popleft())
+            except Exception as error:  # nobody else would tell the others that this rank answers no more
+                failure = ConfigError(
+                    f"This rank cannot serve others any more: {type(error).__name__}: {error}.",
+                    "Report this bug, with the text above.",
+                )
+                self._stopping = True
+                self._wire.declare(f"failed: {failure}")
+                self._wire.failure_event.fail(failure)
+                raise
+
+    def _handle(self, source: int, message: Message) -> None:
+        kind, fields = message
+        if kind in (MessageKind.BYE, MessageKind.FAILED):
+            return
+        if kind is MessageKind.REQUEST and fields[1] == What.INITIAL:
+            self._give(source, message)
+        elif not self._attached:
+            self._kept.append((source, message))
+        elif kind is MessageKind.REQUEST and fields[1] != What.SUM:
+            assert self._service is not None
+            self._service.requested(source, *fields)
+        elif kind is MessageKind.CLEARED:
+            assert self._step is not None
+            self._step.cleared(source, *fields)
+        elif kind is MessageKind.DRIVE:
+            self._drive(*fields)
+        else:
+            assert self._shards is not None
+            self._about_gradients(self._shards, source, message)
 
     def _give(self, source: int, message: Message) -> None:
         """Answer a request in an exchange, or keep it until this rank begins the exchange."""
         delivery, _, exchange, *wanted = message.fields
         if exchange > self._exchanges:
             self._kept.append((source, message))
-        elif source >= 0:
+        else:
             label, give = self._exchanged[exchange]
             try:
                 self._wire.deliver(source, delivery, [give(*wanted).view(torch.uint8)], label)
@@ -181,6 +203,18 @@ class ServiceThread:
             shards.landed()
         else:
             shards.heard(source, message)
+
+
+def _is_plain() -> bool:
+    """Whether operations on tensors are ordinary ones in this thread now: user code is in no context that
+    would change those of a handled message.
+    """
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def _nothing(_: int) -> None:

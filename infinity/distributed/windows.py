@@ -57,7 +57,7 @@ them one for each unit's relayed parts. Pages beyond get none.
 Stamp = tuple[int, int, int]
 """(step, number of loaded copies, edit version): which bytes of a page an entry has, or a mate wants."""
 Told = list[int]
-"""(process, descriptor, inode, bytes) of shared memory, as ranks tell it each other."""
+"""(process, descriptor, inode, bytes) of shared memory, or of a pipe, as ranks tell it each other."""
 ToldDevice = tuple[str, int, int, list[tuple[int, int]]]
 """Device memory that a rank shares, as it tells others: (handle in hexadecimal digits, bytes from the start
 of the allocation, bytes, and (unit, bytes from the start) of each parameter page that is at home there). The
@@ -105,16 +105,15 @@ class Windows:
 
     def tell_board(self) -> Told:
         """What this rank tells the others, so that they can read its board."""
-        return _told(self._memory)
+        return described(self._memory)
 
-    def read_boards(self, told: Mapping[int, Told]) -> list[int]:
-        """Map the boards of other ranks. told: rank -> what it told. Returns the ranks for which this worked.
-
-        The kernel lets only processes of the same user read each other's memory.
+    def read_boards(self, boards: Mapping[int, Told]) -> list[int]:
+        """Map the boards of other ranks. boards: rank -> what it told. Returns the ranks for which this
+        worked. The kernel lets only processes of the same user read each other's memory.
         """
-        for rank, each in told.items():
+        for rank, each in boards.items():
             with suppress(OSError):
-                self._boards[rank] = _tiers.Board(_opened(each))
+                self._boards[rank] = _tiers.Board(window(each))
         return [*self._boards]
 
     def meet(self, rank: int, mates: Sequence[int]) -> None:
@@ -141,7 +140,7 @@ class Windows:
                 for page, start in there:
                     self._let_offer(page, start)
                 told = (handle.hex(), offset, region.nbytes, homes)
-        return _told(arena), told
+        return described(arena), told
 
     def _let_offer(self, page: ParameterPage, start: int) -> None:
         self._offsets[page.index] = start
@@ -157,7 +156,7 @@ class Windows:
         for rank in self._boards:
             arena, theirs = told[rank]
             with suppress(OSError):
-                self._arenas[rank] = _opened(arena)
+                self._arenas[rank] = window(arena)
             if theirs is None or self._boards[rank] is self._board:
                 continue
             handle, offset, nbytes, homes = theirs
@@ -332,18 +331,26 @@ def _place(page: ParameterPage, owner: int, start: int, *, whole: bool) -> int:
     return span.at + start - span.start
 
 
-def _told(memory: _tiers.Region) -> Told:
+def described(memory: _tiers.Region) -> Told:
+    """What a rank tells of shared memory, so that others can map it (`window`)."""
     inode = os.fstat(memory.descriptor).st_ino
     return [os.getpid(), memory.descriptor, inode, memory.nbytes]
 
 
-def _opened(told: Told) -> _tiers.Window:
+def window(said: Told) -> _tiers.Window:
     """Map another process's shared memory. Raises OSError if this process may not."""
-    process, number, inode, nbytes = told
-    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = opened(said)
     try:
-        if os.fstat(descriptor).st_ino != inode:
-            raise FileNotFoundError(f"process {process} is another one")
-        return _tiers.map_window(descriptor, nbytes)
+        return _tiers.map_window(descriptor, said[-1])
     finally:
         os.close(descriptor)
+
+
+def opened(said: Told, flags: int = os.O_RDONLY) -> int:
+    """Open what another process has told of. Returns a descriptor. Raises OSError if this process may not."""
+    process, number, inode, _ = said
+    descriptor = os.open(f"/proc/{process}/fd/{number}", flags | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_ino == inode:
+        return descriptor
+    os.close(descriptor)
+    raise FileNotFoundError(f"process {process} is another one")

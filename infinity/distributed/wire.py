@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from infinity.distributed.connections import Connections
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.liveness import Liveness
+from infinity.distributed.mailbox import Mailbox
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.streams import Streams
@@ -28,7 +28,41 @@ from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
 from infinity.telemetry.meter import Meter
 
-Inbox = queue.SimpleQueue[tuple[int, Message]]
+
+class Inbox:
+    """Messages of all ranks, (source, message), in each source's order."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[int, Message]] = deque()
+        """Taken from the left."""
+        self.quiet = 0
+        """A thread that acts by itself on what it puts here; 0: none does."""
+        self._there = threading.Lock()
+        """Free when `wait` may return."""
+        self._there.acquire()
+
+    def put(self, message: tuple[int, Message]) -> None:
+        self.messages.append(message)
+        if threading.get_ident() != self.quiet:
+            self.wake()
+
+    def wake(self) -> None:
+        """Have `wait` return."""
+        with suppress(RuntimeError):  # it is free already
+            self._there.release()
+
+    def wait(self) -> None:
+        """Wait until something is put here, or `wake` is called, since the last call. For one thread."""
+        self._there.acquire()
+
+    def get(self) -> tuple[int, Message]:
+        """Wait for a message, and take it."""
+        while not self.messages:
+            self.wait()
+        return self.messages.popleft()
+
+    def empty(self) -> bool:
+        return not self.messages
 
 
 @dataclass
@@ -72,13 +106,13 @@ class Wire:
         """
         self.failure_event = FailureEvent() if failure_event is None else failure_event
         self.meter = Meter() if meter is None else meter
-        self.inbox: Inbox = queue.SimpleQueue()
+        self.inbox = Inbox()
         """(source, message): all messages but DATA, REFUSAL, REDIRECT, BARRIER, VOTE and LEAVING, in each
         source's order. A peer's last one is BYE, or FAILED if it is lost.
         """
-        self.barriers: Inbox = queue.SimpleQueue()
+        self.barriers = Inbox()
         """(source, message): the messages of the kind BARRIER, in each source's order."""
-        self.votes: Inbox = queue.SimpleQueue()
+        self.votes = Inbox()
         """(source, message): the messages of the kind VOTE, in each source's order."""
         self._ranks = ranks
         self._released = released
@@ -101,6 +135,16 @@ class Wire:
             liveness=Liveness(ranks.rank, ranks.nodes) if liveness is None else liveness,
         )
         self._streams = Streams(self._connections)
+
+    def use_mailbox(self, mailbox: Mailbox) -> None:
+        """Exchange messages with the mates of a mailbox by it from now on. The wire closes it."""
+        self._connections.use_mailbox(mailbox)
+
+    def read_mail(self, *, block: bool) -> None:
+        """Read messages of mates that are here. The calling thread then acts on what is in the inbox. block:
+        whether to wait for a thread that reads now; else that one acts on what it reads.
+        """
+        self._connections.read_mail(self.inbox, block=block)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -227,9 +271,7 @@ class Wire:
             dispatch.end(self._ended[peer])
         return dispatch
 
-    def push(
-        self, peer: int, message: Message, memory: torch.Tensor, *, label: str, unit: int, apart: bool
-    ) -> Dispatch:
+    def push(self, peer: int, message: Message, memory: torch.Tensor, *, label: str, unit: int) -> Dispatch:
         """Send a message whose last field is the lane of a stream, and bytes in this lane, and put a message
         SENT into the inbox when the peer has read them. Arguments: as for `Streams.push` and `deliver`.
         """
@@ -239,6 +281,7 @@ class Wire:
             self._check_open()
             error = self._ended.get(peer)
             if error is None:
+                apart = self._connections.has_mail(peer)
                 self._streams.push(dispatch, message.fields[-1], message, memory, apart=apart)
         if error is not None:
             dispatch.end(error)
@@ -295,6 +338,8 @@ class Wire:
         if self.failure is not None:
             self._connections.stop()
             thread.join()
+        if not thread.is_alive():
+            self._connections.close_mailbox()
         return not thread.is_alive()
 
     def _check_open(self) -> None:

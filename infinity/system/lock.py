@@ -56,9 +56,12 @@ class RuntimeLock:
         """The exception that a signal's handler has raised in `safe_point`, until the lock is returned."""
         self.broken = False
         """Whether an operation was ended half way; see [Note: safe points]."""
+        self.look: Callable[[], object] | None = None
+        """Called under the lock whenever a thread has taken it anew, before anything else."""
         _locks.add(self)
 
     def __enter__(self) -> None:
+        look = None if self.owned() else self.look
         if self._asked.locked() and not self.owned():
             with self._asked:
                 pass
@@ -67,6 +70,12 @@ class RuntimeLock:
         ):
             _adopt()
         self._lock.acquire()
+        if look is not None:
+            try:
+                look()
+            except BaseException as error:
+                self.__exit__(type(error), error, error.__traceback__)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.distributed.connections import Connections
-from infinity.distributed.message import MessageKind
+from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.service_thread import ServiceThread
 from infinity.training_step import TrainingStep
 
@@ -75,14 +75,14 @@ class Training:
 
 def hear_late_of_cleared() -> None:
     """From now on, rank 0 hears late that other ranks have cleared their gradients."""
-    act = ServiceThread._act
+    handle = ServiceThread._handle
 
-    def late(self: ServiceThread, waiting: list[Any]) -> bool:
-        if RANK == 0 and any(message.kind is MessageKind.CLEARED for _, message in waiting):
+    def late(self: ServiceThread, source: int, message: Message) -> None:
+        if RANK == 0 and message.kind is MessageKind.CLEARED:
             time.sleep(0.1)
-        return act(self, waiting)
+        handle(self, source, message)
 
-    ServiceThread._act = late  # type: ignore[method-assign]
+    ServiceThread._handle = late  # type: ignore[method-assign]
 
 
 def idle_rank(partition: str = "optimizer") -> list[str]:

@@ -1,0 +1,232 @@
+"""Mailbox: messages between the ranks of a node through shared memory (csrc/tiers/mail.hpp).
+
+Each rank has a region that its mates map for reading, and writes there what it sends to each of them. No
+message needs a MAC: the kernel opens the memory for processes of the same user alone.
+
+[Note: who reads messages of mates]
+- While the training thread uses the runtime, it reads and acts on messages itself, whenever it takes the
+  runtime's lock (`ServiceThread.look`). Nobody wakes anybody.
+- A thread that waits for other ranks sleeps until a message comes (`Listener`), and then does the same.
+- The thread that receives messages by ZeroMQ looks every LOOK seconds whether others have looked at all
+  meanwhile. If not, it sleeps until a message comes, and the service thread acts on it.
+
+Sleepers are woken by a byte in a pipe, if they say that they sleep ([Note: need wakeup] in
+csrc/tiers/mail.hpp). So a message is read at the latest 2 * LOOK seconds after it was sent.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+
+from infinity import _tiers
+from infinity.distributed.windows import Told, described, opened, window
+
+LOOK = 0.005
+"""Seconds."""
+_LONGEST = 1 << 28
+"""The most bytes of a message."""
+_THREAD, _LISTENER = range(2)
+"""The sleepers of a process, as csrc/tiers/mail.hpp numbers them."""
+_HEAD = 4
+"""Bytes of a message's length before the message."""
+
+
+class Mailbox:
+    """This rank's messages to its mates, and theirs to this rank, as bytes."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        """Raises OSError if the kernel grants no shared memory."""
+        self._memory = _tiers.map_host(_tiers.Mail.nbytes(ranks), huge_pages=False, shared=True)
+        self._mail = _tiers.Mail(self._memory, ranks, rank)
+        self._pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in (_THREAD, _LISTENER)]
+        self._bells: dict[int, list[int]] = {}
+        """Mate -> the descriptors by which its sleepers are woken."""
+        self.left: dict[int, bytes] = {}
+        """Mate -> bytes for which there was no room, which go before all later ones."""
+        self._begun: dict[int, bytes] = {}
+        """Mate -> the part of a message that has come."""
+        self.mates: frozenset[int] = frozenset()
+        self._looks = self._seen = self._watcher = 0
+        self._to_rouse = False
+        """Whether the thread of `watch` has to wake the one that listens."""
+        self._closed = threading.Lock()
+        self.unread = self._mail.unread
+
+    def tell(self) -> list[Told]:
+        """What this rank tells the others, so that they can open its mailbox."""
+        pipes = [[os.getpid(), end, os.fstat(end).st_ino, 0] for end, _ in self._pipes]
+        return [described(self._memory), *pipes]
+
+    def open(self, tellers: Mapping[int, Sequence[Told]]) -> list[int]:
+        """Open the mailboxes of other ranks. tellers: rank -> what it told. Returns the ranks for which this
+        worked.
+        """
+        for rank, (memory, *pipes) in tellers.items():
+            with suppress(OSError):
+                self._mail.meet(rank, window(memory))
+                self._bells[rank] = []
+                for each in pipes:
+                    self._bells[rank].append(opened(each, os.O_WRONLY | os.O_NONBLOCK))
+        return [rank for rank, bells in self._bells.items() if len(bells) == len(self._pipes)]
+
+    def meet(self, mates: Sequence[int]) -> None:
+        """Note the ranks that read this rank's mailbox, and whose mailboxes this rank reads."""
+        self._memory.close_descriptor()
+        for rank in self._bells.keys() - set(mates):
+            for each in self._bells.pop(rank):
+                os.close(each)
+        self.mates = frozenset(mates)
+
+    # --- sending: one thread at a time ----------------------------------------------------------------------
+
+    def post(self, mate: int, message: bytes) -> bool:
+        """Send a message. Never blocks. Returns False if there was no room for all of it: `flush` sends the
+        rest.
+        """
+        data = self.left.pop(mate, b"") + len(message).to_bytes(_HEAD, "little") + message
+        return self._write(mate, data)
+
+    def flush(self) -> bool:
+        """Send what there was no room for. Returns whether all of it is sent."""
+        return all([self._write(mate, self.left.pop(mate)) for mate in [*self.left]])
+
+    def _write(self, mate: int, data: bytes) -> bool:
+        done = self._mail.write(mate, data)
+        if done < len(data):
+            self.left[mate] = data[done:]
+        if self._mail.sleeper(mate, _LISTENER):
+            self._wake(self._bells[mate][_LISTENER])
+        elif self._mail.sleeper(mate, _THREAD):
+            self._wake(self._bells[mate][_THREAD])
+        return done == len(data)
+
+    def forget(self, mate: int) -> None:
+        """Drop what was not sent to a mate that is lost."""
+        self.left.pop(mate, None)
+
+    @staticmethod
+    def _wake(descriptor: int) -> None:
+        with suppress(OSError):  # the pipe is full, so the sleeper wakes; or its process has ended
+            os.write(descriptor, b"!")
+
+    # --- reading: one thread at a time ----------------------------------------------------------------------
+
+    def read(self) -> Iterator[tuple[int, bytes | None]]:
+        """Yield (mate, message) for all messages that are here, in each mate's order; None instead of the
+        message if what the mate has sent is no message.
+        """
+        for mate in self._bells:
+            try:
+                data = self._begun.pop(mate, b"") + self._mail.read(mate)
+            except RuntimeError:
+                yield mate, None
+                continue
+            at = 0
+            while len(data) >= at + _HEAD:
+                end = at + _HEAD + int.from_bytes(data[at : at + _HEAD], "little")
+                if end - at > _LONGEST:
+                    yield mate, None
+                if end > len(data):
+                    break
+                yield mate, data[at + _HEAD : end]
+                at = end
+            if at < len(data):
+                self._begun[mate] = data[at:]
+
+    def looked(self) -> None:
+        """Note that a thread has read all messages."""
+        self._looks += 1
+
+    # --- sleeping -------------------------------------------------------------------------------------------
+
+    @property
+    def descriptor(self) -> int:
+        """Becomes readable when the thread of `watch` has to wake; see `woken`."""
+        return self._pipes[_THREAD][0]
+
+    def watch(self) -> bool:
+        """Return whether another thread has looked since the last call. If not, the caller is woken from now
+        on when a message comes. Only one thread calls this.
+        """
+        self._watcher = threading.get_ident()
+        others = self._looks != self._seen
+        self._seen = self._looks
+        self._mail.sleep(_THREAD, int(not others))
+        return others
+
+    def rouse(self) -> None:
+        """Wake this rank's own listener. The thread of `watch` does so in `rouse_now`: when it has dropped
+        what it refers to of a transfer that has ended, so that the listener finds this memory free.
+        """
+        self._to_rouse = True
+        if threading.get_ident() != self._watcher:
+            self.rouse_now()
+
+    def rouse_now(self) -> None:
+        if self._to_rouse:
+            self._to_rouse = False
+            self._wake(self._pipes[_LISTENER][1])
+
+    def woken(self, sleeper: int = _THREAD) -> None:
+        """Take the bytes that have woken a sleeper."""
+        with suppress(BlockingIOError):
+            os.read(self._pipes[sleeper][0], 1 << 12)
+
+    def close(self) -> None:
+        """Close all descriptors, when nobody sends, reads or sleeps any more."""
+        if self._closed.acquire(blocking=False):
+            bells, self._bells = self._bells, {}
+            for each in [*self._pipes, *bells.values()]:
+                for end in each:
+                    os.close(end)
+
+
+class Listener:
+    """Lets a thread that waits for other ranks act on messages of mates meanwhile; one thread at a time."""
+
+    def __init__(self, mailbox: Mailbox, attend: Callable[[], object], may: Callable[[], bool]) -> None:
+        """attend: reads messages, and acts on them under the runtime's lock. may: whether the calling thread
+        may do so.
+        """
+        self._mailbox = mailbox
+        self._attend = attend
+        self._may = may
+        self._listening = threading.Lock()
+        self._listens = 0
+        """The thread that listens, or 0."""
+        self._poll = select.poll()
+        self._poll.register(mailbox._pipes[_LISTENER][0], select.POLLIN)
+
+    def wait(self, over: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `over()`, or until the time has passed. Returns False at once if the calling thread may
+        not listen, or another one does.
+        """
+        if not self._may() or not self._listening.acquire(blocking=False):
+            return False
+        self._listens, until = threading.get_ident(), time.monotonic() + seconds
+        mail = self._mailbox._mail
+        try:
+            while True:
+                mail.sleep(_LISTENER, 1)
+                self._attend()
+                left = until - time.monotonic()
+                if over() or left <= 0:
+                    return True
+                self._poll.poll(1 + int(1000 * min(left, 3600)))
+                mail.sleep(_LISTENER, 0)
+                self._mailbox.woken(_LISTENER)
+        finally:
+            self._listens = 0
+            mail.sleep(_LISTENER, 0)
+            self._listening.release()
+            self._attend()  # what has come since is for no sleeper
+
+    def rouse(self) -> None:
+        """Have the thread that listens look again, after a change that may end its wait."""
+        if self._listens not in (0, threading.get_ident()):
+            self._mailbox.rouse()
