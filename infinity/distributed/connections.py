@@ -70,6 +70,8 @@ _NOT_BY_MAIL = {
     MessageKind.LANDED,
 }
 """Kinds of messages that belong to the library's connections, or to a rank itself."""
+_NOT_URGENT = {MessageKind.GRADIENT_SHARD}
+"""Kinds of messages for which no mate has to wake at once: the end of the backward follows."""
 _BROKEN_MS = 20_000
 """Milliseconds after which bytes that the other end does not acknowledge break a connection."""
 _STREAMED = (MessageKind.STREAM, MessageKind.GRADIENT_SHARD)
@@ -247,14 +249,14 @@ class Connections:
             mates = () if self._mailbox is None else self._mailbox.mates
             for each in (to,) if isinstance(to, int) else to:
                 if each in mates and message.kind not in _NOT_BY_MAIL:
-                    self._mail(self._peers[each], body)
+                    self._mail(self._peers[each], body, urgent=message.kind not in _NOT_URGENT)
                 else:
                     self._send(self._peers[each], body)
 
-    def _mail(self, peer: _Peer, message: bytes) -> None:
+    def _mail(self, peer: _Peer, message: bytes, *, urgent: bool = True) -> None:
         assert self._mailbox is not None
         try:
-            if not peer.gone and not self._mailbox.post(peer.rank, message):
+            if not peer.gone and not self._mailbox.post(peer.rank, message, urgent=urgent):
                 os.eventfd_write(self._wake, 1)  # the thread sends the rest
         except RuntimeError as error:
             self._parting.append((peer.rank, str(error)))
@@ -463,6 +465,7 @@ class Connections:
                 self._lose(self._peers[rank], why)
             else:
                 self._liveness.departed(rank)
+        mailbox.ring()
         with self._lock:
             sent = mailbox.flush()
         return LOOK if others or not sent else self._liveness.interval

@@ -11,7 +11,9 @@ message needs a MAC: the kernel opens the memory for processes of the same user 
   meanwhile. If not, it sleeps until a message comes, and the service thread acts on it.
 
 Sleepers are woken by a byte in a pipe, if they say that they sleep ([Note: need wakeup] in
-csrc/tiers/mail.hpp). So a message is read at the latest 2 * LOOK seconds after it was sent.
+csrc/tiers/mail.hpp). So a message is read at the latest 2 * LOOK seconds after it was sent. For messages that
+are not urgent (gradient shards) the sender wakes nobody before it waits itself or its thread looks again: the
+sleeper then acts on several of them.
 """
 
 from __future__ import annotations
@@ -48,10 +50,14 @@ class Mailbox:
         """Mate -> the descriptors by which its sleepers are woken."""
         self.left: dict[int, bytes] = {}
         """Mate -> bytes for which there was no room, which go before all later ones."""
+        self._unaware: set[int] = set()
+        """Mates that have got messages which were not urgent, and have not been woken since."""
         self._begun: dict[int, bytes] = {}
         """Mate -> the part of a message that has come."""
         self.mates: frozenset[int] = frozenset()
         self._looks = self._seen = self._watcher = 0
+        self._sleeps = False
+        """Whether the thread of `watch` sleeps until it is woken."""
         self._to_rouse = False
         """Whether the thread of `watch` has to wake the one that listens."""
         self._closed = threading.Lock()
@@ -84,26 +90,41 @@ class Mailbox:
 
     # --- sending: one thread at a time ----------------------------------------------------------------------
 
-    def post(self, mate: int, message: bytes) -> bool:
+    def post(self, mate: int, message: bytes, *, urgent: bool) -> bool:
         """Send a message. Never blocks. Returns False if there was no room for all of it: `flush` sends the
-        rest.
+        rest. urgent: whether the mate is woken now; else `ring` wakes it.
         """
         data = self.left.pop(mate, b"") + len(message).to_bytes(_HEAD, "little") + message
-        return self._write(mate, data)
+        return self._write(mate, data, urgent=urgent)
 
     def flush(self) -> bool:
         """Send what there was no room for. Returns whether all of it is sent."""
         return all([self._write(mate, self.left.pop(mate)) for mate in [*self.left]])
 
-    def _write(self, mate: int, data: bytes) -> bool:
+    def _write(self, mate: int, data: bytes, *, urgent: bool = True) -> bool:
         done = self._mail.write(mate, data)
         if done < len(data):
             self.left[mate] = data[done:]
+        if urgent or done < len(data):
+            self._unaware.discard(mate)
+            self._ring(mate)
+        else:
+            self._unaware.add(mate)
+            if self._sleeps:
+                self._wake(self._pipes[_THREAD][1])  # it calls `ring`
+        return done == len(data)
+
+    def ring(self) -> None:
+        """Wake the mates that sleep and have got messages that were not urgent. Any thread may call this."""
+        while self._unaware:
+            with suppress(KeyError):  # another thread takes it
+                self._ring(self._unaware.pop())
+
+    def _ring(self, mate: int) -> None:
         if self._mail.sleeper(mate, _LISTENER):
             self._wake(self._bells[mate][_LISTENER])
         elif self._mail.sleeper(mate, _THREAD):
             self._wake(self._bells[mate][_THREAD])
-        return done == len(data)
 
     def forget(self, mate: int) -> None:
         """Drop what was not sent to a mate that is lost."""
@@ -156,7 +177,8 @@ class Mailbox:
         self._watcher = threading.get_ident()
         others = self._looks != self._seen
         self._seen = self._looks
-        self._mail.sleep(_THREAD, int(not others))
+        self._sleeps = not others
+        self._mail.sleep(_THREAD, int(self._sleeps))
         return others
 
     def rouse(self) -> None:
@@ -206,6 +228,7 @@ class Listener:
         """Wait until `over()`, or until the time has passed. Returns False at once if the calling thread may
         not listen, or another one does.
         """
+        self._mailbox.ring()  # no mate sleeps on messages of a rank that waits
         if not self._may() or not self._listening.acquire(blocking=False):
             return False
         self._listens, until = threading.get_ident(), time.monotonic() + seconds
