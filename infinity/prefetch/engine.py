@@ -20,6 +20,7 @@ Pages of the first two kinds are fetched ahead within a step only, because they 
 from __future__ import annotations
 
 import gc
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
@@ -44,6 +45,8 @@ from infinity.tiers import Lease, Tier
 from infinity.tiers.link import Transfer, User
 
 _NAMED = 4
+_MOMENT = 0.0005
+"""Seconds between looks whether another thread has dropped a transit buffer."""
 _LOOKED_AT = 64
 """Number of coming uses that are searched for permanent pages to refresh."""
 _OUTDATED = -1
@@ -401,7 +404,8 @@ class PrefetchEngine:
         try:
             with self.meter.stalling(arrival.edge):
                 while arrival.waits_for_buffer():  # other arrivals have all transit buffers
-                    next(each for each in self._arrivals.values() if each.advance(block=True))
+                    if not any(each.advance(block=True) for each in self._arrivals.values()):
+                        time.sleep(_MOMENT)  # the thread that ended a transfer has not dropped its buffer yet
                 residency = arrival.finish()
                 if for_host and arrival.final is not None:
                     arrival.final.wait()
