@@ -253,7 +253,7 @@ def train() -> dict[str, Any]:
 
 
 def check_messages_ended() -> None:
-    """Check that soon nothing is sent or received any more: a lost peer may not have taken this rank's BYE."""
+    """Check that soon nothing is sent or received any more. A lost peer may not have taken the last BYE."""
     for each in threading.enumerate():
         if each.name == "infinity messages":
             each.join(60.0)
