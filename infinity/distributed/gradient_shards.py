@@ -653,7 +653,7 @@ class GradientShards:
 
     def _count(self, nbytes: int) -> None:
         self._waiting_bytes += nbytes
-        if nbytes < 0:
+        if nbytes <= 0:  # also bytes that do not count may be awaited
             self._wire.failure_event.notify()
 
     def _late(self, what: str) -> RankDivergence:
