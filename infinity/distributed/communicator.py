@@ -254,8 +254,7 @@ class Communicator(SingleRank):
                     self.share,
                     gradients=parts.gradients,
                     scheduler=parts.scheduler,
-                    room=store.exchange.incoming,
-                    waiting=store.exchange.waiting,
+                    pools=store.exchange,
                     windows=self._windows,
                     block_bytes=store.plan.exchange_block_bytes,
                     released=self.released,
@@ -286,12 +285,17 @@ class Communicator(SingleRank):
             told = self._windows.tell_memory(parts.store, parts.pages)
         heard = self.gather("offload()", told)
         reads: list[int] = []
+        devices: Sequence[int] = ()
         if self._windows is not None:
             reads = self._windows.read_memory(heard, parts.store.device.device)
-        readers = self.gather("offload()", reads)
+            devices = self._windows.devices
+        readers = self.gather("offload()", [reads, [*devices], sorted(parts.store.plan.updated_on_device)])
         if self._windows is not None:
             rank = self.ranks.rank
-            self._windows.keep_arenas([each for each, theirs in readers.items() if rank in theirs])
+            self._windows.keep_arenas([each for each, (theirs, *_) in readers.items() if rank in theirs])
+            self._windows.added_from_there = {
+                each: units for each, (_, theirs, units) in readers.items() if rank in theirs
+            }
             self.unreached = self._windows.unreached
         if told is not None:
             parts.store.host.region.close_descriptor()

@@ -15,6 +15,13 @@ meanwhile (`_in_order`), so that other ranks hear all in the order in which it h
 the device, shards go up again. The order of additions is that in which they are queued there, so the next
 shard has its turn at once. The bytes in RAM are given back when a thread that waits for the copies says so.
 
+A shard waits in device memory instead if its owner adds it on a device which reads that memory by CUDA IPC
+(infinity/distributed/peer_copies.py), and if there is room (`Plan.waiting_there_bytes`). The ring's worker
+says when the host knows that the bytes are there (`Order.OFFER`); then they are offered. The owner copies
+them to an upload buffer, as it does with bytes in RAM. So no kernel reads another device's memory, and the
+copies go on while the model computes. The bytes are given back when the owner's host knows that the copies
+are done. No stream waits for another process.
+
 [Note: no deadlock]
 A rank whose shards take too many bytes waits before it offers another one. Of all shards that wait, the one
 with the earliest turn waits only for ranks that compute: each rank with an earlier turn will either offer its
@@ -42,7 +49,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE
-from infinity.distributed.message import Message, MessageKind, What
+from infinity.distributed.message import IN_DEVICE, Message, MessageKind, What
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.distributed.turns import ALL, Turns
 from infinity.distributed.windows import Windows
@@ -54,7 +61,7 @@ from infinity.layout.shards import Share
 from infinity.layout.strides import in_memory_order
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.gradient_page import GradientPage
-from infinity.tiers import Pool
+from infinity.pages.store import ExchangePools
 from infinity.tiers.link import Joined, Transfer
 
 Key = tuple[int, int]
@@ -78,6 +85,8 @@ class _Shard(NamedTuple):
     range: OwnedRange
     counts: bool
     """Whether its bytes count in `_waiting_bytes`."""
+    there: bool = False
+    """Whether its bytes wait in device memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,9 +101,11 @@ class _Offer:
     """The number by which that rank knows the gradient."""
     dtype: torch.dtype
     here: torch.Tensor | None = None
-    """The gradient of the range that this rank owns, flat, in RAM that this rank can read; None if it comes
-    in a stream, or has been added.
+    """The gradient of the range that this rank owns, flat, in memory that this rank can read; None if it
+    comes in a stream, or has been added.
     """
+    there: bool = False
+    """Whether `here` is device memory of the rank that computed the gradient."""
     room: int = 0
     """Bytes by which the gradient counts in this rank's `_waiting_bytes`; 0 if another rank computed it."""
     lane: int = -1
@@ -170,18 +181,17 @@ class GradientShards:
         *,
         gradients: Gradients,
         scheduler: UpdateScheduler,
-        room: Pool,
-        waiting: Pool,
+        pools: ExchangePools,
         windows: Windows | None,
         block_bytes: int,
         released: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """gradients: the sums that this rank keeps. scheduler: adds to them. room: the pool that receives
-        other ranks' shards. waiting: the pool for this rank's gradients that wait for their turn or for other
-        ranks; a single gradient may be larger, and then waits where autograd made it, or in other RAM if that
-        is on a device. windows: to the RAM of ranks of this node; None: there are none. block_bytes: the most
-        bytes that are pulled at once; the piece of a parameter in one chunk may be larger. released: makes a
-        context that gives up the runtime's lock.
+        """gradients: the sums that this rank keeps. scheduler: adds to them. pools: `incoming`
+        receives other ranks' shards. In `waiting` and `waiting_there` this rank's gradients wait for their
+        turn or for other ranks; a single one may be larger, and then waits where autograd made it, or in
+        other RAM if that is on a device. windows: to the memory of ranks of this node; None: there are none.
+        block_bytes: the most bytes that are pulled at once; the piece of a parameter in one chunk may be
+        larger. released: makes a context that gives up the runtime's lock.
         """
         self.ended = 0
         """Number of backwards that this rank has ended since gradients were last cleared."""
@@ -196,8 +206,8 @@ class GradientShards:
         self._gradients = gradients
         self._pages = gradients.pages
         self._scheduler = scheduler
-        self._room = room
-        self._waiting = waiting
+        self._room, self._waiting = pools.incoming, pools.waiting
+        self._waiting_there = pools.waiting_there
         self._windows = windows
         self._block_bytes = block_bytes
         self._released = released
@@ -275,32 +285,44 @@ class GradientShards:
         self._go_on()
 
     def _bring(self, shard: _Shard, part: torch.Tensor) -> None:
-        """Bring the bytes of a shard, `part`, to RAM, and offer the shard when they are there."""
-        if self._waiting.largest_free < part.nbytes:
+        """Bring the bytes of a shard, `part`, to where they wait, and offer the shard when they are there."""
+        there = self._added_from_there(shard) and self._waiting_there.largest_free >= part.nbytes
+        pool = self._waiting_there if there else self._waiting
+        if pool.largest_free < part.nbytes:
             here, place = torch.empty(part.shape, dtype=part.dtype, device="cpu"), -1
         else:
-            with self._waiting.lease(part.nbytes) as lease:
+            with pool.lease(part.nbytes) as lease:
                 here, place = lease.residency().view(part.dtype), lease.offset
         try:
-            number = self._gradients.bring(part, here, self._wake)
+            bring = self._gradients.keep_there if there else self._gradients.bring
+            number = bring(part, here, self._wake)
         except InfinityError as error:  # step() raises it on all ranks, which may wait for others meanwhile
             self._gradients.lose(error)
             return
+        shard = shard._replace(counts=shard.counts and not there, there=there)
         self._count(part.nbytes * shard.counts)
         self._in_order(functools.partial(self._offer, shard, here, place), number)
 
+    def _added_from_there(self, shard: _Shard) -> bool:
+        """Whether a shard's owner adds it on a device that reads the memory of this rank's device."""
+        (unit, _), owner = shard.key, shard.range.owner
+        if owner == self._share.rank:
+            return self._gradients.on_device(unit)
+        return self._windows is not None and self._windows.adds_from_there(owner, unit)
+
     def _offer(self, shard: _Shard, part: torch.Tensor, place: int | None = None) -> None:
-        """Offer a shard to its owner. part: its bytes, flat, in RAM. place: bytes from the start of the host
-        arena to them, or -1 if they are in other RAM; None: they are where autograd made them, and are copied
-        if they have to wait.
+        """Offer a shard to its owner. part: its bytes, flat. place: bytes from the start of the host arena or
+        of the device's memory to them, or -1 if they are in other RAM; None: they are where autograd made
+        them, and are copied if they have to wait.
         """
-        key, micro_batch, (owner, *_), counts = shard
+        key, micro_batch, (owner, *_), counts, there = shard
         if place is not None and self._gradients.lost_on_the_way:  # step() raises the error
             self._count(-part.nbytes * counts)
             return
         self._token += 1
         if owner == self._share.rank:
-            offer = _Offer(key, self._epoch, owner, self._token, part.dtype, part, part.nbytes * counts)
+            offer = _Offer(key, self._epoch, owner, self._token, part.dtype, part, there)
+            offer.room = part.nbytes * counts
             self._take(self._turns.offered(key, micro_batch, owner, offer))
             if offer.here is not None and place is None:
                 offer.here, _ = self._kept(part)
@@ -313,7 +335,7 @@ class GradientShards:
         near = self._windows is not None and self._windows.reads(owner)
         if near and place >= 0:
             self._outgoing[self._token] = part, part.nbytes * counts
-            self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields, place, lane)
+            self._wire.post(owner, MessageKind.GRADIENT_SHARD, *fields, place, IN_DEVICE if there else lane)
         else:
             message = Message(MessageKind.GRADIENT_SHARD, [*fields, -1, lane])
             dispatch = self._wire.push(owner, message, part, label="gradients", unit=key[0])
@@ -494,7 +516,10 @@ class GradientShards:
             if place >= 0:
                 assert self._windows is not None
                 count = sum(piece.count for _, piece in self._pages[unit].pieces(parameter))
-                offer.here = self._windows.view(source, place, count, offer.dtype)
+                offer.there = lane == IN_DEVICE
+                if self._unmapped(offer):
+                    return
+                offer.here = self._windows.view(source, place, count, offer.dtype, there=offer.there)
             else:
                 offer.lane, offer.blocks = lane, self._blocks(offer)
                 self._lanes[source, lane].append(offer)
@@ -546,17 +571,26 @@ class GradientShards:
             if offer.here is None:
                 self._ready.append(offer)
                 continue
+            if self._unmapped(offer):
+                continue
             began = time.perf_counter_ns()
             copies = self._add(offer, self._pages[key[0]].pieces(key[1]), offer.here)
             self._then(copies, functools.partial(self._was_read, offer, began))
             turns.extend(self._turns.taken(key))
+
+    def _unmapped(self, offer: _Offer) -> bool:
+        """Whether a shard is in a mate's device memory that this rank, which closes its runtime, has left."""
+        if not offer.there or offer.source == self._share.rank:
+            return False
+        return self._windows is None or offer.source not in self._windows.devices
 
     def _was_read(self, offer: _Offer, began: int) -> None:
         """Give back the bytes of a shard that has been read. began: when it was added."""
         assert offer.here is not None
         if offer.source != self._share.rank:
             assert self._windows is not None
-            self._windows.forget(offer.source, offer.here)
+            if not offer.there:
+                self._windows.forget(offer.source, offer.here)
             self._wire.copied(offer.source, "gradients", offer.key[0], offer.here.nbytes, began)
             self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
         offer.here = None
@@ -640,7 +674,9 @@ class GradientShards:
             part = gradient[done : done + piece.count]
             done += piece.count
             try:
-                copies += self._scheduler.accumulate_piece(unit, chunk_index, piece, part, last=last)
+                copies += self._scheduler.accumulate_piece(
+                    unit, chunk_index, piece, part, last=last, there=offer.there
+                )
             except InfinityError:
                 return copies  # the gradients of the step are lost; step() raises the error on all ranks
         if last:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 LONGEST_FRAME = 512 << 10
 """Bytes."""
+IN_DEVICE = -1
+"""In the place of a stream's lane: a gradient's bytes are in device memory."""
 _MAC_BYTES = 16
 _HEAD = struct.Struct("<IIQB")
 _WAY = struct.Struct("<IIQ")
@@ -42,7 +44,7 @@ class MessageKind(enum.IntEnum):
     """The sender has a gradient shard for the receiver, who owns its piece. Fields: the sender's number of
     zero_grad calls, micro-batch, token, dtype, indices of the unit and the parameter, offset of the gradient
     in the sender's host arena, or -1 if its bytes come in a stream, and the stream's lane. The first of these
-    bytes may be in this message.
+    bytes may be in this message. If the lane is IN_DEVICE, the offset is one in the sender's device memory.
     """
     BACKWARD_DONE = 5
     """The sender has ended a backward, and offers no more shards of it. Fields: the sender's numbers of
@@ -95,7 +97,7 @@ class MessageKind(enum.IntEnum):
     updates that its own rank commit still needs.
     """
     TAKEN = 21
-    """The sender has added a gradient shard, which it has read from the receiver's RAM. Fields: the token."""
+    """The sender has read a gradient shard in the receiver's RAM or device memory. Fields: the token."""
     REDIRECT = 20
     """Fields: the delivery's number. The receiver can copy the bytes from the sender's RAM by itself, or asks
     their owners for those that it does not find there.

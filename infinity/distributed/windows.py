@@ -102,6 +102,8 @@ class Windows:
         """Mate -> unit whose page is at home in its device memory -> bytes from the start of this memory."""
         self._devices: dict[int, tuple[SharedMemory, torch.Tensor]] = {}
         """Mate -> its device memory, uint8; absent if this rank cannot read it."""
+        self.added_from_there: Mapping[int, Collection[int]] = {}
+        """Mate whose device reads the memory of this rank's -> units whose gradients the mate adds there."""
 
     def tell_board(self) -> Told:
         """What this rank tells the others, so that they can read its board."""
@@ -177,6 +179,15 @@ class Windows:
         itself. unit: that of a page which `rank` owns; None: other bytes.
         """
         return rank in self._arenas and unit not in self._homes.get(rank, ())
+
+    @property
+    def devices(self) -> list[int]:
+        """The mates whose device memory this rank's device reads."""
+        return [*self._devices]
+
+    def adds_from_there(self, owner: int, unit: int) -> bool:
+        """Whether `owner` adds gradients of a unit on its device, which reads the memory of this rank's."""
+        return unit in self.added_from_there.get(owner, ())
 
     @property
     def unreached(self) -> int:
@@ -263,13 +274,17 @@ class Windows:
         self._link.uses(User.HOST, into, writes=False, label="copied from a rank")
         return owner in self._boards and self._boards[owner].unchanged(unit, changes)
 
-    def view(self, owner: int, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of elements in a mate's RAM, (numel,), which must not be written to. start: bytes
-        from the start of the arena. Raises ConfigError if they are not all in there.
+    def view(
+        self, owner: int, start: int, numel: int, dtype: torch.dtype, *, there: bool = False
+    ) -> torch.Tensor:
+        """Return a view of elements in a mate's RAM, (numel,), which must not be written to. there: in its
+        device memory instead. start: bytes from the start of the memory. Raises ConfigError if they are not
+        all in it.
         """
-        memory, nbytes = tensor_over(self._arenas[owner]), numel * dtype.itemsize
+        memory = self._devices[owner][1] if there else tensor_over(self._arenas[owner])
+        nbytes = numel * dtype.itemsize
         if not 0 <= start <= memory.nbytes - nbytes:
-            raise ConfigError(f"Rank {owner} names bytes outside of its RAM.", "Report this bug.")
+            raise ConfigError(f"Rank {owner} names bytes outside of its memory.", "Report this bug.")
         return memory[start : start + nbytes].view(dtype)
 
     def forget(self, owner: int, memory: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Units that the device updates: their gradients are accumulated, measured and used on the device, where they
 rest.
 
-With several ranks these are the sums of this rank's own shards. Gradients of all ranks come to them from RAM,
-through upload buffers, in the order in which they are added.
+With several ranks these are the sums of this rank's own shards. Gradients of all ranks come to them from RAM
+or from devices, through upload buffers, in the order in which they are added.
 
 Gradients are measured only on request. Then the device computes the sum of squares of each block of
 cpu_adam.BLOCK elements of each gradient, with the CPU's bits. One copy brings all sums, one float64 per
@@ -95,12 +95,20 @@ class DeviceUnits:
                     page.chunks[chunk_index].blocks[parameter, begin] = _NOT_MEASURED
 
     def add_piece(
-        self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor, *, again: bool
+        self,
+        page: GradientPage,
+        chunk_index: int,
+        piece: Piece,
+        fresh: torch.Tensor,
+        *,
+        again: bool,
+        there: bool,
     ) -> list[Transfer]:
         """Queue the addition of a rank's gradient of a piece to the sum on the device.
 
-        fresh: (piece.count,) in RAM. again: whether it is added to the sum, or replaces it. Returns the
-        copies to the device, which read `fresh` until they are done.
+        fresh: (piece.count,) in RAM, or `there`: in device memory of the rank, whose host knows that it has
+        been written. again: whether it is added to the sum, or replaces it. Returns the copies to an upload
+        buffer, which read `fresh` until they are done.
         """
         link, copies = self._store.link, []
         self._changed = True
@@ -113,13 +121,14 @@ class DeviceUnits:
             for start in range(0, piece.count, most):
                 part, target = fresh[start : start + most], sums[start : start + most]
                 number = next(self._next_upload)
-                there = self._uploads[number][: part.nbytes]
-                copy = self._store.copy_up(there, part.view(torch.uint8), after=self._last_uses[number])
+                upload, free = self._uploads[number][: part.nbytes], self._last_uses[number]
+                copy_up = self._store.copy_from_device if there else self._store.copy_up
+                copy = copy_up(upload, part.view(torch.uint8), after=free)
                 copies.append(copy)
                 link.fence(copy)
-                link.uses(User.COMPUTE, there, writes=False, label="gradient of a rank")
+                link.uses(User.COMPUTE, upload, writes=False, label="gradient of a rank")
                 link.uses(User.COMPUTE, target, writes=True, label="gradient")
-                (target.add_ if again else target.copy_)(there.view(part.dtype))
+                (target.add_ if again else target.copy_)(upload.view(part.dtype))
                 self._last_uses[number] = link.record()
         page.chunks[chunk_index].blocks[piece.parameter, piece.start] = _NOT_MEASURED
         return copies

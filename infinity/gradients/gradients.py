@@ -285,6 +285,19 @@ class Gradients:
             number = self._ring.send(fresh[start:end], use, then if end == fresh.numel() else None)
         return number
 
+    def keep_there(self, fresh: torch.Tensor, into: torch.Tensor, then: Callable[[], object]) -> int:
+        """As `bring`, for a gradient that waits in device memory, at `into`: when `arrived` holds, copies and
+        other processes may read it there.
+        """
+        assert self._ring is not None
+        self._store.link.uses(User.COMPUTE, into, writes=True, label="gradient that waits there")
+        into.copy_(fresh)
+        use = functools.partial(self._offered, into)
+        return self._ring.send(into[:0].view(torch.uint8), use, then)
+
+    def _offered(self, there: torch.Tensor, nothing: torch.Tensor) -> None:
+        self._store.link.uses(User.HOST, there, writes=False, label="gradient that is offered")
+
     def arrived(self, number: int) -> bool:
         """Whether the gradient for which `bring` returned `number` is in RAM, or an error has lost it. Never
         blocks.
@@ -319,11 +332,18 @@ class Gradients:
         self._on_device.add(unit, parameter, flat)
 
     def add_piece_on_device(
-        self, page: GradientPage, chunk_index: int, piece: Piece, fresh: torch.Tensor, *, again: bool
+        self,
+        page: GradientPage,
+        chunk_index: int,
+        piece: Piece,
+        fresh: torch.Tensor,
+        *,
+        again: bool,
+        there: bool = False,
     ) -> list[Transfer]:
         """Add a rank's gradient of a piece to its sum on the device; see `DeviceUnits.add_piece`."""
         assert self._on_device is not None
-        return self._on_device.add_piece(page, chunk_index, piece, fresh, again=again)
+        return self._on_device.add_piece(page, chunk_index, piece, fresh, again=again, there=there)
 
     def squares(self, only: tuple[int, int] | None = None) -> ExactSum:
         """Wait until all gradients have been added, and return the exact sum of the sums of squares of all

@@ -168,21 +168,30 @@ class UpdateScheduler(Updates):
             self._read_ahead(self._ahead)
 
     def accumulate_piece(
-        self, unit: int, chunk_index: int, piece: Piece, gradient: torch.Tensor, *, last: bool
+        self,
+        unit: int,
+        chunk_index: int,
+        piece: Piece,
+        gradient: torch.Tensor,
+        *,
+        last: bool,
+        there: bool = False,
     ) -> Sequence[Transfer]:
         """Add one rank's new gradient of a piece of a parameter to the sum that this rank keeps.
 
-        The first gradient since gradients were cleared begins the sum. gradient: (piece.count,) in host RAM.
-        last: whether it is the last gradient that the piece gets from one micro-batch of all ranks. Returns
-        the copies that still read `gradient`, where the sum is on a device. Raises the errors of
-        `accumulate`.
+        The first gradient since gradients were cleared begins the sum. gradient: (piece.count,) in host RAM,
+        or `there`: in device memory, for a sum on this rank's device; see `DeviceUnits.add_piece`. last:
+        whether it is the last gradient that the piece gets from one micro-batch of all ranks. Returns the
+        copies that still read `gradient`, where the sum is on a device. Raises the errors of `accumulate`.
         """
         gradients = self._gradients
         copies: Sequence[Transfer] = ()
         with gradients.adding_piece(unit, piece, last=last) as page:
             again = page.has_piece(chunk_index, piece)
             if gradients.on_device(unit):
-                copies = gradients.add_piece_on_device(page, chunk_index, piece, gradient, again=again)
+                copies = gradients.add_piece_on_device(
+                    page, chunk_index, piece, gradient, again=again, there=there
+                )
             else:
                 self._stage(page, chunk_index)
                 gradients.add_piece(page, chunk_index, piece, gradient, again=again, last=last)

@@ -170,18 +170,21 @@ class GradientRing:
         """Copy one window of a new gradient into the ring, and queue a job that brings the window to host
         RAM.
 
-        fresh: the window, (n,), contiguous, in device memory; see `windows`. use: function that the worker
-        calls with the window once it is in host RAM. then: as for RingJob. Returns the job's number, for
-        `arrived`, `wait` and `settle`; jobs are numbered from 1 in the order of `send`. Waits for room in the
-        ring, but not for the copy. Raises DeviceError, or the error in `failure` if there is one.
+        fresh: the window, (n,), contiguous, in device memory; see `windows`. An empty window brings nothing;
+        when it has come, the host knows that all work is done that is queued on the compute stream now. use:
+        function that the worker calls with the window once it is in host RAM. then: as for RingJob. Returns
+        the job's number, for `arrived`, `wait` and `settle`; jobs are numbered from 1 in the order of `send`.
+        Waits for room in the ring, but not for the copy. Raises DeviceError, or the error in `failure` if
+        there is one.
         """
         job = RingJob(fresh.dtype, use, then)
         try:
             self._take(job, fresh.nbytes)
             assert self._ring is not None
             link, there = self._store.link, self._ring[job.start : job.end]
-            link.uses(User.COMPUTE, there, writes=True, label="gradient in the ring")
-            there.view(fresh.dtype).copy_(fresh)
+            if there.nbytes:
+                link.uses(User.COMPUTE, there, writes=True, label="gradient in the ring")
+                there.view(fresh.dtype).copy_(fresh)
             job.event = link.record()
         except Exception:
             job.use = None
@@ -344,15 +347,19 @@ class GradientRing:
         store, start, end = self._store, wanted[0].start, wanted[-1].end
         here = self._landing[start:end]
         events = [job.event for job in wanted if job.event is not None]
-        transfer = store.link.to_host(here, self._ring[start:end], events)
-        store.meter.moved(Edge.DEVICE_TO_HOST, here.nbytes, transfer)
-        try:
-            transfer.wait()
-        except InfinityError:
-            with contextlib.suppress(InfinityError):
-                transfer.wait()  # the copy may still be under way, in bytes that other jobs get next
-            raise
-        store.link.uses(User.HOST, here, writes=False, label="fresh gradient")
+        if here.nbytes:
+            transfer = store.link.to_host(here, self._ring[start:end], events)
+            store.meter.moved(Edge.DEVICE_TO_HOST, here.nbytes, transfer)
+            try:
+                transfer.wait()
+            except InfinityError:
+                with contextlib.suppress(InfinityError):
+                    transfer.wait()  # the copy may still be under way, in bytes that other jobs get next
+                raise
+            store.link.uses(User.HOST, here, writes=False, label="fresh gradient")
+        else:
+            for event in events:
+                store.link.await_event(event)
         for job in wanted:
             if job.use is not None:
                 job.use(here[job.start - start : job.end - start].view(job.dtype))

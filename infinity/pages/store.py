@@ -43,7 +43,7 @@ from infinity.tiers.striping import VolumeRecord
 
 
 class ExchangePools(NamedTuple):
-    """Pools in the host arena for bytes that travel between ranks."""
+    """Pools, all but one in the host arena, for bytes that travel between ranks."""
 
     outgoing: Pool
     """For bytes of pages that are sent."""
@@ -51,6 +51,8 @@ class ExchangePools(NamedTuple):
     """For gradients that come."""
     waiting: Pool
     """For this rank's gradients, until the ranks that keep their sums have them."""
+    waiting_there: Pool
+    """In device memory, for those of them that are added on devices."""
 
 
 class Store:
@@ -202,8 +204,12 @@ class Store:
             return None
         buffers = plan.exchange_bytes - plan.waiting_bytes
         half = buffers // plan.exchange_block_bytes // 2 * plan.exchange_block_bytes
-        sizes = {"outgoing": half, "incoming": buffers - half, "waiting gradients": plan.waiting_bytes}
-        return ExchangePools(*(self.host.pool(name, nbytes) for name, nbytes in sizes.items()))
+        return ExchangePools(
+            outgoing=self.host.pool("outgoing", half),
+            incoming=self.host.pool("incoming", buffers - half),
+            waiting=self.host.pool("waiting gradients", plan.waiting_bytes),
+            waiting_there=self.device.pool("waiting gradients there", plan.waiting_there_bytes),
+        )
 
     def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan
@@ -349,6 +355,10 @@ class Store:
         transfer = self.link.to_device(into, source, last_return, lane, after)
         self.meter.copied(Edge.HOST_TO_DEVICE, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
+
+    def copy_from_device(self, into: torch.Tensor, source: torch.Tensor, after: Event | None) -> Transfer:
+        """As `copy_up`, from memory of this device or of another one, whose writers the host has awaited."""
+        return self.link.to_device(into, source, 0, after=after)
 
     def copy_on_device(self, into: torch.Tensor, home: Home, offset: int, last_return: int) -> Transfer:
         """Begin to copy bytes of a home in device memory to other device memory, and return the transfer.

@@ -40,6 +40,10 @@ UPLOAD_BUFFERS = 8
 """Number of upload buffers: while kernels wait for their turn to add from some, others are filled."""
 _LARGEST_UPLOAD = 4 << 20
 """Bytes of the largest upload buffer: enough for the full rate of a link."""
+_MOST_WAITING_THERE = 256 << 20
+"""Bytes that hold some ranks' parts of the largest weights. What finds no room there waits in RAM."""
+_WAITING_SHARE = 32
+"""The gradients that wait in device memory take at most this share of the device's budget."""
 _LARGEST_BLOCK = 4 << 20
 """Bytes of the largest copy out of the ring: long enough for the full rate of a link, and short enough for
 the CPU to begin soon with the gradients.
@@ -49,6 +53,13 @@ the CPU to begin soon with the gradients.
 def upload_bytes(longest_chunk: int, ranks: int) -> int:
     """Bytes of an upload buffer; see `Plan.upload_bytes`. longest_chunk: in elements."""
     return min(_LARGEST_UPLOAD, round_up(4 * longest_chunk, PAGE_ALIGNMENT)) if ranks > 1 else 0
+
+
+def waiting_there_bytes(budget: int, share: Share) -> int:
+    """`Plan.waiting_there_bytes` if the device updates units. budget: the device's, in bytes."""
+    if share.whole_gradients:
+        return 0
+    return min(_MOST_WAITING_THERE, budget // _WAITING_SHARE) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +188,15 @@ class Plan(Placement):
         return upload_bytes(longest, self.share.ranks)
 
     @property
+    def waiting_there_bytes(self) -> int:
+        """The most bytes of this rank's gradients that wait in device memory for the devices that keep their
+        sums; 0 where no sums rest on this rank's device.
+        """
+        if not self.updated_on_device:
+            return 0
+        return waiting_there_bytes(self.budgets[Tier.DEVICE], self.share)
+
+    @property
     def _chunks_on_device(self) -> list[Chunk]:
         """The chunks that the device updates on this rank."""
         return [
@@ -204,8 +224,11 @@ class Plan(Placement):
         """Bytes of the device tier that all pages and buffers of the plan take together; 0 if `unified`."""
         if self.unified:
             return 0
-        working = self.resident_bytes + self.workspace_bytes + self.ring_bytes
-        return self.home_bytes[Tier.DEVICE] + self.mirror_bytes + working
+        return self.home_bytes[Tier.DEVICE] + self.mirror_bytes + self._working_there
+
+    @property
+    def _working_there(self) -> int:
+        return self.resident_bytes + self.workspace_bytes + self.ring_bytes + self.waiting_there_bytes
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
@@ -362,8 +385,7 @@ class Plan(Placement):
         computes if they are unknown.
         """
         used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
-        near = self.resident_bytes + self.workspace_bytes + self.ring_bytes
-        working = {Tier.DEVICE: near, Tier.HOST: self._working_in_ram}
+        working = {Tier.DEVICE: self._working_there, Tier.HOST: self._working_in_ram}
         working[Tier.NVME] = used[Tier.NVME] - self.home_bytes[Tier.NVME]
         if self.unified:
             working[Tier.HOST] += self.resident_bytes

@@ -26,7 +26,7 @@ from infinity.planning.homes import Search
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room
-from infinity.planning.plan import UPLOAD_BUFFERS, Plan, upload_bytes
+from infinity.planning.plan import UPLOAD_BUFFERS, Plan, upload_bytes, waiting_there_bytes
 from infinity.planning.predict import UpdateTime, Work
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
@@ -254,7 +254,8 @@ class _Planner:
         while True:
             longest = longest_own_chunk(sum(trained), elements, ranks)
             uploads = UPLOAD_BUFFERS * upload_bytes(longest, ranks)
-            most = largest_workspace(trained, elements, divided).nbytes + uploads
+            waiting = waiting_there_bytes(self.budgets[Tier.DEVICE], plan.share)
+            most = largest_workspace(trained, elements, divided).nbytes + uploads + waiting
             placement = self.search.place(replace(room, device=room.device - most))
             if placement is None or (preferred and not self.search.prefers(placement)):
                 return plan

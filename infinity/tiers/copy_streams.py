@@ -124,8 +124,8 @@ class Order(enum.Enum):
     from the device, or reuses bytes that went to the device.
     """
     OFFER = "offer"
-    """The host knows that the kernels are done which write a page, before it lets other processes copy the
-    page from the device's memory.
+    """The host knows that the kernels are done which write a page or a gradient, before it lets other
+    processes copy the bytes from the device's memory.
     """
     DRAIN = "drain"
     """An update in place in RAM comes after all copies to the device that read the bytes which the update

@@ -49,13 +49,14 @@ def test_gradients_are_not_offered_before_they_have_come(tmp_path: Path) -> None
 
 
 def test_each_order_that_is_missing_is_seen(tmp_path: Path) -> None:
-    """On the way of gradients to RAM, up to sums on the device, and of parameters from an update to another
-    device.
+    """On the way of gradients to RAM, of those and of gradients in device memory to sums on a device, and of
+    parameters from an update to another device.
     """
     cases = (CASES[0], Case("mlp", 3, home="device"))
     down = ["HOST_WAITS: fresh gradient", "LAST_WRITER: gradient in the ring"]
     up = ["ARRIVAL: gradient of a rank", "LAST_USE: gradient of a rank", "LAST_USE: update writes"]
-    up += ["HOST_WAITS: copied from a rank"]
+    up += ["HOST_WAITS: copied from a rank", "OFFER: gradient that is offered"]
+    up += ["HOST_ASKS: gradient that is given back"]
     found = launch("orders_missed", cases, 2, tmp_path, timeout=200.0)
     for wanted, ranks in zip((down, up), found, strict=True):
         for each in ranks:
