@@ -27,6 +27,7 @@ PARTS = [
     "tests",
     "train-7b-offload",
     "train-926m",
+    "ranks-926m",
     "train-7b-nvme",
     "train-14b",
     "doctor",

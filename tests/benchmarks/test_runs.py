@@ -189,7 +189,7 @@ def test_ranks(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {name: each[0] for name, each in report["turns"].items()}
     assert list(found) == cases[:3]
     assert len({tuple(each["losses"]) for each in found.values()}) == 1, "homes and stages change no bit"
-    assert all(each["sent_bytes"] > sum(each["facts"]["sent"].values()) for each in found.values())
+    assert all(each["sent_bytes"] >= sum(each["facts"]["sent"].values()) for each in found.values())
 
 
 @pytest.mark.slow
