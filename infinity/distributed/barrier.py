@@ -168,6 +168,7 @@ class Barrier:
         for each, (source, cause, cure) in sorted(self._ended.items()):
             if each == number or (each < number and not (anyway and cause)):
                 if not cause:
+                    self.check(anyway=True)  # the rank may have told before why it leaves
                     raise rank_failure(source, f"closed its runtime while rank {rank} was in {call}")
                 raise RankDivergence(cause, cure) if each == number else self._end_all(cause, cure)
         if any(each != call for each, _ in come.values()):
