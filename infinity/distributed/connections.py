@@ -616,8 +616,9 @@ class Connections:
         if peer.gone:
             return
         self._part(peer)
-        self._ends.lost(peer.rank, what)
+        # First to the others: when this rank knows, its own BYE may follow at once.
         self.post(self._peers, Message(MessageKind.FAILED, [peer.rank, what]))
+        self._ends.lost(peer.rank, what)
 
     def _part(self, peer: _Peer) -> None:
         with self._lock:
