@@ -324,8 +324,7 @@ class CommitVotes(SingleVotes):
             self._vote(None)
         heard = self._heard.setdefault(agreement, {})
         driven = False
-        # Without the lock: a thread that has it may wait for this commit (Ledger.wait).
-        while not self._wire.failure_event.wait_for(lambda: self._decided(heard), _SLICE, listen=False):
+        while not self._wire.failure_event.wait_for(lambda: self._decided(heard), _SLICE):
             if wanted() and not driven:
                 driven = True
                 self._wire.post(self._ranks.peers, MessageKind.DRIVE, number)

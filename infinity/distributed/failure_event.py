@@ -67,18 +67,14 @@ class FailureEvent:
         self.notify()
         return first
 
-    def wait_for(
-        self, come: Callable[[], bool], timeout: float | None = None, *, listen: bool = True
-    ) -> bool:
+    def wait_for(self, come: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `come()` holds; return False if it does not within the time.
 
         come: called under the event's own lock, so it must not wait or notify. timeout: seconds; None: the
-        event's time-out. listen: whether the calling thread may act on messages meanwhile, for which it takes
-        the runtime's lock. Raises the run's failure if there is one and `come()` does not hold.
+        event's time-out. Raises the run's failure if there is one and `come()` does not hold.
         """
         seconds = self.timeout if timeout is None else timeout
-        listener = self.listener if listen else None
-        if listener is None or not listener.wait(lambda: self._over(come), seconds):
+        if self.listener is None or not self.listener.wait(lambda: self._over(come), seconds):
             with self._condition:
                 self._condition.wait_for(lambda: self._over(come), seconds)
         if come():

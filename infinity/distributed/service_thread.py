@@ -115,7 +115,9 @@ class ServiceThread:
         self._lock.look = self._look
 
     def _may_listen(self) -> bool:
-        return not self._lock.owned() and _is_plain()  # with the lock it is in the middle of something
+        # With the lock it is in the middle of something. One that has no lock to take back, such as that of a
+        # commit, may not wait for the lock: its owner may wait for this thread (Ledger.wait).
+        return self._lock.given_up() and _is_plain()
 
     def _look(self) -> None:
         """Act on all messages that are here. The calling thread has just taken the lock."""

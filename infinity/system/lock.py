@@ -50,8 +50,8 @@ class RuntimeLock:
         self._lock = threading.RLock()
         self._asked = threading.Lock()
         """Held by the service thread while it waits for the lock."""
-        self._given_up = 0
-        """Number of `released` contexts that the main thread is in."""
+        self._released_by: set[int] = set()
+        """The threads that have given up the lock in `released`."""
         self._at_safe_point: BaseException | None = None
         """The exception that a signal's handler has raised in `safe_point`, until the lock is returned."""
         self.broken = False
@@ -92,6 +92,10 @@ class RuntimeLock:
         """Whether the calling thread holds the lock."""
         return bool(self._lock._is_owned())  # type: ignore[attr-defined]
 
+    def given_up(self) -> bool:
+        """Whether the calling thread has given up the lock in `released`, and does not hold it now."""
+        return threading.get_ident() in self._released_by and not self.owned()
+
     def safe_point(self) -> None:
         """Call the handlers of signals that have come. The caller holds the lock, and is at a point where an
         exception leaves nothing half done.
@@ -122,14 +126,16 @@ class RuntimeLock:
         if not self.owned():
             yield
             return
-        main = threading.get_ident() == _main
-        self._given_up += main
+        thread = threading.get_ident()
+        outermost = thread not in self._released_by
+        self._released_by.add(thread)
         state = self._lock._release_save()  # type: ignore[attr-defined]
         try:
             yield
         finally:
             self._lock._acquire_restore(state)  # type: ignore[attr-defined]
-            self._given_up -= main
+            if outermost:
+                self._released_by.discard(thread)
 
     def close(self) -> None:
         """Give the program its handlers back if no other runtime is open."""
@@ -142,7 +148,7 @@ class RuntimeLock:
     @property
     def _in_use(self) -> bool:
         """Whether the main thread is in an operation of the runtime. Only the main thread may ask."""
-        return self._given_up > 0 or self.owned()
+        return _main in self._released_by or self.owned()
 
 
 def undivided(function: Callable[..., Any]) -> Callable[..., Any]:
