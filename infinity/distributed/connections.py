@@ -330,7 +330,7 @@ class Connections:
         if the peer takes no more payloads.
         """
         nbytes = sum(message.fields[-1])
-        views = [_view(each) for each in pieces]
+        views = [bytes_of(each) for each in pieces]
         peer = self._peers[dispatch.peer]
         with self._lock:
             if not peer.done:
@@ -551,7 +551,7 @@ class Connections:
     def _begin(self, peer: _Peer, number: int, label: str, sizes: list[int]) -> _Arriving:
         began = time.perf_counter_ns()
         into = self._ends.room_for(peer.rank, number, sizes)
-        portions = None if into is None else _portions([_view(each) for each in into])
+        portions = None if into is None else _portions([bytes_of(each) for each in into])
         return _Arriving(number, label, sizes, portions, _count(sum(sizes)), began)
 
     def _read_portion(self, peer: _Peer) -> None:
@@ -647,8 +647,9 @@ class Connections:
         self._endpoint.context.term()
 
 
-def _view(tensor: torch.Tensor) -> memoryview:
-    numpy: Any = tensor.numpy()
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor in RAM."""
+    numpy: Any = tensor.view(torch.uint8).numpy()
     return memoryview(numpy)
 
 

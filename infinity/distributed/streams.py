@@ -14,11 +14,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from infinity.distributed.connections import PORTION, UNREAD, Connections
+from infinity.distributed.connections import PORTION, UNREAD, Connections, bytes_of
 from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.transfers import Delivery, Dispatch
 
@@ -80,7 +79,7 @@ class Streams:
         memory: contiguous, in RAM. apart: whether the message goes by itself, as messages to ranks of this
         node may go another way.
         """
-        peer, view = dispatch.peer, _view(memory)
+        peer, view = dispatch.peer, bytes_of(memory)
         with self._lock:
             out = self._out.setdefault((peer, lane), _Outgoing())
             out.pushed += len(view)
@@ -131,7 +130,7 @@ class Streams:
         """Read the next `nbytes` bytes of a lane into uint8 memory, for a delivery, or drop them. Returns
         (delivery, when it began) of all that has been read to its end by now.
         """
-        view = None if into is None else _view(into)
+        view = None if into is None else bytes_of(into)
         with self._lock:
             lanes = self._in.setdefault((peer, lane), _Incoming())
             lanes.wanted.append(_Wanted(view, nbytes, delivery, time.perf_counter_ns()))
@@ -174,8 +173,3 @@ class Streams:
             for key in [each for each in self._in if peer in (None, each[0])]:
                 del self._in[key]
         return dropped
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    numpy: Any = tensor.view(torch.uint8).numpy()
-    return memoryview(numpy)
