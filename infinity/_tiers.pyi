@@ -79,9 +79,6 @@ class Mail:
     def sleeper(self, peer: int, who: int) -> int:
         """How a peer's sleeper sleeps, after all that was written so far."""
 
-    def tell(self, peer: int, number: int) -> None: ...
-    def told(self, peer: int) -> int: ...
-
 class Lease:
     @property
     def address(self) -> int: ...

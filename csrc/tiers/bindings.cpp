@@ -235,9 +235,7 @@ void bind_mail(nb::module_& m) {
             nb::arg("peer"))
         .def("unread", &Mail::unread)
         .def("sleep", &Mail::sleep, nb::arg("who"), nb::arg("how"))
-        .def("sleeper", &Mail::sleeper, nb::arg("peer"), nb::arg("who"))
-        .def("tell", &Mail::tell, nb::arg("peer"), nb::arg("number"))
-        .def("told", &Mail::told, nb::arg("peer"));
+        .def("sleeper", &Mail::sleeper, nb::arg("peer"), nb::arg("who"));
 }
 
 void bind_lease(nb::module_& m) {

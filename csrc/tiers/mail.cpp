@@ -26,7 +26,6 @@ struct Mail::Head {
 struct Mail::Way {
     alignas(kLine) std::uint64_t written;  // bytes sent to the peer so far
     std::uint64_t read;                    // bytes of the peer read so far
-    std::uint64_t told;
     alignas(kLine) char ring[kRing];
 };
 
@@ -94,15 +93,6 @@ void Mail::sleep(std::uint64_t who, std::uint64_t how) {
 std::uint64_t Mail::sleeper(std::uint64_t peer, std::uint64_t who) const {
     if (who > 1) throw std::out_of_range("no such sleeper");
     return load(head(region_of(peer)).sleepers[who]);
-}
-
-void Mail::tell(std::uint64_t peer, std::uint64_t number) {
-    region_of(peer);
-    store(way(*own_, peer).told, number);
-}
-
-std::uint64_t Mail::told(std::uint64_t peer) const {
-    return load(way(region_of(peer), rank_).told);
 }
 
 }  // namespace infinity::tiers

@@ -48,10 +48,6 @@ class Mail {
     // What a peer has set, after what this process has written: that of 0, and that of 1.
     std::uint64_t sleeper(std::uint64_t peer, std::uint64_t who) const;
 
-    // A number that this process tells a peer, and the one that the peer tells.
-    void tell(std::uint64_t peer, std::uint64_t number);
-    std::uint64_t told(std::uint64_t peer) const;
-
   private:
     struct Way;
     struct Head;

@@ -67,23 +67,21 @@ def test_bytes_come_in_order_and_none_is_lost_when_a_ring_is_full() -> None:
     assert len(sent) > 1 << 20
 
 
-def test_sleepers_and_numbers_are_told_to_peers() -> None:
+def test_sleepers_are_told_to_peers() -> None:
     first, second = pair()
-    assert first.sleeper(1, 0) == first.sleeper(1, 1) == first.told(1) == 0
+    assert first.sleeper(1, 0) == first.sleeper(1, 1) == 0
     second.sleep(1, 5)
-    second.tell(0, 1 << 40)
-    assert (first.sleeper(1, 0), first.sleeper(1, 1), first.told(1)) == (0, 5, 1 << 40)
+    assert (first.sleeper(1, 0), first.sleeper(1, 1)) == (0, 5)
     second.sleep(1, 0)
-    assert first.sleeper(1, 1) == second.told(0) == 0
+    assert first.sleeper(1, 1) == second.sleeper(0, 1) == 0
 
 
 def test_unknown_peers_and_small_memory_are_refused() -> None:
     first, _ = pair()
     for call in (
         first.read,
-        first.told,
+        lambda peer: first.sleeper(peer, 0),
         lambda peer: first.write(peer, b"x"),
-        lambda peer: first.tell(peer, 1),
     ):
         for peer in (2, 7):
             with pytest.raises(IndexError):
