@@ -94,7 +94,7 @@ def first_error(error: BaseException) -> tuple[int, str]:
 
     try:
         rank, text = json.loads(first_to_tell("infinity/first error", json.dumps(mine)))
-    except RuntimeError:  # the process that has the store is gone, or cut off
+    except (RuntimeError, TimeoutError):  # the process that has the store is gone, or cut off
         return mine
     return rank, text
 

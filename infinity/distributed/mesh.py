@@ -2,7 +2,8 @@
 
 [Note: calls that nothing ends] Torch's store waits for each answer without a time-out. Even its `wait` with a
 time-out ends by a request to forget the wait, and waits for the answer to that. If the network is lost, TCP
-reports it only after a quarter of an hour. Torch cannot end such a wait; shutting down the connection can.
+reports it only after a quarter of an hour, and torch cannot end such a wait. So these calls are made in a
+thread that nobody has to wait for.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import json
 import os
 import secrets
 import socket
-import stat
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,92 +37,22 @@ from infinity.errors import ConfigError, RankDivergence, RankFailure, named_rank
 from infinity.system import launcher, machine
 
 T = TypeVar("T")
-_LAST = 1.0
-"""Seconds in which a call must end after its connections were shut down."""
 
 
-def sockets() -> dict[int, int]:
-    """Return descriptor -> inode of all sockets of this process."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # it has been closed meanwhile
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what a call of torch returns, or raise its error; see [Note: calls that nothing ends].
 
-
-def opened_since(before: Mapping[int, int], store_port: int | None = None) -> dict[int, int]:
-    """Return descriptor -> inode of the sockets opened since `sockets` returned `before`.
-
-    store_port: port of the ranks' store. Sockets with this local port are left out: they are connections that
-    others have made to the store, if this process keeps it.
+    If it does not end in time, raises TimeoutError. Its thread then goes on alone.
     """
-    found = {number: inode for number, inode in sockets().items() if before.get(number) != inode}
-    return {number: inode for number, inode in found.items() if _port_here(number) != store_port}
-
-
-def _port_here(number: int) -> int:
-    """Return the local port of a TCP socket; 0 for any other socket."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            return int(one.getsockname()[1])
-    return 0
-
-
-def hang_up(those: Mapping[int, int], *, to_port: int | None = None) -> None:
-    """Shut down TCP connections at once, so that each thread that waits in one gets an error.
-
-    those: descriptor -> inode. Descriptors that have another inode by now are skipped, and listening sockets
-    too. to_port: only connections to this remote port.
-    """
-    for number, inode in sockets().items():
-        if those.get(number) != inode:
-            continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue  # gloo needs the socket that listens
-            if to_port is None or connection.getpeername()[1] == to_port:
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class Deadline:
-    """Runs calls of torch with a time limit that holds whatever the network does."""
-
-    def __init__(self, seconds: float, *, store_port: int | None = None) -> None:
-        """seconds: for each call. store_port: port of the store that the calls use; None: it has none."""
-        self._seconds = min(seconds, threading.TIMEOUT_MAX)
-        self._store_port = store_port
-        self.passed = False
-        """Whether a call did not end in time."""
-
-    def run(self, call: Callable[[], T]) -> T:
-        """Run `call` in a thread of its own. Returns its result, or raises its error.
-
-        If the call does not end in time, the connections that it has opened and those to the store are shut
-        down. If it still does not end, raises RuntimeError, and its thread goes on alone: gloo waits five
-        times its own time-out for a rank that does not connect.
-        """
-        before = sockets()
-        outcome: Future[T] = Future()
-        threading.Thread(target=_settle, args=(outcome, call), name="infinity meeting", daemon=True).start()
-        try:
-            wait([outcome], self._seconds)
-        finally:  # Ctrl-C ends the wait, too
-            if not outcome.done():
-                self.passed = True
-                self._end(before)
-                wait([outcome], _LAST)
-        if not outcome.done():
-            raise RuntimeError(f"no end within {self._seconds:g} s")
-        return outcome.result()
-
-    def _end(self, before: Mapping[int, int]) -> None:
-        if self._store_port is not None:
-            hang_up(sockets(), to_port=self._store_port)
-        hang_up(opened_since(before, self._store_port))
+    outcome: Future[T] = Future()
+    threading.Thread(target=_settle, args=(outcome, call), name="infinity meeting", daemon=True).start()
+    try:
+        wait([outcome], min(seconds, threading.TIMEOUT_MAX))
+    finally:  # Ctrl-C ends the wait, too
+        _leaving.alone = _leaving.alone or not outcome.done()  # it may have the lock of torch's store
+    if not outcome.done():
+        raise TimeoutError(f"no end within {seconds:g} s")
+    return outcome.result()
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
@@ -214,8 +144,6 @@ def _initialise(cuda: bool, timeout: float) -> None:
             f"RANK is {launcher.rank()}, and WORLD_SIZE is {size}.",
             "Start the program with torchrun, or number the ranks from 0 to WORLD_SIZE - 1.",
         )
-    port = os.environ.get("MASTER_PORT", "")
-    deadline = Deadline(timeout + _LATE, store_port=int(port) if port.isdecimal() else None)
 
     def connect() -> None:
         store = _store_of_start(timeout)
@@ -229,10 +157,10 @@ def _initialise(cuda: bool, timeout: float) -> None:
         )
 
     try:
-        deadline.run(connect)
-    except (ValueError, RuntimeError) as error:
+        within(timeout + _LATE, connect)
+    except (ValueError, RuntimeError, TimeoutError) as error:
         if not isinstance(error, ValueError) and "EADDRINUSE" not in str(error):
-            raise _unconnected(error, deadline) from error
+            raise _unconnected(error) from error
         raise ConfigError(
             f"The default process group could not be initialised from the environment: {error}",
             "Start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.",
@@ -256,34 +184,21 @@ def _store_of_start(timeout: float) -> Store | None:
     return PrefixStore(f"start-{number}", store)
 
 
-def _store_port() -> int | None:
-    """Return the port of the default group's store. Returns None if there is no default group, or if its
-    store has no port, such as a store in a file.
-    """
-    if not dist.is_initialized():
-        return None
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else None
-
-
 def first_to_tell(key: str, text: str) -> str:
     """Write `text` to a key of the default group's store, unless the key has a text already. Returns the text
     that the key has then.
 
-    Raises RuntimeError if the store is gone or does not answer within some seconds.
+    Raises RuntimeError if the store is gone, and TimeoutError if it does not answer within some seconds.
     """
     store = dist.distributed_c10d._get_default_store()
-    deadline = Deadline(_ANSWER, store_port=_store_port())
-    first: bytes = deadline.run(lambda: store.compare_set(key, "", text))
+    first: bytes = within(_ANSWER, lambda: store.compare_set(key, "", text))
     return first.decode()
 
 
-def _unconnected(error: RuntimeError, deadline: Deadline) -> RankFailure:
+def _unconnected(error: RuntimeError | TimeoutError) -> RankFailure:
     """Make the error for ranks that could not connect, because one did not start or was lost meanwhile."""
     text = (str(error).splitlines() or [""])[0].rstrip(".")
-    if deadline.passed:
+    if isinstance(error, TimeoutError):
         text = "another rank, or the store of the ranks, has not answered in time"
     return RankFailure(
         f"The ranks could not be connected: {text}.",
@@ -328,7 +243,6 @@ def _meet(
     name = f"infinity/{launcher.start_number()}/{ranks}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     keys = [f"here/{each}" for each in range(len(everywhere))]
-    deadline = Deadline(timeout + _LATE, store_port=_store_port())
     place = launcher.location()
     mine = [
         endpoint.address,
@@ -343,9 +257,9 @@ def _meet(
         return absent, [] if absent else [each.decode() for each in store.multi_get(keys)]
 
     try:
-        absent, told = deadline.run(meet)
-    except RuntimeError as error:
-        what = f"has not answered for {timeout:g} s" if deadline.passed else "is gone"
+        absent, told = within(timeout + _LATE, meet)
+    except (RuntimeError, TimeoutError) as error:
+        what = f"has not answered for {timeout:g} s" if isinstance(error, TimeoutError) else "is gone"
         raise store_lost(everywhere, what) from error
     if absent:
         raise RankDivergence(
