@@ -64,7 +64,7 @@ class Mail:
     @staticmethod
     def nbytes(ranks: int) -> int: ...
     def meet(self, peer: int, theirs: Window) -> None: ...
-    def write(self, peer: int, data: bytes) -> int:
+    def write(self, peer: int, data: bytes | memoryview) -> int:
         """Send as many of the bytes as there is room for, and return their number. Raises RuntimeError, as
         `read` does, if the peer's memory has impossible numbers.
         """

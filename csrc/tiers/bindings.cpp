@@ -221,19 +221,27 @@ void bind_mail(nb::module_& m) {
             nb::arg("peer"), nb::arg("theirs"))
         .def(
             "write",
-            [](Mail& self, std::uint64_t peer, const nb::bytes& data) {
-                return self.write(peer, data.c_str(), data.size());
+            [](Mail& self, std::uint64_t peer, const nb::object& data) {
+                Py_buffer view;
+                if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0)
+                    throw nb::python_error();
+                const std::unique_ptr<Py_buffer, void (*)(Py_buffer*)> held(&view,
+                                                                            PyBuffer_Release);
+                return self.write(peer, static_cast<const char*>(view.buf),
+                                  static_cast<std::uint64_t>(view.len));
             },
             nb::arg("peer"), nb::arg("data"))
         .def(
             "read",
             [](Mail& self, std::uint64_t peer) {
-                char found[Mail::kRing];
-                const std::uint64_t nbytes = self.read(peer, found);
-                return nb::bytes(found, nbytes);
+                const std::uint64_t nbytes = self.unread(peer);
+                const nb::bytes found = nb::steal<nb::bytes>(
+                    PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
+                if (nbytes != 0) self.read(peer, PyBytes_AS_STRING(found.ptr()), nbytes);
+                return found;
             },
             nb::arg("peer"))
-        .def("unread", &Mail::unread)
+        .def("unread", nb::overload_cast<>(&Mail::unread, nb::const_))
         .def("sleep", &Mail::sleep, nb::arg("who"), nb::arg("how"))
         .def("sleeper", &Mail::sleeper, nb::arg("peer"), nb::arg("who"));
 }

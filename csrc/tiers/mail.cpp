@@ -65,16 +65,20 @@ std::uint64_t Mail::write(std::uint64_t peer, const char* bytes, std::uint64_t n
     return nbytes;
 }
 
-std::uint64_t Mail::read(std::uint64_t peer, char* into) {
+std::uint64_t Mail::unread(std::uint64_t peer) const {
+    const std::uint64_t written = load(way(region_of(peer), rank_).written);
+    const std::uint64_t nbytes = written - way(*own_, peer).read;
+    if (nbytes > kRing) throw std::runtime_error("the peer has sent more than there is room for");
+    return nbytes;
+}
+
+void Mail::read(std::uint64_t peer, char* into, std::uint64_t nbytes) {
     const Way& theirs = way(region_of(peer), rank_);
     Way& mine = way(*own_, peer);
-    const std::uint64_t nbytes = load(theirs.written) - mine.read;
-    if (nbytes > kRing) throw std::runtime_error("the peer has sent more than there is room for");
     const std::uint64_t at = mine.read % kRing, first = std::min(nbytes, kRing - at);
     std::memcpy(into, theirs.ring + at, first);
     std::memcpy(into + first, theirs.ring, nbytes - first);
-    if (nbytes != 0) store(mine.read, mine.read + nbytes);
-    return nbytes;
+    store(mine.read, mine.read + nbytes);
 }
 
 bool Mail::unread() const {

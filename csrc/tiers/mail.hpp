@@ -21,7 +21,7 @@ namespace infinity::tiers {
 // two sees what the other has done: no message waits for a sleeper that nobody wakes.
 class Mail {
   public:
-    static constexpr std::uint64_t kRing = 32 << 10;  // bytes
+    static constexpr std::uint64_t kRing = 512 << 10;  // bytes
     // What a region for `ranks` processes takes.
     static std::uint64_t nbytes(std::uint64_t ranks);
 
@@ -37,8 +37,10 @@ class Mail {
     //
     // Sends as many of the bytes as there is room for, and returns their number.
     std::uint64_t write(std::uint64_t peer, const char* bytes, std::uint64_t nbytes);
-    // Bytes that the peer has sent; `read` takes as many into memory of kRing bytes.
-    std::uint64_t read(std::uint64_t peer, char* into);
+    // Takes the next bytes that the peer has sent, no more than `unread` returns.
+    void read(std::uint64_t peer, char* into, std::uint64_t nbytes);
+    // The number of bytes that the peer has sent and that are not read.
+    std::uint64_t unread(std::uint64_t peer) const;
     // Whether there are bytes of any peer to read.
     bool unread() const;
 

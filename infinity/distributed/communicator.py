@@ -7,7 +7,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from infinity.distributed.barrier import Barrier, CommitVotes, check_same, error
 from infinity.distributed.exchange import Exchange, InitialStates, initial_values
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.gradient_shards import GradientShards
-from infinity.distributed.mailbox import Mailbox
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
@@ -29,7 +28,6 @@ from infinity.distributed.ranked_step import RankedStep
 from infinity.distributed.remote_parts import RemoteParts
 from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.whole_gradients import WholeGradients
-from infinity.distributed.windows import Told, open_windows
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankFailure, rank_failure
 from infinity.layout.chunks import Division
@@ -37,7 +35,7 @@ from infinity.layout.shards import Share
 from infinity.pages.optimizer_page import States
 from infinity.planning.plan import Plan
 from infinity.ranks import Give, Given, Present, SingleRank
-from infinity.system import launcher, machine
+from infinity.system import launcher
 from infinity.system.launcher import RankLocation
 from infinity.telemetry.timeline import Timeline
 from infinity.tiers import Pool
@@ -68,8 +66,10 @@ class Communicator(SingleRank):
         self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
         self.barrier = Barrier(self.ranks, self.wire)
         self.service_thread = ServiceThread(self.wire, self.lock)
-        self._windows = open_windows()
-        self._mailbox = None if self._windows is None else Mailbox(self.ranks.rank, self.ranks.size)
+        self.mates = self.ranks.mates
+        self._windows = self.ranks.windows
+        if self.ranks.mailbox is not None:
+            self.service_thread.read_mail(self.ranks.mailbox)
         self._closed = False
         self._alone = False
         """Whether this rank has left without waiting for the others."""
@@ -147,42 +147,14 @@ class Communicator(SingleRank):
         return Timeline(path, rank=self.share.rank, since=self.met)
 
     def find_place(self) -> None:
-        """Set `place`, `share.on_node`, `met` and `mates`. All ranks call this."""
-        memory = None
-        if self._windows is not None and self._mailbox is not None:
-            memory = [self._windows.tell_board(), *self._mailbox.tell()]
-        heard = self.agree("offload()", machine=machine.identity(), clock=time.time_ns(), memory=memory)
-        self.met = heard[0]["clock"]
+        """Set `place`, `share.on_node` and `met`. All ranks call this."""
+        self.met = self.gather("offload()", time.time_ns())[0]
         nodes, own = self.ranks.nodes, self.ranks.rank
         mine = nodes[own]
         self.place = launcher.location() or RankLocation(mine, nodes[:own].count(mine), nodes.count(mine))
         self.share = replace(self.share, on_node=_on_each(nodes))
-        near = [rank for rank, each in heard.items() if nodes[rank] == mine and each["memory"] is not None]
-        here = [rank for rank in near if heard[rank]["machine"] == heard[own]["machine"]]
-        self._find_mates({rank: heard[rank]["memory"] for rank in here if rank != own})
-
-    def _find_mates(self, told: Mapping[int, list[Told]]) -> None:
-        """Set `mates`: those ranks of this node of which each reads the other's board and mailbox. All ranks
-        call this.
-
-        told: rank of this node -> what it tells of its board, and of its mailbox.
-        """
-        windows, mailbox, reads = self._windows, self._mailbox, list[int]()
-        if windows is not None and mailbox is not None:
-            reads = windows.read_boards({rank: board for rank, (board, *_) in told.items()})
-            reads = mailbox.open({rank: told[rank][1:] for rank in reads})
-        readers = self.gather("offload()", reads)
-        self.mates = [rank for rank in reads if self.ranks.rank in readers[rank]]
-        if windows is not None and mailbox is not None:
-            windows.meet(self.ranks.rank, self.mates)
-            mailbox.meet(self.mates)
-            if self.mates:
-                self.wire.use_mailbox(mailbox)
-                self.service_thread.read_mail(mailbox)
-            else:
-                mailbox.close()
-            relays_for_itself = self.share.on_node == 1
-            self._windows = windows if self.mates or relays_for_itself else None
+        if not self.mates and self.share.on_node != 1:  # alone on its node, a rank relays for itself
+            self._windows = None
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -310,8 +282,6 @@ class Communicator(SingleRank):
         self.barrier.leave()
         orderly = self.failure_event.failure is None
         self.wire.close(patience=1.0 if self._alone else 10.0)
-        if self._mailbox is not None and not self.mates:
-            self._mailbox.close()  # else the wire closes it
         if self._windows is not None:
             self._windows.close()
         self.ranks.close(orderly=orderly and self.failure_event.failure is None)

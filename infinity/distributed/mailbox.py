@@ -1,4 +1,4 @@
-"""Mailbox: messages between the ranks of a node through shared memory (csrc/tiers/mail.hpp).
+"""Mailbox: messages between the ranks of a node, its **mates**, through shared memory (csrc/tiers/mail.hpp).
 
 Each rank has a region that its mates map for reading, and writes there what it sends to each of them. No
 message needs a MAC: the kernel opens the memory for processes of the same user alone.
@@ -20,26 +20,33 @@ from __future__ import annotations
 
 import os
 import select
+import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from infinity import _tiers
-from infinity.distributed.windows import Told, described, opened, window
 
+Told = list[int]
+"""(process, descriptor, inode, bytes) of shared memory, or of a pipe, as ranks tell it each other."""
 LOOK = 0.005
 """Seconds."""
 _LONGEST = 1 << 28
 """The most bytes of a message."""
 _THREAD, _LISTENER = range(2)
 """The sleepers of a process, as csrc/tiers/mail.hpp numbers them."""
-_HEAD = 4
-"""Bytes of a message's length before the message."""
+_MESSAGES, _ROOM = 1, 2
+"""What a sleeper wants to be woken for."""
+_HEAD = struct.Struct("<II")
+"""Before each message: its length, and that of the bytes of a stream behind it."""
 
 
 class Mailbox:
-    """This rank's messages to its mates, and theirs to this rank, as bytes."""
+    """This rank's messages to its mates, and theirs to this rank, as bytes. All of it is for `Connections`,
+    but `tell`, `open` and `meet`.
+    """
 
     def __init__(self, rank: int, ranks: int) -> None:
         """Raises OSError if the kernel grants no shared memory."""
@@ -48,13 +55,15 @@ class Mailbox:
         self._pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in (_THREAD, _LISTENER)]
         self._bells: dict[int, list[int]] = {}
         """Mate -> the descriptors by which its sleepers are woken."""
-        self.left: dict[int, bytes] = {}
-        """Mate -> bytes for which there was no room, which go before all later ones."""
+        self.left: dict[int, deque[bytes | memoryview]] = {}
+        """Mate -> bytes for which there was no room, which go before all later ones; no empty ones."""
         self._unaware: set[int] = set()
         """Mates that have got messages which were not urgent, and have not been woken since."""
         self._begun: dict[int, bytes] = {}
         """Mate -> the part of a message that has come."""
         self.mates: frozenset[int] = frozenset()
+        self.processes: dict[int, int] = {}
+        """Descriptor that becomes readable when a mate's process ends -> the mate."""
         self._looks = self._seen = self._watcher = 0
         self._sleeps = False
         """Whether the thread of `watch` sleeps until it is woken."""
@@ -74,6 +83,7 @@ class Mailbox:
         """
         for rank, (memory, *pipes) in tellers.items():
             with suppress(OSError):
+                self.processes[os.pidfd_open(memory[0])] = rank  # first: the number may get another process
                 self._mail.meet(rank, window(memory))
                 self._bells[rank] = []
                 for each in pipes:
@@ -86,33 +96,44 @@ class Mailbox:
         for rank in self._bells.keys() - set(mates):
             for each in self._bells.pop(rank):
                 os.close(each)
+        for descriptor, rank in [*self.processes.items()]:
+            if rank not in mates:
+                del self.processes[descriptor]
+                os.close(descriptor)
         self.mates = frozenset(mates)
 
     # --- sending: one thread at a time ----------------------------------------------------------------------
 
-    def post(self, mate: int, message: bytes, *, urgent: bool) -> bool:
-        """Send a message. Never blocks. Returns False if there was no room for all of it: `flush` sends the
-        rest. urgent: whether the mate is woken now; else `ring` wakes it.
+    def post(self, mate: int, message: bytes, portion: Sequence[memoryview], *, urgent: bool) -> bool:
+        """Send a message and bytes of a stream. Never blocks. Returns False if there was no room for all of
+        it: `flush` sends the rest. urgent: whether the mate is woken now; else `ring` wakes it.
         """
-        data = self.left.pop(mate, b"") + len(message).to_bytes(_HEAD, "little") + message
-        return self._write(mate, data, urgent=urgent)
+        head = _HEAD.pack(len(message), sum(map(len, portion)))
+        self.left.setdefault(mate, deque()).extend([head + message, *portion])
+        return self._write(mate, urgent=urgent)
 
-    def flush(self) -> bool:
-        """Send what there was no room for. Returns whether all of it is sent."""
-        return all([self._write(mate, self.left.pop(mate)) for mate in [*self.left]])
+    def flush(self) -> None:
+        """Send what there was no room for, as far as there is by now."""
+        for mate in [*self.left]:
+            self._write(mate)
 
-    def _write(self, mate: int, data: bytes, *, urgent: bool = True) -> bool:
-        done = self._mail.write(mate, data)
-        if done < len(data):
-            self.left[mate] = data[done:]
-        if urgent or done < len(data):
+    def _write(self, mate: int, *, urgent: bool = True) -> bool:
+        left = self.left[mate]
+        while left and (done := self._mail.write(mate, left[0])):
+            if done < len(left[0]):
+                left[0] = memoryview(left[0])[done:]
+            else:
+                left.popleft()
+        if not left:
+            del self.left[mate]
+        if urgent or left:
             self._unaware.discard(mate)
             self._ring(mate)
         else:
             self._unaware.add(mate)
             if self._sleeps:
                 self._wake(self._pipes[_THREAD][1])  # it calls `ring`
-        return done == len(data)
+        return not left
 
     def ring(self) -> None:
         """Wake the mates that sleep and have got messages that were not urgent. Any thread may call this."""
@@ -123,7 +144,7 @@ class Mailbox:
     def _ring(self, mate: int) -> None:
         if self._mail.sleeper(mate, _LISTENER):
             self._wake(self._bells[mate][_LISTENER])
-        elif self._mail.sleeper(mate, _THREAD):
+        elif self._mail.sleeper(mate, _THREAD) & _MESSAGES:
             self._wake(self._bells[mate][_THREAD])
 
     def forget(self, mate: int) -> None:
@@ -137,24 +158,29 @@ class Mailbox:
 
     # --- reading: one thread at a time ----------------------------------------------------------------------
 
-    def read(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yield (mate, message) for all messages that are here, in each mate's order; None instead of the
-        message if what the mate has sent is no message.
+    def read(self) -> Iterator[tuple[int, bytes | None, list[memoryview]]]:
+        """Yield (mate, message, bytes of a stream) for all messages that are here, in each mate's order; None
+        instead of the message if what the mate has sent is no message.
         """
         for mate in self._bells:
             try:
                 data = self._begun.pop(mate, b"") + self._mail.read(mate)
             except RuntimeError:
-                yield mate, None
+                yield mate, None, []
                 continue
+            if self._mail.sleeper(mate, _THREAD) & _ROOM:
+                self._wake(self._bells[mate][_THREAD])
             at = 0
-            while len(data) >= at + _HEAD:
-                end = at + _HEAD + int.from_bytes(data[at : at + _HEAD], "little")
+            while len(data) >= at + _HEAD.size:
+                nbytes, behind = _HEAD.unpack_from(data, at)
+                start = at + _HEAD.size
+                end = start + nbytes + behind
                 if end - at > _LONGEST:
-                    yield mate, None
+                    yield mate, None, []
                 if end > len(data):
                     break
-                yield mate, data[at + _HEAD : end]
+                portion = [memoryview(data[start + nbytes : end])] if behind else []
+                yield mate, data[start : start + nbytes], portion
                 at = end
             if at < len(data):
                 self._begun[mate] = data[at:]
@@ -172,13 +198,14 @@ class Mailbox:
 
     def watch(self) -> bool:
         """Return whether another thread has looked since the last call. If not, the caller is woken from now
-        on when a message comes. Only one thread calls this.
+        on when a message comes; in any case when a mate has made room for what `flush` sends. Only one thread
+        calls this, before `flush`.
         """
         self._watcher = threading.get_ident()
         others = self._looks != self._seen
         self._seen = self._looks
         self._sleeps = not others
-        self._mail.sleep(_THREAD, int(self._sleeps))
+        self._mail.sleep(_THREAD, _MESSAGES * self._sleeps + _ROOM * bool(self.left))
         return others
 
     def rouse(self) -> None:
@@ -203,7 +230,7 @@ class Mailbox:
         """Close all descriptors, when nobody sends, reads or sleeps any more."""
         if self._closed.acquire(blocking=False):
             bells, self._bells = self._bells, {}
-            for each in [*self._pipes, *bells.values()]:
+            for each in [*self._pipes, *bells.values(), self.processes]:
                 for end in each:
                     os.close(end)
 
@@ -253,3 +280,28 @@ class Listener:
         """Have the thread that listens look again, after a change that may end its wait."""
         if self._listens not in (0, threading.get_ident()):
             self._mailbox.rouse()
+
+
+def described(memory: _tiers.Region) -> Told:
+    """What a rank tells of shared memory, so that others can map it (`window`)."""
+    inode = os.fstat(memory.descriptor).st_ino
+    return [os.getpid(), memory.descriptor, inode, memory.nbytes]
+
+
+def window(said: Told) -> _tiers.Window:
+    """Map another process's shared memory. Raises OSError if this process may not."""
+    descriptor = opened(said)
+    try:
+        return _tiers.map_window(descriptor, said[-1])
+    finally:
+        os.close(descriptor)
+
+
+def opened(said: Told, flags: int = os.O_RDONLY) -> int:
+    """Open what another process has told of. Returns a descriptor. Raises OSError if this process may not."""
+    process, number, inode, _ = said
+    descriptor = os.open(f"/proc/{process}/fd/{number}", flags | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_ino == inode:
+        return descriptor
+    os.close(descriptor)
+    raise FileNotFoundError(f"process {process} is another one")

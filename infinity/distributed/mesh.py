@@ -32,7 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.distributed.connections import Endpoint
 from infinity.distributed.failure_event import TIMEOUT_VARIABLE, rank_timeout
+from infinity.distributed.mailbox import Mailbox
 from infinity.distributed.secret import FILE_VARIABLE, VARIABLE, Secret
+from infinity.distributed.windows import Windows, open_windows
 from infinity.errors import ConfigError, RankDivergence, RankFailure, named_ranks
 from infinity.system import launcher, machine
 
@@ -90,8 +92,12 @@ class Ranks:
     """Number in the mesh -> the address of its endpoint."""
     token: bytes
     """Random bytes that only ranks of this meeting know."""
+    mates: tuple[int, ...]
+    """The ranks of this node of which each reads the other's board and mailbox."""
     endpoint: Endpoint
     """The bound socket of this rank."""
+    windows: Windows | None
+    """The memory by which this rank and its mates read each other's; None if it reads no other's."""
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, *, cuda: bool = False, timeout: float | None = None) -> Ranks:
@@ -108,15 +114,22 @@ class Ranks:
         everywhere = _global_ranks(mesh)
         rank = everywhere.index(dist.get_rank())
         secret = Secret.of_environment()
+        windows = open_windows(rank, len(everywhere))
         endpoint = Endpoint(_own_address(), secret)
         try:
-            return cls(
-                rank, len(everywhere), everywhere, *_meet(everywhere, rank, endpoint, seconds), endpoint
-            )
+            met = _meet(everywhere, rank, endpoint, windows, seconds)
+            return cls(rank, len(everywhere), everywhere, *met, endpoint, windows)
         except BaseException as error:
             _leaving.alone = _leaving.alone or isinstance(error, RankFailure)
             endpoint.close()
+            if windows is not None:
+                windows.mailbox.close()
             raise
+
+    @property
+    def mailbox(self) -> Mailbox | None:
+        """This rank's mailbox; None if it has no mates."""
+        return self.windows.mailbox if self.windows is not None and self.mates else None
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -232,9 +245,10 @@ def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _meet(
-    everywhere: tuple[int, ...], rank: int, endpoint: Endpoint, timeout: float
-) -> tuple[tuple[int, ...], tuple[str, ...], bytes]:
-    """Wait until all ranks have called this, and return the ranks' nodes, their addresses, and the token.
+    everywhere: tuple[int, ...], rank: int, endpoint: Endpoint, windows: Windows | None, timeout: float
+) -> tuple[tuple[int, ...], tuple[str, ...], bytes, tuple[int, ...]]:
+    """Wait until all ranks have called this, and return the ranks' nodes, their addresses, the token, and
+    this rank's mates.
 
     Raises RankDivergence if a rank does not come or has another secret, and RankFailure if the store is lost.
     """
@@ -242,39 +256,49 @@ def _meet(
     ranks = "all" if whole else ",".join(map(str, everywhere))
     name = f"infinity/{launcher.start_number()}/{ranks}/{_met[everywhere]}"
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    keys = [f"here/{each}" for each in range(len(everywhere))]
-    place = launcher.location()
-    mine = [
-        endpoint.address,
-        None if place is None else place.node,
-        machine.identity(),
-        secrets.token_hex(32),
-    ]
 
-    def meet() -> tuple[list[int], list[str]]:
-        store.set(keys[rank], _signed(endpoint.secret, f"{name}/{keys[rank]}", json.dumps(mine)))
-        absent = _absent(store, keys, timeout)
-        return absent, [] if absent else [each.decode() for each in store.multi_get(keys)]
+    def tell(what: str, mine: object) -> list[Any]:
+        """Tell all ranks something by the store. Returns what each rank has told."""
+        keys = [f"{what}/{each}" for each in range(len(everywhere))]
 
-    try:
-        absent, told = within(timeout + _LATE, meet)
-    except (RuntimeError, TimeoutError) as error:
-        what = f"has not answered for {timeout:g} s" if isinstance(error, TimeoutError) else "is gone"
-        raise store_lost(everywhere, what) from error
-    if absent:
-        raise RankDivergence(
-            f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",
-            f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
-        )
-    texts = [
-        _checked(endpoint.secret, f"{name}/{key}", each, at)
-        for at, (key, each) in enumerate(zip(keys, told, strict=True))
-    ]
+        def exchange() -> tuple[list[int], list[str]]:
+            store.set(keys[rank], _signed(endpoint.secret, f"{name}/{keys[rank]}", json.dumps(mine)))
+            absent = _absent(store, keys, timeout)
+            return absent, [] if absent else [each.decode() for each in store.multi_get(keys)]
+
+        try:
+            absent, told = within(timeout + _LATE, exchange)
+        except (RuntimeError, TimeoutError) as error:
+            why = f"has not answered for {timeout:g} s" if isinstance(error, TimeoutError) else "is gone"
+            raise store_lost(everywhere, why) from error
+        if absent:
+            raise RankDivergence(
+                f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",
+                f"Call offload() on all ranks; {TIMEOUT_VARIABLE} sets how long a rank waits, in seconds.",
+            )
+        texts = [
+            _checked(endpoint.secret, f"{name}/{key}", each, at)
+            for at, (key, each) in enumerate(zip(keys, told, strict=True))
+        ]
+        return [json.loads(each) for each in texts]
+
+    place, here = launcher.location(), machine.identity()
+    node = None if place is None else place.node
+    memory = None if windows is None else windows.tell()
+    told = tell("here", [endpoint.address, node, here, secrets.token_hex(32), memory])
     _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
-    addresses, by_launcher, machines, tokens = zip(*map(json.loads, texts), strict=True)
-    nodes = machines if None in by_launcher else by_launcher
-    numbers = list(dict.fromkeys(nodes))
-    return tuple(map(numbers.index, nodes)), addresses, bytes.fromhex(tokens[0])
+    addresses, by_launcher, machines, tokens, memories = zip(*told, strict=True)
+    names = machines if None in by_launcher else by_launcher
+    numbers = list(dict.fromkeys(names))
+    nodes = tuple(map(numbers.index, names))
+    near = [each for each in range(len(nodes)) if (nodes[each], machines[each]) == (nodes[rank], here)]
+    shared = {each: memories[each] for each in near if each != rank and memories[each] is not None}
+    reads = [] if windows is None else windows.open(shared)
+    readers = tell("reads", reads)
+    mates = tuple(each for each in reads if rank in readers[each])
+    if windows is not None:
+        windows.meet(mates)
+    return nodes, addresses, bytes.fromhex(tokens[0]), mates
 
 
 def _signed(secret: Secret | None, place: str, text: str) -> str:

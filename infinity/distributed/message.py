@@ -3,7 +3,7 @@
 The first frame is a head and the fields as JSON. The head has a MAC of all that follows it, the ranks of
 sender and receiver, the number of the message among those from the one to the other, and the kind. The MAC's
 key is known to the ranks of a runtime alone, so that nothing else is read. Fields that are longer than
-LONGEST_FRAME go on in further frames. Behind the first frame of DATA and MORE are bytes of the payload
+LONGEST_FRAME go on in further frames. Behind the first frame of a kind in WITH_BYTES are bytes of a stream
 instead.
 """
 
@@ -21,6 +21,8 @@ LONGEST_FRAME = 512 << 10
 """Bytes."""
 IN_DEVICE = -1
 """In the place of a stream's lane: a gradient's bytes are in device memory."""
+ANSWERS = -2
+"""The lane of answers to requests; see infinity/distributed/streams.py. Lanes of gradients are from 0 on."""
 _MAC_BYTES = 16
 _HEAD = struct.Struct("<IIQB")
 _WAY = struct.Struct("<IIQ")
@@ -35,8 +37,8 @@ class MessageKind(enum.IntEnum):
     REQUEST = 1
     """Fields: the delivery's number, a `What`, and the bytes that are asked for."""
     DATA = 2
-    """Fields: the delivery's number, label, sizes of the pieces in bytes. The payload's first portion
-    follows, and others in messages of the kind MORE.
+    """Fields: the delivery's number, sizes of the pieces in bytes, and the stream's lane, in which these
+    bytes come. The first of them may be in this message.
     """
     REFUSAL = 3
     """Fields: the delivery's number, the name of the error's class, its cause, its cure."""
@@ -102,10 +104,8 @@ class MessageKind(enum.IntEnum):
     """Fields: the delivery's number. The receiver can copy the bytes from the sender's RAM by itself, or asks
     their owners for those that it does not find there.
     """
-    MORE = 22
-    """A further portion of the payload that the sender's last DATA began. No fields."""
-    READ = 23
-    """The sender has read further portions of this rank's payloads, or its BYE. Fields: how many."""
+    PARTED = 23
+    """The sender has read the receiver's BYE. No fields."""
     STREAM = 26
     """Further bytes of a stream. Fields: its lane."""
     ROOM = 27
@@ -143,6 +143,10 @@ _LABELS = {
     What.LOCAL: "gradients",
     What.INITIAL: "initial values",
 }
+
+
+WITH_BYTES = (MessageKind.DATA, MessageKind.STREAM, MessageKind.GRADIENT_SHARD)
+"""Kinds of messages behind whose first frame are bytes of a stream."""
 
 
 class Message(NamedTuple):

@@ -37,6 +37,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from infinity import _tiers
+from infinity.distributed.mailbox import Mailbox, Told, described, window
 from infinity.errors import ConfigError, DeviceError
 from infinity.layout.shards import HomeRange
 from infinity.pages.parameter_page import ParameterPage
@@ -56,8 +57,6 @@ them one for each unit's relayed parts. Pages beyond get none.
 
 Stamp = tuple[int, int, int]
 """(step, number of loaded copies, edit version): which bytes of a page an entry has, or a mate wants."""
-Told = list[int]
-"""(process, descriptor, inode, bytes) of shared memory, or of a pipe, as ranks tell it each other."""
 ToldDevice = tuple[str, int, int, list[tuple[int, int]]]
 """Device memory that a rank shares, as it tells others: (handle in hexadecimal digits, bytes from the start
 of the allocation, bytes, and (unit, bytes from the start) of each parameter page that is at home there). The
@@ -65,25 +64,28 @@ handle is empty if the memory cannot be shared.
 """
 
 
-def open_windows() -> Windows | None:
-    """Make a rank's `Windows`. Returns None if the environment variable INFINITY_WINDOWS is "0", or if the
-    kernel grants no shared memory. Raises ConfigError for another value than "0" or "1".
+def open_windows(rank: int, ranks: int) -> Windows | None:
+    """Make the `Windows` of a rank. Returns None if the environment variable INFINITY_WINDOWS is "0", or if
+    the kernel grants no shared memory. Raises ConfigError for another value than "0" or "1".
     """
     text = os.environ.get(VARIABLE, "1")
     if text not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} is {text!r}.", "Give 0 to have ranks of a node send messages, or 1.")
     try:
-        return Windows() if text == "1" else None
+        return Windows(rank, ranks) if text == "1" else None
     except OSError:  # some sandboxes have no memfd_create
         return None
 
 
 class Windows:
-    """This rank's board, and the windows to its mates' memory. Any thread may call `copy`; all else is called
-    under the runtime's lock.
+    """This rank's board and mailbox, and the windows to its mates' memory. Any thread may call `copy`; all
+    else is called under the runtime's lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, ranks: int) -> None:
+        """rank: this one of `ranks`. Raises OSError if the kernel grants no shared memory."""
+        self.mailbox = Mailbox(rank, ranks)
+        self._rank = rank
         nbytes = _ENTRIES * _tiers.BOARD_ENTRY_BYTES
         self._memory = _tiers.map_host(nbytes, huge_pages=False, shared=True)
         self._board = _tiers.Board(self._memory)
@@ -105,23 +107,24 @@ class Windows:
         self.added_from_there: Mapping[int, Collection[int]] = {}
         """Mate whose device reads the memory of this rank's -> units whose gradients the mate adds there."""
 
-    def tell_board(self) -> Told:
-        """What this rank tells the others, so that they can read its board."""
-        return described(self._memory)
+    def tell(self) -> list[Told]:
+        """What this rank tells the others, so that they can read its board and its mailbox."""
+        return [described(self._memory), *self.mailbox.tell()]
 
-    def read_boards(self, boards: Mapping[int, Told]) -> list[int]:
-        """Map the boards of other ranks. boards: rank -> what it told. Returns the ranks for which this
-        worked. The kernel lets only processes of the same user read each other's memory.
+    def open(self, tellers: Mapping[int, Sequence[Told]]) -> list[int]:
+        """Open the boards and mailboxes of other ranks. tellers: rank -> what it told. Returns the ranks for
+        which this worked. The kernel lets only processes of the same user read each other's memory.
         """
-        for rank, each in boards.items():
+        for rank, (board, *_) in tellers.items():
             with suppress(OSError):
-                self._boards[rank] = _tiers.Board(window(each))
-        return [*self._boards]
+                self._boards[rank] = _tiers.Board(window(board))
+        return self.mailbox.open({rank: tellers[rank][1:] for rank in self._boards})
 
-    def meet(self, rank: int, mates: Sequence[int]) -> None:
-        """Note the ranks that read this rank's board, and whose boards this rank reads; rank: itself."""
+    def meet(self, mates: Sequence[int]) -> None:
+        """Note the ranks which read what this rank has told, and of which this rank reads it."""
         self._memory.close_descriptor()
-        self._boards = {rank: self._board} | {each: self._boards[each] for each in mates}
+        self.mailbox.meet(mates)
+        self._boards = {self._rank: self._board} | {each: self._boards[each] for each in mates}
 
     def tell_memory(self, store: Store, pages: Sequence[ParameterPage]) -> tuple[Told, ToldDevice | None]:
         """What this rank tells its mates, so that they can read its RAM and the memory of its device.
@@ -344,28 +347,3 @@ def _place(page: ParameterPage, owner: int, start: int, *, whole: bool) -> int:
         return start
     span = next(each for each in page.shard.others[owner] if start < each.start + each.nbytes)
     return span.at + start - span.start
-
-
-def described(memory: _tiers.Region) -> Told:
-    """What a rank tells of shared memory, so that others can map it (`window`)."""
-    inode = os.fstat(memory.descriptor).st_ino
-    return [os.getpid(), memory.descriptor, inode, memory.nbytes]
-
-
-def window(said: Told) -> _tiers.Window:
-    """Map another process's shared memory. Raises OSError if this process may not."""
-    descriptor = opened(said)
-    try:
-        return _tiers.map_window(descriptor, said[-1])
-    finally:
-        os.close(descriptor)
-
-
-def opened(said: Told, flags: int = os.O_RDONLY) -> int:
-    """Open what another process has told of. Returns a descriptor. Raises OSError if this process may not."""
-    process, number, inode, _ = said
-    descriptor = os.open(f"/proc/{process}/fd/{number}", flags | os.O_CLOEXEC)
-    if os.fstat(descriptor).st_ino == inode:
-        return descriptor
-    os.close(descriptor)
-    raise FileNotFoundError(f"process {process} is another one")

@@ -20,9 +20,8 @@ import torch
 from infinity.distributed.connections import Connections
 from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.liveness import Liveness
-from infinity.distributed.mailbox import Mailbox
 from infinity.distributed.mesh import Ranks
-from infinity.distributed.message import Message, MessageKind
+from infinity.distributed.message import ANSWERS, Message, MessageKind
 from infinity.distributed.streams import Streams
 from infinity.distributed.transfers import Delivery, Dispatch
 from infinity.errors import ConfigError, InfinityError, RankDivergence, rank_failure
@@ -133,12 +132,9 @@ class Wire:
             self,
             key=ranks.token,
             liveness=Liveness(ranks.rank, ranks.nodes) if liveness is None else liveness,
+            mailbox=ranks.mailbox,
         )
         self._streams = Streams(self._connections)
-
-    def use_mailbox(self, mailbox: Mailbox) -> None:
-        """Exchange messages with the mates of a mailbox by it from now on. The wire closes it."""
-        self._connections.use_mailbox(mailbox)
 
     def read_mail(self, *, block: bool) -> None:
         """Read messages of mates that are here. The calling thread then acts on what is in the inbox. block:
@@ -261,31 +257,29 @@ class Wire:
         is done. unit: as in `expect`.
         """
         dispatch = Dispatch(self.failure_event, peer, number, label, unit=unit)
-        message = Message(MessageKind.DATA, [number, label, [each.nbytes for each in pieces]])
-        with self._lock:
-            self._check_open()
-            accepted = self._connections.deliver(dispatch, message, pieces)
-        if accepted:
-            self._connections.go_on(peer)
-        else:
-            dispatch.end(self._ended[peer])
+        sizes = [each.nbytes for each in pieces]
+        self._push(dispatch, Message(MessageKind.DATA, [number, sizes, ANSWERS]), pieces)
         return dispatch
 
     def push(self, peer: int, message: Message, memory: torch.Tensor, *, label: str, unit: int) -> Dispatch:
         """Send a message whose last field is the lane of a stream, and bytes in this lane, and put a message
-        SENT into the inbox when the peer has read them. Arguments: as for `Streams.push` and `deliver`.
+        SENT into the inbox when the peer has read them. Arguments: as for `deliver`.
         """
         told = functools.partial(self._tell, MessageKind.SENT)
         dispatch = Dispatch(self.failure_event, peer, next(self._numbers), label, unit=unit, told=told)
+        self._push(dispatch, message, [memory])
+        return dispatch
+
+    def _push(self, dispatch: Dispatch, message: Message, pieces: Sequence[torch.Tensor]) -> None:
+        ended = []
         with self._lock:
             self._check_open()
-            error = self._ended.get(peer)
+            error = self._ended.get(dispatch.peer)
             if error is None:
-                apart = self._connections.has_mail(peer)
-                self._streams.push(dispatch, message.fields[-1], message, memory, apart=apart)
+                ended = self._streams.push(dispatch, message, [*map(_bytes_of, pieces)])
         if error is not None:
             dispatch.end(error)
-        return dispatch
+        self._taken(ended)
 
     def pull(self, peer: int, lane: int, into: torch.Tensor, *, label: str, unit: int) -> Delivery:
         """Read the next bytes of a lane of a peer's stream into uint8 memory, and put a message ARRIVED into
@@ -294,19 +288,12 @@ class Wire:
         told = functools.partial(self._tell, MessageKind.ARRIVED)
         delivery = self.expect(peer, [into], label, unit=unit, told=told)
         if not delivery.done():
-            self._have_read(self._streams.pull(peer, lane, into.nbytes, delivery, into))
+            self._have_read(self._streams.pull(peer, lane, [_bytes_of(into)], delivery))
         return delivery
 
     def drop(self, peer: int, lane: int, nbytes: int) -> None:
         """Drop the next bytes of a lane of a peer's stream."""
-        self._have_read(self._streams.pull(peer, lane, nbytes))
-
-    def _have_read(self, ended: Sequence[tuple[Delivery, int]]) -> None:
-        for delivery, began in ended:
-            if self._no_longer_expected(delivery.peer, delivery.number) is not None:
-                nbytes = sum(each.nbytes for each in delivery.into)
-                self._received(delivery.peer, delivery.label, delivery.unit, nbytes, began)
-                delivery.end()
+        self._have_read(self._streams.drop(peer, lane, nbytes))
 
     def refuse(self, peer: int, number: int, error: InfinityError) -> None:
         """Have the peer's delivery fail with the text of `error`."""
@@ -331,7 +318,9 @@ class Wire:
             first, self._closed = not self._closed, True
             self._traffic.messages_sent += len(self.peers) * first
         if first:
-            self._streams.forget()
+            self._streams.forget_gradients()
+            for each in self.peers:
+                self._say_bye(each)
             self._connections.close()
         thread = self._connections.thread
         thread.join(patience if self.failure is None else min(patience, 1.0))
@@ -341,6 +330,11 @@ class Wire:
         if not thread.is_alive():
             self._connections.close_mailbox()
         return not thread.is_alive()
+
+    def _say_bye(self, peer: int) -> None:
+        """Send BYE to a peer, once this rank is closed and the peer has read all answers to its requests."""
+        if self._closed and not self._streams.answers(peer):
+            self._connections.say_bye(peer)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -356,52 +350,61 @@ class Wire:
     # --- told by the connections --------------------------------------------------------------------------
     # The meter is told first: whoever finds a payload counted or ended finds it in the timeline, too.
 
-    def taken(self, dispatch: Dispatch, nbytes: int, began: int) -> None:
-        self.meter.crossed(f"to rank {dispatch.peer}", dispatch.label, dispatch.unit, nbytes, began)
-        with self._lock:
-            self._traffic.messages_sent += 1
-            self._traffic.sent[dispatch.label] += nbytes
-        dispatch.end()
-
-    def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
-        with self._lock:
-            delivery = self._expected.get((peer, number))
-            into = () if delivery is None else delivery.into
-        return into if [each.nbytes for each in into] == sizes else None
-
-    def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
-        delivery = self._no_longer_expected(peer, number)
-        unit = None if delivery is None else delivery.unit
-        self._received(peer, label, unit, sum(sizes), began)
-        with self._lock:
-            self._traffic.messages_received += 1
-        if delivery is not None:
-            wanted = [each.nbytes for each in delivery.into]
-            delivery.end(None if wanted == sizes else _other_sizes(peer, sizes, wanted))
-
-    def _received(self, peer: int, label: str, unit: int | None, nbytes: int, began: int) -> None:
-        self.meter.crossed(f"from rank {peer}", label, unit, nbytes, began)
-        with self._lock:
-            self._traffic.received_from[peer, label] += nbytes
-
-    def streamed(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
+    def heard(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
+        if message.kind is MessageKind.ROOM:
+            self._taken(self._streams.has_read(peer, *message.fields))
+            self._say_bye(peer)
+            return
+        if message.kind is MessageKind.DATA:
+            self._begin(peer, *message.fields)
         if portion:
             self._have_read(self._streams.came(peer, message.fields[-1], portion))
         if message.kind is not MessageKind.STREAM:
-            self.heard(peer, message)
+            self._act(peer, message)
 
-    def heard(self, peer: int, message: Message) -> None:
-        if message.kind is MessageKind.ROOM:
-            lane, nbytes = message.fields
-            for each in self._streams.has_read(peer, lane, nbytes):
-                self.taken(*each)
+    def _begin(self, peer: int, number: int, sizes: list[int], lane: int) -> None:
+        """Read an answer that comes in a lane into the memory of its delivery, if that is still expected."""
+        with self._lock:
+            delivery = self._expected.get((peer, number))
+            into = () if delivery is None else delivery.into
+        wanted = [each.nbytes for each in into]
+        if delivery is not None and wanted == sizes:
+            self._have_read(self._streams.pull(peer, lane, [*map(_bytes_of, into)], delivery))
             return
+        self.drop(peer, lane, sum(sizes))
+        delivery = self._no_longer_expected(peer, number)
+        if delivery is not None:
+            delivery.end(_other_sizes(peer, sizes, wanted))
+
+    def _taken(self, ended: Sequence[tuple[Dispatch, int, int]]) -> None:
+        """Count and end what peers have read: (dispatch, bytes, when they were pushed)."""
+        for dispatch, nbytes, began in ended:
+            self.meter.crossed(f"to rank {dispatch.peer}", dispatch.label, dispatch.unit, nbytes, began)
+            with self._lock:
+                self._traffic.messages_sent += 1
+                self._traffic.sent[dispatch.label] += nbytes
+            dispatch.end()
+
+    def _have_read(self, ended: Sequence[tuple[Delivery, int]]) -> None:
+        """Count and end what this rank has read: (delivery, when it began)."""
+        for delivery, began in ended:
+            if self._no_longer_expected(delivery.peer, delivery.number) is not None:
+                nbytes = sum(each.nbytes for each in delivery.into)
+                peer, label = delivery.peer, delivery.label
+                self.meter.crossed(f"from rank {peer}", label, delivery.unit, nbytes, began)
+                with self._lock:
+                    self._traffic.received_from[peer, label] += nbytes
+                delivery.end()
+
+    def _act(self, peer: int, message: Message) -> None:
         with self._lock:
             self._traffic.messages_received += 1
         if message.kind is MessageKind.REFUSAL:
             self._refused(peer, *message.fields)
         elif message.kind is MessageKind.REDIRECT:
             self.redirected(peer, *message.fields)
+        elif message.kind is MessageKind.DATA:
+            pass  # its bytes come in the stream
         elif message.kind is MessageKind.BYE:
             self._end_of(peer, rank_failure(peer, "has closed its runtime"))
             self.inbox.put((peer, message))
@@ -458,8 +461,15 @@ class Wire:
             self._ended.setdefault(peer, error.again())
             keys = [key for key in self._expected if key[0] == peer]
             deliveries = [self._expected.pop(key) for key in keys]
-        for each in [*deliveries, *self._streams.forget(peer), *self._connections.forget(peer)]:
+        for each in [*deliveries, *self._streams.forget(peer)]:
             each.end(error)
+        self._say_bye(peer)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a view of the bytes of a contiguous tensor in RAM."""
+    numpy: Any = tensor.view(torch.uint8).numpy()
+    return memoryview(numpy)
 
 
 def _other_sizes(peer: int, sizes: Sequence[int], wanted: Sequence[int]) -> RankDivergence:

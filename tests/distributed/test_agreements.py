@@ -69,7 +69,7 @@ def test_a_stopped_host_of_the_store_is_noticed() -> None:
 def test_a_killed_host_of_the_store_is_noticed() -> None:
     ((kind, cause),) = results("host_killed", 2, victim=0)
     assert kind == "RankFailure"
-    assert cause.startswith("Rank 0 is gone: the connection to it broke")
+    assert cause.startswith("Rank 0 is gone: its process has ended")
 
 
 def test_a_declared_failure_ends_the_waits_of_all_ranks() -> None:

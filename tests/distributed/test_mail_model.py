@@ -137,3 +137,66 @@ class HasNoTimer(Model):
 def test_the_model_notices_a_mistake(kind: type[Model]) -> None:
     with pytest.raises(AssertionError, match="a message is left"):
         check(kind())
+
+
+class Full(NamedTuple):
+    """A sender whose ring has room for one message."""
+
+    left: int = MESSAGES
+    """Messages for which there was no room."""
+    ring: int = 0
+    flag: int = 0
+    """Whether the sender's thread says that it waits for room."""
+    pipe: int = 0
+    thread: str = "say"
+    """What the sender's thread does next: "say", "flush" or "sleep"; "say late" in a mistaken one."""
+    reader: str = "read"
+    """What the reader does next: "read" or "look"."""
+
+
+class Room:
+    """The events of the sender's thread and of the reader."""
+
+    say_first = looks = True
+
+    def thread(self, state: Full) -> Iterator[Full]:
+        if state.thread in ("say", "say late"):
+            flag = int(state.left > 0)
+            yield state._replace(flag=flag, thread="flush" if state.thread == "say" else "sleep")
+        elif state.thread == "flush":
+            sent = min(state.left, 1 - state.ring)
+            following = "sleep" if self.say_first else "say late"
+            yield state._replace(left=state.left - sent, ring=state.ring + sent, thread=following)
+        elif state.pipe:
+            yield state._replace(pipe=0, thread="say" if self.say_first else "flush")
+
+    def reader(self, state: Full) -> Iterator[Full]:
+        if state.reader == "look":
+            yield state._replace(pipe=state.pipe or state.flag, reader="read")
+        elif state.ring:
+            yield state._replace(ring=0, reader="look" if self.looks else "read")
+
+
+def check_room(model: Room) -> None:
+    first = Full(thread="say" if model.say_first else "flush")
+    found, frontier = {first}, [first]
+    while frontier:
+        state = frontier.pop()
+        following = [*model.thread(state), *model.reader(state)]
+        assert following or not state.left, "a message is left"
+        for each in following:
+            if each not in found:
+                found.add(each)
+                frontier.append(each)
+
+
+def test_room_is_noticed_in_any_order() -> None:
+    check_room(Room())
+
+
+@pytest.mark.parametrize("mistake", ["say_first", "looks"])
+def test_the_model_notices_a_sender_that_is_not_told_of_room(mistake: str) -> None:
+    model = Room()
+    setattr(model, mistake, False)
+    with pytest.raises(AssertionError, match="a message is left"):
+        check_room(model)

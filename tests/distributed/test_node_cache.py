@@ -155,12 +155,12 @@ class Node:
     def __init__(self) -> None:
         self.wires = [_Wire(rank) for rank in range(2)]
         arenas = [HostArena(2 * PAGE, shared=True) for _ in range(2)]
-        windows = [Windows() for _ in range(2)]
-        boards = [each.tell_board() for each in windows]
+        windows = [Windows(rank, 2) for rank in range(2)]
+        said = [each.tell() for each in windows]
         for rank, each in enumerate(windows):
-            each.read_boards({1 - rank: boards[1 - rank]})
+            each.open({1 - rank: said[1 - rank]})
         for rank, each in enumerate(windows):
-            each.meet(rank, [1 - rank])
+            each.meet([1 - rank])
         told = {rank: each.tell_memory(store_of(arenas[rank]), []) for rank, each in enumerate(windows)}
         self.ranks = []
         for rank, each in enumerate(windows):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import rank_processes
-import torch
 import wire_ranks
 import zmq
 from hypothesis import HealthCheck, given, settings
@@ -25,7 +24,6 @@ from infinity.distributed.failure_event import FailureEvent
 from infinity.distributed.liveness import Liveness
 from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.secret import FILE_VARIABLE, VARIABLE, Secret
-from infinity.distributed.transfers import Dispatch
 from infinity.errors import ConfigError
 
 KEY = os.urandom(32)
@@ -41,23 +39,13 @@ class Recorder:
     def __init__(self) -> None:
         self.noted: list[Any] = []
         self.event = FailureEvent(SECONDS)
-        self.room = torch.zeros(3 * PORTION, dtype=torch.uint8)
 
     def _note(self, *what: Any) -> None:
         self.noted.append(what)
         self.event.notify()
 
-    def taken(self, dispatch: Dispatch, nbytes: int, began: int) -> None:
-        self._note("taken", nbytes)
-
-    def room_for(self, peer: int, number: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
-        return (self.room[: sum(sizes)],)
-
-    def arrived(self, peer: int, number: int, label: str, sizes: list[int], began: int) -> None:
-        self._note("arrived", peer, number, sizes)
-
-    def heard(self, peer: int, message: Message) -> None:
-        self._note("heard", peer, message)
+    def heard(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
+        self._note("heard", peer, message, b"".join(portion))
 
     def lost(self, rank: int, what: str) -> None:
         self._note("lost", rank, what)
@@ -80,24 +68,20 @@ class Pair:
         self.wanted: list[Any] = []
 
     def speak(self) -> None:
-        """Send a message and a payload from rank 1 to rank 0, and check that it has heard nothing else."""
+        """Send two messages from rank 1 to rank 0, and check that it has heard nothing else."""
         number = len(self.wanted)
         self.one.post(0, Message(MessageKind.BARRIER, [number, "step()", None]))
-        pieces = [torch.frombuffer(bytearray(MARK), dtype=torch.uint8)]
-        sizes = [len(MARK)]
-        dispatch = Dispatch(self.ends[1].event, 0, number, "parameters")
-        self.one.deliver(dispatch, Message(MessageKind.DATA, [number, "parameters", sizes]), pieces)
-        self.one.go_on(0)
+        self.one.post(0, Message(MessageKind.STREAM, [number]), [memoryview(MARK)])
         self.wanted += [
-            ("heard", 1, Message(MessageKind.BARRIER, [number, "step()", None])),
-            ("arrived", 1, number, sizes),
+            ("heard", 1, Message(MessageKind.BARRIER, [number, "step()", None]), b""),
+            ("heard", 1, Message(MessageKind.STREAM, [number]), MARK),
         ]
         self.ends[0].event.wait_for(lambda: len(self.ends[0].noted) >= len(self.wanted))
         assert self.ends[0].noted == self.wanted
-        assert bytes(self.ends[0].room[: len(MARK)].tolist()) == MARK
 
     def close(self) -> None:
-        for each in (self.zero, self.one):
+        for rank, each in enumerate((self.zero, self.one)):
+            each.say_bye(1 - rank)
             each.close()
         for each in (self.zero, self.one):
             each.thread.join(SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,10 +28,7 @@ class End:
         connections: Any = self
         self.streams = Streams(connections)
 
-    def post(self, to: int, message: Message) -> None:
-        self.post_with(to, message, [])
-
-    def post_with(self, to: int, message: Message, portion: list[memoryview]) -> None:
+    def post(self, to: int, message: Message, portion: Sequence[memoryview] = ()) -> None:
         assert to == 1 - self.rank
         self.sent.append((message, [memoryview(bytes(each)) for each in portion]))
 
@@ -46,15 +44,16 @@ class Pair:
         self.read: list[int] = []
         """Numbers of the deliveries that have ended."""
 
-    def push(self, lane: int, memory: torch.Tensor, *, apart: bool = False) -> Dispatch:
+    def push(self, lane: int, *memory: torch.Tensor) -> Dispatch:
         dispatch = Dispatch(self.event, RECEIVER, 0, "gradients")
         message = Message(MessageKind.GRADIENT_SHARD, ["shard", lane])
-        self.sender.streams.push(dispatch, lane, message, memory, apart=apart)
+        for ended, *_ in self.sender.streams.push(dispatch, message, [each.numpy().data for each in memory]):
+            ended.end()
         return dispatch
 
     def pull(self, lane: int, into: torch.Tensor, number: int = 0) -> None:
         delivery = Delivery(self.event, SENDER, number, "gradients", into=(into,))
-        self.ended(self.receiver.streams.pull(SENDER, lane, into.nbytes, delivery, into))
+        self.ended(self.receiver.streams.pull(SENDER, lane, [into.numpy().data], delivery))
 
     def ended(self, found: list[tuple[Delivery, int]]) -> None:
         self.read += [each.number for each, _ in found]
@@ -99,7 +98,7 @@ def test_bytes_come_in_the_order_of_their_lane_and_in_a_bounded_place(seed: int)
         act = choose.randrange(4)
         if act == 0 and todo:
             lane, memory = todo.pop(0)
-            dispatches.append(pair.push(lane, memory, apart=choose.random() < 0.5))
+            dispatches.append(pair.push(lane, *memory.split(choose.choice([PORTION, 4 * UNREAD]))))
         elif act == 1:
             lane = choose.randrange(lanes)
             into = found[lane][at[lane] :][: choose.choice([100, PORTION, UNREAD])]
@@ -122,11 +121,20 @@ def test_a_small_gradient_is_in_the_message_that_offers_it() -> None:
     pair.push(4, filled(100))
     ((message, portions),) = pair.sender.sent
     assert message.kind is MessageKind.GRADIENT_SHARD and sum(map(len, portions)) == 100
-    pair.push(4, filled(100), apart=True)
-    assert [message.kind for message, _ in pair.sender.sent][1:] == [
-        MessageKind.GRADIENT_SHARD,
-        MessageKind.STREAM,
-    ]
+
+
+def test_pieces_share_a_message() -> None:
+    pair = Pair()
+    pair.push(4, filled(1), filled(100))
+    assert [[len(each) for each in portions] for _, portions in pair.sender.sent] == [[1, 100]]
+
+
+def test_no_bytes_are_read_at_once() -> None:
+    pair = Pair()
+    assert pair.push(4, filled(0)).done()
+    pair.carry()
+    pair.pull(4, filled(0), number=2)
+    assert pair.read == [2] and not pair.answer()
 
 
 def test_a_lane_that_is_not_read_holds_no_other_up() -> None:
@@ -142,7 +150,7 @@ def test_a_lane_that_is_not_read_holds_no_other_up() -> None:
 
 def test_bytes_can_be_dropped_before_they_come() -> None:
     pair, into = Pair(), torch.zeros(10, dtype=torch.uint8)
-    pair.receiver.streams.pull(SENDER, 0, 2 * UNREAD)
+    pair.receiver.streams.drop(SENDER, 0, 2 * UNREAD)
     first, last = pair.push(0, filled(2 * UNREAD)), pair.push(0, filled(10).fill_(7))
     pair.pull(0, into)
     while pair.carry() or pair.answer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import rank_processes
 import torch
 import training_ranks
 from ranked_cases import Case
+from warm_python import Popen
 from window_stores import CPU, store_of
 
 from infinity import _tiers
@@ -86,19 +88,19 @@ def test_a_rank_dies_while_others_copy_from_it() -> None:
 
 
 def test_windows_can_be_off_or_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_windows() is not None
+    assert open_windows(0, 2) is not None
     monkeypatch.setenv(VARIABLE, "0")
-    assert open_windows() is None
+    assert open_windows(0, 2) is None
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ConfigError, match=VARIABLE):
-        open_windows()
+        open_windows(0, 2)
 
     def denied(*_: int, **__: bool) -> None:
         raise PermissionError
 
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(_tiers, "map_host", denied)
-    assert open_windows() is None
+    assert open_windows(0, 2) is None
 
 
 class Pair:
@@ -106,7 +108,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.arenas = [HostArena(8 * PAGE, shared=True) for _ in range(2)]
-        self.windows = [Windows() for _ in range(2)]
+        self.windows = [Windows(rank, 2) for rank in range(2)]
         self.pages: list[Any] = []
         for rank, arena in enumerate(self.arenas):
             memory = arena.pool("homes", 4 * PAGE).lease(PAGE).residency().fill_(rank + 1)
@@ -120,17 +122,17 @@ class Pair:
             self.pages.append(SimpleNamespace(index=3, home=home, shard=shard, permanent=False, holds=0))
 
     def meet(self) -> None:
-        boards = [each.tell_board() for each in self.windows]
+        told = [each.tell() for each in self.windows]
         for rank, each in enumerate(self.windows):
-            assert each.read_boards({1 - rank: boards[1 - rank]}) == [1 - rank]
+            assert each.open({1 - rank: told[1 - rank]}) == [1 - rank]
         for rank, each in enumerate(self.windows):
-            each.meet(rank, [1 - rank])
-        told = {
+            each.meet([1 - rank])
+        memory = {
             rank: self.windows[rank].tell_memory(store_of(self.arenas[rank]), [self.pages[rank]])
             for rank in range(2)
         }
         for each in self.windows:
-            each.read_memory(told, CPU)
+            each.read_memory(memory, CPU)
 
 
 def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
@@ -161,7 +163,8 @@ def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
 
 def test_another_process_or_file_is_no_mate() -> None:
     pair = Pair()
-    process, descriptor, inode, nbytes = pair.windows[1].tell_board()
+    board, *mailbox = pair.windows[1].tell()
+    process, descriptor, inode, nbytes = board
     read = os.open("/proc/self/status", os.O_RDONLY)
     strange = [
         [process, descriptor, inode + 1, nbytes],
@@ -170,15 +173,21 @@ def test_another_process_or_file_is_no_mate() -> None:
         [process, 1 << 20, inode, nbytes],
         [1 << 22, descriptor, inode, nbytes],
     ]
-    assert pair.windows[0].read_boards(dict(enumerate(strange))) == []
+    for each in strange:
+        assert Pair().windows[0].open({1: [each, *mailbox]}) == []
+    ended = Popen([sys.executable, "-c", ""])
+    ended.wait()
+    memory, *pipes = mailbox
+    for each in ([1 << 22, *memory[1:]], [ended.pid, *memory[1:]], [process, read, *memory[2:]]):
+        assert pair.windows[0].open({1: [board, each, *pipes]}) == []
+    assert pair.windows[0].open({1: [board, memory, pipes[0], [process, read, 0, 0]]}) == []
     os.close(read)
 
 
 def test_a_mate_whose_ram_cannot_be_mapped_is_asked() -> None:
     pair = Pair()
-    boards = {1: pair.windows[1].tell_board()}
-    assert pair.windows[0].read_boards(boards) == [1]
-    pair.windows[0].meet(0, [1])
+    assert pair.windows[0].open({1: pair.windows[1].tell()}) == [1]
+    pair.windows[0].meet([1])
     told = ([os.getpid(), 1 << 20, 0, PAGE], None)
     pair.windows[0].read_memory({0: told, 1: told}, CPU)
     assert not pair.windows[0].reads(1)

@@ -9,18 +9,21 @@ import rank_processes
 import wire_ranks
 from warm_python import Popen
 
+from infinity.distributed.windows import VARIABLE
 
-def results(function: str, size: int = 2) -> list:
+
+def results(function: str, size: int = 2, windows: str = "1") -> list:
     """What each rank returned; none may have failed."""
-    outcomes = rank_processes.run("wire_ranks.py", function, size=size)
+    outcomes = rank_processes.run("wire_ranks.py", function, size=size, environment={VARIABLE: windows})
     assert [each.code for each in outcomes] == [0] * size, [each.text for each in outcomes]
     assert [each.error for each in outcomes] == [""] * size, [each.text for each in outcomes]
     return [each.result for each in outcomes]
 
 
+@pytest.mark.parametrize("windows", ["0", "1"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_pulls_bring_the_right_bytes_and_are_counted_exactly(size: int) -> None:
-    found = results("pulls", size)
+def test_pulls_bring_the_right_bytes_and_are_counted_exactly(size: int, windows: str) -> None:
+    found = results("pulls", size, windows)
     for rank, each in enumerate(found):
         assert each["right"] == [True] * (2 * wire_ranks.PULLS)
         assert each["received"] == {"states": sum(each["asked"].values())}
@@ -43,12 +46,14 @@ def test_deliveries_that_do_not_come_say_why() -> None:
     assert late == [True, True], "a rank that has left is no failure of the run"
 
 
-def test_a_rank_that_is_killed_amid_a_delivery_is_lost() -> None:
-    survivor, victim = rank_processes.run("wire_ranks.py", "killed", size=2)
+@pytest.mark.parametrize("windows", ["0", "1"])
+def test_a_rank_that_is_killed_amid_a_delivery_is_lost(windows: str) -> None:
+    survivor, victim = rank_processes.run("wire_ranks.py", "killed", size=2, environment={VARIABLE: windows})
     assert victim.code == -9
     assert survivor.code == 0, survivor.text
     assert survivor.result[:4] == ["RankFailure"] * 4
-    assert survivor.result[4].startswith("Rank 1 is gone: the connection to it broke")
+    ended = ("the connection to it broke", "its process has ended")[int(windows)]
+    assert survivor.result[4] == f"Rank 1 is gone: {ended}."
     assert survivor.result[5:7] == [1, "FAILED"]
 
 

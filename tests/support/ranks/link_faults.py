@@ -51,5 +51,5 @@ def delay(seed: int, most: float) -> None:
 
         return late
 
-    for name in ("post", "go_on", "_act", "_taken"):
+    for name in ("post", "_read", "_heard_by_mail"):
         setattr(Connections, name, later(getattr(Connections, name)))

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from infinity.distributed import connections
-from infinity.distributed.connections import Connections
+from infinity.distributed import streams
 from infinity.distributed.mesh import Ranks
 from infinity.distributed.message import MessageKind
+from infinity.distributed.streams import Streams
 from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError, RankDivergence
 
@@ -126,8 +126,8 @@ def killed() -> list[Any]:
     us = Ranks.of(None)
     line = Wire(us)
     if us.rank == 1:
-        connections.WINDOW = connections.PORTION
-        Connections._taken = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        streams.UNREAD = streams.PORTION
+        Streams.has_read = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         number = line.inbox.get()[1].fields[0]
         line.deliver(0, number, [torch.ones(1 << 20, dtype=torch.uint8)] * 2, "states").wait()
     first, second = torch.zeros(2, 1 << 20, dtype=torch.uint8)
