@@ -11,38 +11,31 @@ and check that the sums are free.
 
 from __future__ import annotations
 
+import numbers
+import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from infinity.config import Budget
-from infinity.errors import ConfigError, RankDivergence
+from infinity.config import Budget, format_size
+from infinity.errors import BudgetError, ConfigError
 from infinity.layout.chunks import Division
 from infinity.layout.names import named_buffers, named_parameters
 from infinity.planning.plan import Plan
-from infinity.system.version import VERSION
-
-if TYPE_CHECKING:
-    from infinity.distributed.communicator import Communicator
-
-
-import numbers
-import os
-from collections import defaultdict
-from collections.abc import Sequence, Set
-from dataclasses import astuple, dataclass
-
-from infinity.config import format_size
-from infinity.errors import BudgetError
 from infinity.system.directory import check_directory, free_bytes
+from infinity.system.version import VERSION
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 from infinity.tiers.device import available_bytes
 from infinity.tiers.slab import leftover_bytes
+
+if TYPE_CHECKING:
+    from infinity.distributed.communicator import Communicator
 
 
 def check_equal(
@@ -74,32 +67,16 @@ def check_equal(
         version=VERSION,
         torch=torch.__version__,
         stage=communicator.share.stage,
-        model=_digest(tensors),
+        model=digest(tensors),
         optimizer=type(optimizer).__name__,
         **{
-            "parameter groups": _digest(
+            "parameter groups": digest(
                 [[known.get(id(each)) for each in group["params"]] for group in groups]
             ),
             **{name: str(value) for name, value in options.items()},
+            **{f"option {name}": each for name, each in option_digests(groups).items()},
         },
     )
-    _check_options(communicator.agree("offload()", options=option_digests(groups)))
-
-
-def _check_options(heard: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise RankDivergence if optimizers' options differ. heard: rank -> {"options": its
-    `option_digests`}.
-    """
-    first = heard[0]["options"]
-    for rank, said in sorted(heard.items()):
-        here = said["options"]
-        differing = [name for name in sorted(first | here) if first.get(name) != here.get(name)]
-        if differing:
-            raise RankDivergence(
-                f"At offload() the optimizer of rank {rank} has other options than that of rank 0: "
-                f"{', '.join(differing)}.",
-                "Make the optimizer with the same options on all ranks.",
-            )
 
 
 def agreed_plan(
@@ -117,11 +94,11 @@ def agreed_plan(
     together, and StorageError for a directory that cannot hold slabs.
     """
     plan = _divided_alike(communicator, plan_with)
-    told = told_claims(claims_of(plan, budget, adopts=adopts(plan)))
+    claims = claims_of(plan, budget, adopts=adopts(plan))
     node = communicator.place.node
     cache = plan.node_cache_bytes if communicator.reads_all_mates else 0
     heard = communicator.agree(
-        "offload()", node=node, claims=told, cache=cache, block=plan.exchange_block_bytes
+        "offload()", node=node, claims=claims, cache=cache, block=plan.exchange_block_bytes
     )
     check_claims({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
     # Each rank asks for no more bytes at once than any other one has room for.
@@ -138,9 +115,7 @@ def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | N
     plan = plan_with(None)
     units = Division.of(plan.layout).units
     size = max(unit.nbytes for unit in plan.layout.units)
-    heard = communicator.agree(
-        "offload()", size=size, digest=_digest(units), chunk=plan.layout.chunk_elements
-    )
+    heard = communicator.agree("offload()", size=size, digest=digest(units), chunk=plan.layout.chunk_elements)
     smallest = min(heard, key=lambda rank: (heard[rank]["size"], rank))
     if len({each["digest"] for each in heard.values()}) == 1:
         return plan
@@ -159,7 +134,8 @@ def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | N
     return plan
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Return a CRC of a value's `repr`."""
     return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
@@ -174,14 +150,7 @@ def option_digests(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     has one, as a function has: its `repr` may contain an address, which differs between ranks.
     """
     names = sorted({name for group in groups for name in group if name != "params"})
-    return {
-        name: _digest([_text(group[name]) if name in group else "" for group in groups]) for name in names
-    }
-
-
-def digest(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a CRC of all options of param groups, as text; see `option_digests`."""
-    return _digest(option_digests(groups))
+    return {name: digest([_text(group[name]) if name in group else "" for group in groups]) for name in names}
 
 
 def _text(value: Any) -> str:
@@ -205,18 +174,21 @@ def _text(value: Any) -> str:
 
 
 _CURES = {
-    Tier.HOST: "",
-    Tier.DEVICE: ", or a device of its own",
-    Tier.NVME: ", free space there, or give ranks directories on other disks",
+    Tier.HOST.value: "",
+    Tier.DEVICE.value: ", or a device of its own",
+    Tier.NVME.value: ", free space there, or give ranks directories on other disks",
 }
 """What a user can do instead of giving smaller budgets, as the end of a sentence."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """The bytes that one rank will take of a node's RAM, of a device or of a file system."""
+class Claim(NamedTuple):
+    """The bytes that one rank will take of a node's RAM, of a device or of a file system.
 
-    tier: Tier
+    It travels as a list.
+    """
+
+    tier: str
+    """Value of a Tier."""
     place: str
     """Identifies the device or file system among all of its node; "" for RAM."""
     name: str
@@ -238,11 +210,12 @@ def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
     """
     on_cpu = plan.device.type == "cpu"
     ram = (budget.host_bytes or 0) + ((budget.device_bytes or 0) if on_cpu else 0)
-    found = [Claim(Tier.HOST, "", "RAM", ram, available_ram())]
+    found = [Claim(Tier.HOST.value, "", "RAM", ram, available_ram())]
     if not on_cpu:
         free = available_bytes(plan.device)
         name = f"the memory of {plan.device}"
-        found.append(Claim(Tier.DEVICE, _identity(plan.device), name, plan.budgets[Tier.DEVICE], free))
+        wanted = plan.budgets[Tier.DEVICE]
+        found.append(Claim(Tier.DEVICE.value, _identity(plan.device), name, wanted, free))
     directories = {plan.slab_directory: plan.nvme_bytes} if plan.slab_directory else budget.nvme_bytes
     return found if adopts else found + disk_claims(plan.nvme_bytes, directories, plan.share.rank)
 
@@ -267,7 +240,7 @@ def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Clai
         first, _ = inside[0]
         found.append(
             Claim(
-                Tier.NVME,
+                Tier.NVME.value,
                 str(system),
                 f"the file system of {first}",
                 nbytes - elsewhere,
@@ -278,20 +251,14 @@ def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Clai
     return found
 
 
-def told_claims(claims: Sequence[Claim]) -> list[Any]:
-    """Convert claims to lists for JSON."""
-    return [[each.tier.value, *astuple(each)[1:]] for each in claims]
-
-
 def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
     """Check that the claims of a node's ranks on one device or file system together fit its free bytes. Pure.
 
-    heard: rank -> (its node, its claims by `told_claims`). Raises BudgetError, the same on all ranks.
+    heard: rank -> (its node, its claims). Raises BudgetError, the same on all ranks.
     """
-    groups: dict[tuple[int, Tier, str], dict[int, Claim]] = {}
+    groups: dict[tuple[int, str, str], dict[int, Claim]] = {}
     for rank, (node, claims) in sorted(heard.items()):
-        for tier, *others in claims:
-            claim = Claim(Tier(tier), *others)
+        for claim in map(Claim._make, claims):
             groups.setdefault((node, claim.tier, claim.place), {})[rank] = claim
     for (_, tier, _), group in groups.items():
         wanted = sum(each.wanted for each in group.values())
@@ -302,7 +269,7 @@ def check_claims(heard: Mapping[int, tuple[int, Sequence[Any]]]) -> None:
                 f"Ranks {', '.join(map(str, group))} together want {format_size(wanted)} of {first.name}, "
                 f"where {format_size(free)} are free.",
                 f"Give each of them at most {format_size(free // len(group))} there{_CURES[tier]}.",
-                tier=tier.value,
+                tier=tier,
             )
 
 

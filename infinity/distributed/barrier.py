@@ -216,19 +216,20 @@ class Barrier:
         return self._end_all(f"Rank {absent} did not come to {within}: {last}.", cure)
 
 
-def check_same(call: str, heard: Mapping[int, Mapping[str, Any]], names: Iterable[str], cure: str) -> None:
+def check_same(
+    call: str, heard: Mapping[int, Mapping[str, Any]], cure: str, names: Iterable[str] | None = None
+) -> None:
     """Check that all ranks gave equal facts in an agreement. Raises RankDivergence.
 
-    heard: what `Barrier.agree` returned. names: the facts to compare. cure: the error's cure.
+    heard: what `Barrier.agree` returned. cure: the error's cure. names: the facts to compare; by default all.
     """
-    for name in names:
-        for rank, said in heard.items():
-            if said[name] != heard[0][name]:
-                raise RankDivergence(
-                    f"At {call} the {name} of rank {rank} and of rank 0 differ: {said[name]} and "
-                    f"{heard[0][name]}.",
-                    cure,
-                )
+    first = heard[0]
+    for rank, said in heard.items():
+        for name in names or {**first, **said}:
+            here, there = first.get(name), said.get(name)
+            if here != there:
+                cause = f"At {call} the {name} of rank {rank} and of rank 0 differ: {there} and {here}."
+                raise RankDivergence(cause, cure)
 
 
 def _sentence(calls: dict[int, str]) -> str:

@@ -87,7 +87,6 @@ class Communicator(SingleRank):
         check_same(
             call,
             self.agree(call, **facts),
-            facts,
             "Start all ranks with the same program, model, optimizer and versions.",
         )
 
@@ -107,7 +106,7 @@ class Communicator(SingleRank):
         for rank, said in heard.items():
             if said["failure"] is not None:
                 raise error_of(f"Rank {rank} failed in {name}", said["failure"])
-        check_same(name, heard, same, "Give all ranks the same copy.")
+        check_same(name, heard, "Give all ranks the same copy.")
 
     def fail(self, error: BaseException) -> bool:
         if self._closed or isinstance(error, RankFailure):  # the others have heard of the rank that failed

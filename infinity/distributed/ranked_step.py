@@ -26,13 +26,12 @@ from __future__ import annotations
 
 import functools
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
-from infinity.distributed.agreed_plan import digest
+from infinity.distributed.agreed_plan import digest, option_digests
 from infinity.distributed.barrier import Barrier, check_same
 from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.message import MessageKind
@@ -121,9 +120,13 @@ class RankedStep(SingleStep):
         self._engine.land_all()  # no rank may ask for bytes that the update of this step replaces
         if self.shards is not None:
             self.shards.pause(self._cleared[self._share.rank])
+        members = [
+            [getattr(getattr(each, "_place", None), "name", "") for each in group["params"]]
+            for group in groups
+        ]
         facts = {
-            _OPTIONS: digest(groups),
-            _MEMBERS: _members(groups),
+            _OPTIONS: digest(option_digests(groups)),
+            _MEMBERS: digest(members),
             _FACTOR: repr(self._gradients.unscale),
             _TIMES_CLEARED: self._cleared[self._share.rank],
             _TIMES_ZEROED: self.times_zeroed,
@@ -137,7 +140,7 @@ class RankedStep(SingleStep):
         heard = self._barrier.agree(call, facts)
         try:
             self._check_failures(call, heard, failure)
-            check_same(call, heard, _EQUAL, _SAME_VALUES)
+            check_same(call, heard, _SAME_VALUES, _EQUAL)
             dropped = self._agreed_drops(call, {rank: said["dropped"] for rank, said in heard.items()})
         except InfinityError as error:
             self._end_failed(call, heard, error)
@@ -400,9 +403,7 @@ class RankedStep(SingleStep):
             # Also right after zero_grad(), though nothing has come then: how soon others have called
             # zero_grad() must not decide which of this rank's calls are agreements.
             call = f"grad({self._name(unit, parameter)})"
-            heard = self._barrier.agree(call, {_TIMES_CLEARED: cleared, "failure": None})
-            self._check_failures(call, heard, None)
-            check_same(call, heard, [_TIMES_CLEARED], _SAME_VALUES)
+            check_same(call, self._barrier.agree(call, {_TIMES_CLEARED: cleared}), _SAME_VALUES)
             self._await_forgotten()
             found = self._gradients.read(unit, parameter, self._sum_of)
             self._barrier.agree(call, {})  # no rank goes on while another one still reads its gradients
@@ -426,17 +427,9 @@ class RankedStep(SingleStep):
         digests: Callable[[], Mapping[tuple[int, int], int]],
         cure: str = "Give all ranks the same states, such as those of one file.",
     ) -> None:
-        said = [[*place, digest] for place, digest in sorted(digests().items())]
-        heard = self._barrier.agree("a change of optimizer states", said)
-        given = {rank: {(unit, index): each for unit, index, each in said} for rank, said in heard.items()}
-        for rank, states in given.items():
-            for place in sorted(given[0].keys() | states.keys()):
-                if given[0].get(place) != states.get(place):
-                    raise RankDivergence(
-                        f"At a change of optimizer states the state of {self._name(*place)} on rank {rank} "
-                        "is not that on rank 0.",
-                        cure,
-                    )
+        said = {f"state of {self._name(*place)}": each for place, each in sorted(digests().items())}
+        call = "a change of optimizer states"
+        check_same(call, self._barrier.agree(call, said), cure)
 
     def agree(self, call: str) -> None:
         self._barrier.agree(call, {})
@@ -503,11 +496,3 @@ def _told_sum(found: ExactSum) -> list[str]:
 
 def _heard_sum(told: Sequence[str]) -> ExactSum:
     return ExactSum(int(told[0], 16), float(told[1]))
-
-
-def _members(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a CRC of the names of the parameters in each param group, as text."""
-    names = [
-        [getattr(getattr(each, "_place", None), "name", "") for each in group["params"]] for group in groups
-    ]
-    return f"{zlib.crc32(repr(names).encode()):08x}"

@@ -17,14 +17,7 @@ from torch import nn
 from warm_python import Popen
 
 import infinity
-from infinity.distributed.agreed_plan import (
-    Claim,
-    check_claims,
-    digest,
-    disk_claims,
-    option_digests,
-    told_claims,
-)
+from infinity.distributed.agreed_plan import Claim, check_claims, disk_claims, option_digests
 from infinity.errors import BudgetError, ConfigError
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
@@ -58,9 +51,7 @@ def test_options_that_are_no_values_may_be_other_objects_on_each_rank() -> None:
 def test_optimizers_with_other_options_are_refused_by_offload() -> None:
     for each in rank_processes.run("input_ranks.py", "other_options", size=2):
         assert (each.code, each.error) == (0, "RankDivergence"), each
-        assert "At offload() the optimizer of rank 1 has other options than that of rank 0: betas, eps." in (
-            each.text
-        )
+        assert "At offload() the option betas of rank 1 and of rank 0 differ: " in each.text
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -96,15 +87,12 @@ def test_slabs_on_one_disk_that_do_not_fit_together_are_refused_on_all(tmp_path:
 
 
 def of_memory(place: str, wanted: int, free: int = 100, returned: int = 0) -> Claim:
-    return Claim(Tier.DEVICE, place, f"the memory of cuda:{place}", wanted, free, returned)
+    return Claim(Tier.DEVICE.value, place, f"the memory of cuda:{place}", wanted, free, returned)
 
 
 def checked(*ranks: tuple[int, list[Claim]]) -> None:
     """Check the claims of ranks, of each (its node, its claims), as the ranks would hear them."""
-    heard = {
-        rank: (node, json.loads(json.dumps(told_claims(claims)))) for rank, (node, claims) in enumerate(ranks)
-    }
-    check_claims(heard)
+    check_claims(dict(enumerate(json.loads(json.dumps(ranks)))))
 
 
 def test_device_budgets_of_ranks_with_one_device_are_added_up() -> None:
@@ -119,7 +107,7 @@ def test_device_budgets_of_ranks_with_one_device_are_added_up() -> None:
 
 
 def test_places_on_other_nodes_and_of_other_tiers_are_other_places() -> None:
-    disk = Claim(Tier.NVME, "a", "a disk", 80, 100)
+    disk = Claim(Tier.NVME.value, "a", "a disk", 80, 100)
     checked((0, [of_memory("a", 80)]), (1, [of_memory("a", 80)]), (0, [disk]), (1, [disk]))
     with pytest.raises(BudgetError, match="Ranks 1, 3 together want 160 B of a disk"):
         checked((0, [of_memory("a", 80)]), (1, [disk]), (0, [disk]), (1, [disk]))
@@ -180,12 +168,12 @@ class Schedule:
 )
 def test_equal_options_have_equal_digests(make: Any) -> None:
     first, second = make(), make()  # both live, so that their addresses differ
-    assert digest([{"lr": 0.1, "option": first}]) == digest([{"option": second, "lr": 0.1}])
+    assert option_digests([{"lr": 0.1, "option": first}]) == option_digests([{"option": second, "lr": 0.1}])
 
 
 def test_the_order_within_sets_and_mappings_does_not_matter() -> None:
-    assert digest([{"option": {"a": 1, "b": 2}}]) == digest([{"option": {"b": 2, "a": 1}}])
-    assert digest([{"option": {8, 0}}]) == digest([{"option": {0, 8}}])
+    assert option_digests([{"option": {"a": 1, "b": 2}}]) == option_digests([{"option": {"b": 2, "a": 1}}])
+    assert option_digests([{"option": {8, 0}}]) == option_digests([{"option": {0, 8}}])
 
 
 @pytest.mark.parametrize(
@@ -206,14 +194,13 @@ def test_the_order_within_sets_and_mappings_does_not_matter() -> None:
 )
 def test_other_options_have_other_digests(one: Any, other: Any) -> None:
     first, second = ([{"lr": 0.1, "option": each, "params": []}] for each in (one, other))
-    assert digest(first) != digest(second)
     found = option_digests(first), option_digests(second)
     assert [name for name in found[0] if found[0][name] != found[1][name]] == ["option"]
 
 
 def test_groups_and_options_that_are_absent_count() -> None:
-    assert digest([{"lr": 0.1}]) != digest([{"lr": 0.1}, {"lr": 0.1}])
-    assert digest([{"lr": 0.1}, {}]) != digest([{}, {"lr": 0.1}])
+    assert option_digests([{"lr": 0.1}]) != option_digests([{"lr": 0.1}, {"lr": 0.1}])
+    assert option_digests([{"lr": 0.1}, {}]) != option_digests([{}, {"lr": 0.1}])
 
 
 # --- the environment and the mesh -----------------------------------------------------------------------
