@@ -23,7 +23,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -161,7 +160,9 @@ class Connections:
             endpoint.secret.secure(self._out, serves=False)
         self._monitor = self._out.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._lock = threading.Lock()
-        """Held to use the socket that sends, and what is known of peers' sending."""
+        """Held to use the socket that sends, the mailbox's sending half, what is known of peers' sending, and
+        `liveness`.
+        """
         mates = () if mailbox is None else mailbox.mates
         self._peers = {
             at: _Peer(at, at in mates, str(at).encode(), address)
@@ -169,13 +170,11 @@ class Connections:
             if at != rank
         }
         self._at_address = {each.address.encode(): each for each in self._peers.values()}
-        self._broken: set[int] = set()
-        """Peers whose connections broke, or whose processes ended, since anything was last heard."""
+        self._broken: dict[int, str] = {}
+        """Peer -> why it will be lost if its last words do not say that it has left."""
         self._mailbox = mailbox
         self._reading = threading.Lock()
         """Held to read messages of mates."""
-        self._parting: deque[tuple[int, str]] = deque()
-        """(mate, what is wrong with what it has sent) since the thread has last looked; "" after its BYE."""
         self._closing = self._stopping = self._warned = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.thread = threading.Thread(target=self._run, name="infinity messages", daemon=True)
@@ -200,11 +199,11 @@ class Connections:
         if peer.by_mail:
             assert self._mailbox is not None
             try:
-                if not self._mailbox.post(peer.rank, message, portion, urgent=urgent):
-                    os.eventfd_write(self._wake, 1)  # the thread sends the rest
+                sent = self._mailbox.post(peer.rank, message, portion, urgent=urgent)
             except RuntimeError as error:
-                self._parting.append((peer.rank, str(error)))
-                os.eventfd_write(self._wake, 1)
+                sent, self._broken[peer.rank] = False, f"is no rank any more: {error}"
+            if not sent:
+                os.eventfd_write(self._wake, 1)  # the thread sends the rest, or parts from the peer
             return
         if not peer.connected:
             peer.connected = True
@@ -247,22 +246,24 @@ class Connections:
     def _heard_by_mail(self, peer: _Peer, body: bytes | None, portion: Sequence[memoryview]) -> None:
         if peer.gone or peer.heard_bye:
             return
-        self._liveness.heard(peer.rank)
+        with self._lock:
+            self._liveness.heard(peer.rank)
         try:
             message = decoded(body or b"")
         except ValueError as error:
-            self._part_from(peer, f"sent what is no message: {error}")
+            self._broken[peer.rank] = f"sent what is no message: {error}"
+            self._wake_up()
             return
         peer.heard_bye = message.kind is MessageKind.BYE
         if message.kind is not MessageKind.BEAT:
             self._ends.heard(peer.rank, message, portion)
         if peer.heard_bye:
-            self._part_from(peer, "")
+            self._departed(peer)
+            self._wake_up()
 
-    def _part_from(self, peer: _Peer, why: str) -> None:
-        """Have the thread part from a mate. why: what is wrong with what it has sent; "" after its BYE."""
-        self._parting.append((peer.rank, why))
-        self._wake_up()
+    def _departed(self, peer: _Peer) -> None:
+        with self._lock:
+            self._liveness.departed(peer.rank)
 
     def close_mailbox(self) -> None:
         """Close the mailbox, once the thread has ended."""
@@ -314,7 +315,7 @@ class Connections:
                 mailbox.woken()
             for each in processes.keys() & ready.keys():
                 poller.unregister(each)
-                self._has_ended(self._peers[processes[each]])
+                self._has_ended(self._peers[processes[each]], "its process has ended")
             if self._in in ready:
                 self._read_messages()
             elif self._broken:
@@ -345,12 +346,6 @@ class Connections:
         others = mailbox.watch()
         if not others:
             self.read_mail()
-        while self._parting:
-            rank, why = self._parting.popleft()
-            if why:
-                self._lose(self._peers[rank], why)
-            else:
-                self._liveness.departed(rank)
         mailbox.ring()
         with self._lock:
             mailbox.flush()
@@ -385,13 +380,14 @@ class Connections:
             self._skip()
             return
         peer.heard = head.number
-        self._liveness.heard(peer.rank)
+        with self._lock:
+            self._liveness.heard(peer.rank)
         portion = []
         while self._in.getsockopt(zmq.RCVMORE):
             portion.append(self._in.recv(copy=False).buffer)
         if message.kind is MessageKind.BYE:
             peer.heard_bye = True
-            self._liveness.departed(peer.rank)
+            self._departed(peer)
             self.post(peer.rank, Message(MessageKind.PARTED, []))
         if message.kind is MessageKind.PARTED:
             peer.parted = True
@@ -418,8 +414,9 @@ class Connections:
     # --- peers that live, and connections -----------------------------------------------------------------
 
     def _beat(self) -> None:
-        silent = self._liveness.round()
-        self.post(tuple(self._liveness.silent), Message(MessageKind.BEAT, []))
+        with self._lock:
+            silent, neighbours = self._liveness.round(), tuple(self._liveness.silent)
+        self.post(neighbours, Message(MessageKind.BEAT, []))
         for each in silent:
             why = "it is dead, stopped, cut off, or its GIL is held"
             patience = f"{self._liveness.patience:g} s"
@@ -430,22 +427,21 @@ class Connections:
             event: Any = recv_monitor_message(self._monitor)
             peer = self._at_address[event["endpoint"]]
             if event["event"] == zmq.EVENT_DISCONNECTED or peer.heard_bye:
-                self._has_ended(peer)
+                self._has_ended(peer, "the connection to it broke")
 
-    def _has_ended(self, peer: _Peer) -> None:
-        """Note that a peer's process has ended, or that the connection to it broke."""
+    def _has_ended(self, peer: _Peer, how: str) -> None:
         if peer.heard_bye:  # it has left
             self._part(peer)
         else:
-            self._broken.add(peer.rank)
+            self._broken[peer.rank] = f"is gone: {how}"
 
     def _lose_broken(self) -> None:
         self.read_mail()  # a peer's last words may be there
-        for each in sorted(self._broken):
+        with self._reading:  # another thread may have them
+            broken, self._broken = self._broken, {}
+        for each, why in sorted(broken.items()):
             if not self._peers[each].heard_bye:
-                ended = "its process has ended" if self._peers[each].by_mail else "the connection to it broke"
-                self._lose(self._peers[each], f"is gone: {ended}")
-        self._broken.clear()
+                self._lose(self._peers[each], why)
 
     def _lose(self, peer: _Peer, what: str) -> None:
         """Tell this rank and all others that a peer is lost."""
@@ -463,7 +459,7 @@ class Connections:
             peer.gone = True
             if self._mailbox is not None:
                 self._mailbox.forget(peer.rank)
-        self._liveness.departed(peer.rank)
+            self._liveness.departed(peer.rank)
 
     def _end(self) -> None:
         """Close the sockets. What was sent is still on its way for some moments."""
