@@ -34,6 +34,11 @@ def test_pulls_bring_the_right_bytes_and_are_counted_exactly(size: int, windows:
     assert sum(each["messages"][0] for each in found) == 2 * pulled + 2 * size * (size - 1), "CLEARED, BYE"
 
 
+def test_ranks_of_a_node_have_no_connections() -> None:
+    assert results("sockets", 3) == [1] * 3, "which listens"
+    assert min(results("sockets", 3, windows="0")) > 4
+
+
 def test_deliveries_that_do_not_come_say_why() -> None:
     refused, diverged, sizes, left, late = results("refusals")[0]
     assert refused == [

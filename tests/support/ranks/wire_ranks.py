@@ -92,6 +92,28 @@ def pulls() -> dict[str, Any]:
     }
 
 
+def sockets() -> int:
+    """The sockets that this rank has opened when all ranks have pulled from all others."""
+    dist.init_process_group("gloo")
+    before = _sockets()
+    us = Ranks.of(None)
+    line = Wire(us)
+    service = threading.Thread(target=serve_requests, args=(us.rank, line, len(us.peers)))
+    service.start()
+    assert all(pull(line, peer, 1, [5]) for peer in us.peers)
+    line.post(us.peers, MessageKind.CLEARED)
+    service.join()
+    found = _sockets() - before
+    line.close()
+    us.close()
+    return found
+
+
+def _sockets() -> int:
+    links = [os.readlink(each.path) for each in os.scandir("/proc/self/fd") if os.path.islink(each.path)]
+    return sum(each.startswith("socket:") for each in links)
+
+
 def refusals() -> list[Any]:
     """A refused delivery, one of other sizes, and one that a peer leaves without serving."""
     us = Ranks.of(None)
