@@ -56,13 +56,10 @@ class SingleExchange:
     has a number. This class serves one rank, which copies nothing.
     """
 
-    def take(
-        self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
-    ) -> None:
-        """Copy elements [first, first + count) of tensor `number` from the rank `server`.
+    def take(self, number: int, first: int, into: torch.Tensor, *, server: int = 0) -> None:
+        """Fill `into` with elements of tensor `number` of the rank `server`, from element `first` on.
 
-        into: contiguous, in RAM, in the dtype that the server gives. count: by default the number of elements
-        of `into`.
+        into: flat, contiguous, in RAM, in the dtype that the server gives.
         """
         raise AssertionError("there is no other rank")
 

@@ -69,8 +69,6 @@ _KINDS = _VOLUME + 1
 """Number of things to read of a rank commit: its two files, and its volume. In an exchange, thing k of rank
 commit r has the number r * _KINDS + k.
 """
-_WINDOW = 16 << 20
-"""The most bytes of a file that are fetched at a time."""
 
 
 # --- directories of commits -------------------------------------------------------------------------------
@@ -533,9 +531,7 @@ class ContinuedCommit(Closing):
         files = []
         for kind, nbytes in enumerate(self._sizes[maker]):
             content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            for first in range(0, nbytes, _WINDOW):
-                window = content[first : first + _WINDOW]
-                exchange.take(maker * _KINDS + kind, first, window, server=self._holders[maker])
+            exchange.take(maker * _KINDS + kind, 0, content, server=self._holders[maker])
             files.append(content.numpy().tobytes())
         manifest, data = files
         return commit_files.from_bytes(manifest, data, self._path)

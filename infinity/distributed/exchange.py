@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,20 +18,22 @@ from torch import nn
 from infinity.distributed.message import MessageKind, What
 from infinity.distributed.transfers import Delivery
 from infinity.formats.encodings import rounds_to
-from infinity.layout.strides import in_memory_order
+from infinity.layout.strides import part_in_memory_order
 from infinity.pages.optimizer_page import States
 from infinity.ranks import Give, Given, Present, SingleExchange
 
 if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
 
-_VALUES = 16 << 20
-"""The most bytes of values in one request."""
+_MOST_BYTES = 16 << 20
+"""The most bytes in one request."""
 _STATES = 4 << 20
-"""The most elements of states in one request: whole blocks of int8 codes, so that each range is encoded as in
+"""The most elements of states in RAM at once: whole blocks of int8 codes, so that each range is encoded as in
 the whole parameter.
 """
 _MASTER = "master"
+_Tensor = tuple[torch.Tensor, Sequence[int]]
+"""A tensor, and the strides, in elements, that define the order of its elements in memory."""
 
 
 class Exchange(SingleExchange):
@@ -48,24 +50,20 @@ class Exchange(SingleExchange):
         self._label = label
         self._number = communicator.service_thread.open_exchange(label, give)
 
-    def take(
-        self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
-    ) -> None:
-        """Copy elements [first, first + count) of tensor `number` from the rank `server`.
+    def take(self, number: int, first: int, into: torch.Tensor, *, server: int = 0) -> None:
+        """Fill `into` with elements of a tensor of another rank; see SingleExchange.take.
 
-        into: contiguous, in RAM, in the dtype that the server gives. count: by default the number of elements
-        of `into`. Raises RankFailure if the server is lost, and RankDivergence if the server gives another
-        number of bytes.
+        Raises RankFailure if the server is lost, and RankDivergence if it gives another number of bytes.
         """
-        self.ask(number, first, into, count, server=server).wait()
+        step = _MOST_BYTES // into.itemsize
+        for start in range(0, into.numel(), step):
+            self.ask(number, first + start, into[start : start + step], server=server).wait()
 
-    def ask(
-        self, number: int, first: int, into: torch.Tensor, count: int | None = None, *, server: int = 0
-    ) -> Delivery:
-        """Begin to take a range, and return the transfer. Arguments: as for `take`."""
+    def ask(self, number: int, first: int, into: torch.Tensor, *, server: int = 0) -> Delivery:
+        """Begin to take a range in one request, and return the transfer. Arguments: as for `take`."""
         wire = self._communicator.wire
         delivery = wire.expect(server, [into.view(torch.uint8)], label=self._label)
-        wanted = [self._number, number, first, into.numel() if count is None else count]
+        wanted = [self._number, number, first, into.numel()]
         wire.post(server, MessageKind.REQUEST, delivery.number, What.INITIAL, *wanted)
         return delivery
 
@@ -86,13 +84,12 @@ def initial_values(
     """Context of SingleRank.initial_values. model: equal on all ranks except for its values."""
     tensors = [*model.parameters(), *model.buffers()]
     numbers = {id(each): number for number, each in enumerate(tensors)}
-    exchange = Exchange(communicator, "initial values", functools.partial(_values, tensors))
+    give = functools.partial(_part, [(each, _dense(each)) for each in tensors], None)
+    exchange = Exchange(communicator, "initial values", give)
 
     def take(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
         flat = torch.empty(count, dtype=tensor.dtype, device="cpu")
-        step = max(1, _VALUES // max(1, flat.itemsize))
-        for start in range(0, count, step):
-            exchange.take(numbers[id(tensor)], first + start, flat[start : start + step])
+        exchange.take(numbers[id(tensor)], first, flat)
         return flat
 
     state = torch.get_rng_state()
@@ -112,12 +109,6 @@ def initial_values(
     exchange.end()
 
 
-def _values(tensors: Sequence[torch.Tensor], number: int, first: int, count: int) -> torch.Tensor:
-    """Return elements [first, first + count) of a tensor, in memory order, in RAM."""
-    tensor = tensors[number].detach()
-    return in_memory_order(tensor, _dense(tensor))[first : first + count].cpu().contiguous()
-
-
 def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """Return a view without repeated elements: each dimension of stride 0, as an expanded tensor has, is
     narrowed to its first element. stride: the strides of the tensor in memory.
@@ -131,19 +122,6 @@ def _apart(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def _dense(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a tensor's strides if its elements fill one range of memory, else contiguous strides."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-class _Told(NamedTuple):
-    """Rank 0's description of one parameter's optimizer state."""
-
-    unit: int
-    parameter: int
-    step: int | None
-    """Number of updates; None if the state does not say."""
-    names: Sequence[str]
-    """The names of the moments, then "master" if the state has a master."""
-    first_number: int
-    """The number in the exchange of the tensor that `names` names first; the others follow."""
 
 
 class InitialStates:
@@ -161,67 +139,65 @@ class InitialStates:
         self._present = present
         self._serves = communicator.share.rank == 0
         self._given = given if self._serves else ()
-        self._tensors: list[tuple[torch.Tensor, Sequence[int]]] = []
-        """Number in the exchange -> (rank 0's tensor, strides of its parameter); empty on other ranks."""
-        self._exchange = Exchange(communicator, "initial states", functools.partial(_part, self._tensors))
+        self._tensors: list[_Tensor] = []
+        """Number in the exchange -> rank 0's tensor; empty on other ranks."""
+        give = functools.partial(_part, self._tensors, torch.float32)
+        self._exchange = Exchange(communicator, "initial states", give)
 
     def write(self) -> None:
         """Write this rank's optimizer pages, as SingleRank.write_states says. All ranks call this."""
         for unit, parameter, state in self._given:
             self._states.write(unit, parameter, state)
-        told = self._tell()
-        if not self._serves:
-            for each in told:
-                self._take_moments(each)
-        with_master = [each for each in told if _MASTER in each.names]
-        unfit = [at for at, each in enumerate(with_master) if not self._fits_here(each)]
+        told = self._communicator.agree("offload()", states=self._describe())[0]["states"]
+        masters = []
+        for unit, parameter, step, numbers in told:
+            if _MASTER in numbers:
+                masters.append((unit, parameter, numbers.pop(_MASTER)))
+            if not self._serves:
+                self._states.begin(unit, parameter, [*numbers], step)
+                for name, number in numbers.items():
+                    for first, values in self._parts(unit, parameter, number):
+                        self._states.write_moment(unit, parameter, name, values, first)
+        unfit = [at for at, each in enumerate(masters) if not self._fits_here(*each)]
         # Each rank checks the elements that it keeps. A master that does not fit on one rank is used on none,
         # so all are taken a second time, when that is known: no rank has room for those of all parameters.
         service_thread = self._communicator.service_thread
-        heard = self._communicator.gather("offload()", {"unfit_masters": unfit}, service_thread.has_given)
-        unused = {at for each in heard.values() for at in each["unfit_masters"]}
-        for at, each in enumerate(with_master):
+        heard = self._communicator.gather("offload()", unfit, service_thread.has_given)
+        unused = set().union(*heard.values())
+        for at, (unit, parameter, number) in enumerate(masters):
             if at not in unused:
-                for first, master in self._parts(each, _MASTER):
-                    self._states.encode(each.unit, each.parameter, master, first)
+                for first, master in self._parts(unit, parameter, number):
+                    self._states.encode(unit, parameter, master, first)
         self._exchange.end()
 
-    def _tell(self) -> list[_Told]:
-        """Tell all ranks which states rank 0 has, and return their descriptions, parameter by parameter."""
-        mine = []
+    def _describe(self) -> list[tuple[int, int, int | None, dict[str, int]]]:
+        """Return what rank 0 has: unit, parameter, its number of updates or None, and for each moment and the
+        master the tensor's number in the exchange.
+        """
+        found = []
         for unit, parameter, state in self._given:
-            names = [name for name in (*self._states.rule.moments, _MASTER) if name in state]
             stride = self._states.pages[unit].layout.parameters[parameter].stride
-            self._tensors += [(state[name].detach(), stride) for name in names]
-            mine.append((unit, parameter, int(state["step"]) if "step" in state else None, names))
-        heard = self._communicator.agree("offload()", states=mine if self._serves else None)
-        told, number = [], 0
-        for unit, parameter, step, names in heard[0]["states"]:
-            told.append(_Told(unit, parameter, step, names, number))
-            number += len(names)
-        return told
+            numbers = {}
+            for name in (*self._states.rule.moments, _MASTER):
+                if name in state:
+                    numbers[name] = len(self._tensors)
+                    self._tensors.append((state[name], stride))
+            found.append((unit, parameter, int(state["step"]) if "step" in state else None, numbers))
+        return found
 
-    def _take_moments(self, told: _Told) -> None:
-        moments = [name for name in told.names if name != _MASTER]
-        self._states.begin(told.unit, told.parameter, moments, told.step)
-        for name in moments:
-            for first, values in self._parts(told, name):
-                self._states.write_moment(told.unit, told.parameter, name, values, first)
-
-    def _fits_here(self, told: _Told) -> bool:
+    def _fits_here(self, unit: int, parameter: int, number: int) -> bool:
         """Whether a parameter's master rounds to the present values of all elements that this rank keeps."""
         return all(
-            rounds_to(master, self._present(told.unit, told.parameter, first, master.numel()))
-            for first, master in self._parts(told, _MASTER)
+            rounds_to(master, self._present(unit, parameter, first, master.numel()))
+            for first, master in self._parts(unit, parameter, number)
         )
 
-    def _parts(self, told: _Told, name: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def _parts(self, unit: int, parameter: int, number: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (first element, fp32 values) of all ranges of a moment or master that this rank keeps."""
-        number = told.first_number + told.names.index(name)
-        for _, whole in self._states.pages[told.unit].pieces(told.parameter):
+        for _, whole in self._states.pages[unit].pieces(parameter):
             for piece in whole.parts(_STATES):
                 if self._serves:
-                    yield piece.start, _part(self._tensors, number, piece.start, piece.count)
+                    yield piece.start, _part(self._tensors, torch.float32, number, piece.start, piece.count)
                     continue
                 values = torch.empty(piece.count, dtype=torch.float32, device="cpu")
                 self._exchange.take(number, piece.start, values)
@@ -229,11 +205,11 @@ class InitialStates:
 
 
 def _part(
-    tensors: Sequence[tuple[torch.Tensor, Sequence[int]]], number: int, first: int, count: int
+    tensors: Sequence[_Tensor], dtype: torch.dtype | None, number: int, first: int, count: int
 ) -> torch.Tensor:
-    """Return elements [first, first + count) of tensor `number`, in memory order, as float32 on the CPU.
-
-    tensors: pairs (tensor, strides). The strides, in elements, define the memory order.
+    """Return elements [first, first + count) of tensor `number`, in memory order, in RAM. dtype: None: the
+    tensor's own.
     """
     tensor, stride = tensors[number]
-    return in_memory_order(tensor, stride)[first : first + count].to("cpu", torch.float32)
+    part = part_in_memory_order(tensor.detach(), stride, first, count)
+    return part.to("cpu", dtype or tensor.dtype).contiguous()
