@@ -160,15 +160,7 @@ def meet(mesh: DeviceMesh | None, stage: int, device: torch.device | str | None)
         return SingleRank(target, place=place)
     from infinity.distributed.communicator import Communicator
 
-    with ExitStack() as cleanup:
-        communicator = cleanup.enter_context(Communicator(mesh, stage, target))
-        try:
-            communicator.find_place()
-        except BaseException as error:
-            communicator.fail(error)
-            raise
-        cleanup.pop_all()
-    return communicator
+    return Communicator(mesh, stage, target)
 
 
 def checkpoint_of(

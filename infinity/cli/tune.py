@@ -89,7 +89,6 @@ def _tune_network(options: argparse.Namespace) -> int:
                 "Several processes were started, which measure the network, and an option is about disks.",
                 "Leave the options out; to tune disks, start one process.",
             )
-        communicator.find_place()
         found = measure_node_link(communicator)
         # Ranks of one node share a cache, unless they are different users'.
         saved = communicator.place.rank != 0 or machine_rates.keep_network(found.rate)

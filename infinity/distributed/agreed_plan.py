@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -85,8 +86,9 @@ def agreed_plan(
     plan_with: Callable[[Division | None], Plan],
     *,
     adopts: Callable[[Plan], bool],
-) -> Plan:
-    """Make this rank's plan, with units of the model that all ranks use.
+) -> tuple[Plan, int]:
+    """Make this rank's plan, with units of the model that all ranks use. Returns it, and rank 0's
+    time.time_ns() in this call.
 
     plan_with: function from a preferred division, or None, to a plan within `budget`. adopts: tells whether a
     plan's slabs exist already; all ranks call it once, at the same time. Raises ConfigError if this rank's
@@ -98,14 +100,19 @@ def agreed_plan(
     node = communicator.place.node
     cache = plan.node_cache_bytes if communicator.reads_all_mates else 0
     heard = communicator.agree(
-        "offload()", node=node, claims=claims, cache=cache, block=plan.exchange_block_bytes
+        "offload()",
+        node=node,
+        claims=claims,
+        cache=cache,
+        block=plan.exchange_block_bytes,
+        time=time.time_ns(),
     )
     check_claims({rank: (said["node"], said["claims"]) for rank, said in heard.items()})
     # Each rank asks for no more bytes at once than any other one has room for.
     plan = replace(plan, exchange_block_bytes=min(said["block"] for said in heard.values()))
     if not all(said["cache"] for said in heard.values() if said["node"] == node):
-        return replace(plan, node_cache_bytes=0)  # each rank of a node looks into the RAM of all others
-    return plan
+        plan = replace(plan, node_cache_bytes=0)  # each rank of a node looks into the RAM of all others
+    return plan, heard[0]["time"]
 
 
 def _divided_alike(communicator: Communicator, plan_with: Callable[[Division | None], Plan]) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -59,15 +58,22 @@ class Communicator(SingleRank):
         where the model computes.
         """
         self.ranks = Ranks.of(mesh, cuda=device.type == "cuda")
-        super().__init__(device, share=Share(self.ranks.rank, self.ranks.size, stage))
-        self.met = 0
-        """Rank 0's time.time_ns() in `find_place`, equal on all ranks; 0 before."""
+        rank, nodes = self.ranks.rank, self.ranks.nodes
+        node = nodes[rank]
+        super().__init__(
+            device,
+            share=Share(rank, len(nodes), stage, _on_each(nodes)),
+            place=launcher.location() or RankLocation(node, nodes[:rank].count(node), nodes.count(node)),
+        )
+        self.planned = 0
+        """Rank 0's time.time_ns() when it made its plan, equal on all ranks; 0 before."""
         self.failure_event = FailureEvent()
         self.wire = Wire(self.ranks, self.failure_event, self.meter, self.lock.released)
         self.barrier = Barrier(self.ranks, self.wire)
         self.service_thread = ServiceThread(self.wire, self.lock)
         self.mates = self.ranks.mates
-        self._windows = self.ranks.windows
+        relays_for_itself = self.share.on_node == 1
+        self._windows = self.ranks.windows if self.mates or relays_for_itself else None
         if self.ranks.mailbox is not None:
             self.service_thread.read_mail(self.ranks.mailbox)
         self._closed = False
@@ -143,17 +149,7 @@ class Communicator(SingleRank):
         self.close()
 
     def timeline(self, path: str) -> Timeline:
-        return Timeline(path, rank=self.share.rank, since=self.met)
-
-    def find_place(self) -> None:
-        """Set `place`, `share.on_node` and `met`. All ranks call this."""
-        self.met = self.gather("offload()", time.time_ns())[0]
-        nodes, own = self.ranks.nodes, self.ranks.rank
-        mine = nodes[own]
-        self.place = launcher.location() or RankLocation(mine, nodes[:own].count(mine), nodes.count(mine))
-        self.share = replace(self.share, on_node=_on_each(nodes))
-        if not self.mates and self.share.on_node != 1:  # alone on its node, a rank relays for itself
-            self._windows = None
+        return Timeline(path, rank=self.share.rank, since=self.planned)
 
     # --- while a runtime is made --------------------------------------------------------------------------
 
@@ -163,7 +159,7 @@ class Communicator(SingleRank):
     def agreed_plan(
         self, budget: Budget, draft: Callable[[Division | None], Plan], adopts: Callable[[Plan], bool]
     ) -> Plan:
-        found = agreed_plan(self, budget, draft, adopts=adopts)
+        found, self.planned = agreed_plan(self, budget, draft, adopts=adopts)
         messages = self.ranks.endpoint.described()
         return replace(found, mates=(self.place.ranks - 1, len(self.mates)), messages=messages)
 

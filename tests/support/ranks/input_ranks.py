@@ -80,7 +80,6 @@ def uncaught() -> None:
 def place() -> list[Any]:
     """Where this rank runs, its part of four CPUs, and its host budget if none is given."""
     with Communicator(None, 3, torch.device("cpu")) as communicator:
-        communicator.find_place()
         found = [list(communicator.place), list(communicator.node_share([10, 11, 12, 13]))]
     model = nn.Linear(64, 64)
     with offloaded(model, None) as runtime:
