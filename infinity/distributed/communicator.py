@@ -239,7 +239,7 @@ class Communicator(SingleRank):
             )
         self._open_windows(parts)
         service.offer()
-        drive = (lambda _: None) if parts.committer is None else parts.committer.wanted
+        drive = None if parts.committer is None else parts.committer.wanted
         self.service_thread.attach(service, step, drive)
         return step
 

@@ -111,7 +111,7 @@ class Ranks:
         seconds = rank_timeout() if timeout is None else timeout
         if not dist.is_initialized():
             _initialise(cuda, seconds)
-        everywhere = _global_ranks(mesh)
+        everywhere = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
         rank = everywhere.index(dist.get_rank())
         secret = Secret.of_environment()
         windows = open_windows(rank, len(everywhere))
@@ -221,12 +221,9 @@ def _unconnected(error: RuntimeError | TimeoutError) -> RankFailure:
     )
 
 
-def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
-    """Make the error for a store that does not answer, which names the process that keeps the store: the
-    launcher (torchrun), or else global rank 0.
-
-    everywhere: as in `Ranks`. what: a predicate for the message, such as "is gone". It follows the words "The
-    store of the ranks".
+def _store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
+    """Make the error for a store that does not answer. what: the error's text after "The store of the ranks",
+    such as "is gone".
     """
     by_launcher = launcher.keeps_store()
     address = os.environ.get("MASTER_ADDR", "node 0")
@@ -237,11 +234,6 @@ def store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
         "commit.",
         rank=everywhere.index(0) if 0 in everywhere and not by_launcher else None,
     )
-
-
-def _global_ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """mesh: one that `infinity.api.several_ranks` has accepted."""
-    return tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
 
 
 def _meet(
@@ -270,7 +262,7 @@ def _meet(
             absent, told = within(timeout + _LATE, exchange)
         except (RuntimeError, TimeoutError) as error:
             why = f"has not answered for {timeout:g} s" if isinstance(error, TimeoutError) else "is gone"
-            raise store_lost(everywhere, why) from error
+            raise _store_lost(everywhere, why) from error
         if absent:
             raise RankDivergence(
                 f"{named_ranks(absent).capitalize()} did not come to offload() within {timeout:g} s.",

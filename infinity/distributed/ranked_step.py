@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class RankedStep(SingleStep):
         if self._whole is not None and not self._whole.summed:
             if self._share.whole_states:
                 self._agreed_squares(call, self._whole.share_sums)
-            self._whole.ended()
+            self._whole.summed = True
         return squares
 
     def _agreed_drops(
@@ -254,15 +255,12 @@ class RankedStep(SingleStep):
             squares = self._gradients.squares()
         except InfinityError as error:
             failure = error.again()
-        said = {
-            "squares": _told_sum(squares),
-            "failure": None if failure is None else str(failure),
-        }
+        said = {"squares": astuple(squares), "failure": None if failure is None else str(failure)}
         heard = self._barrier.agree(call, said, anyway=True)  # also to tell of an error that ends all
         self._check_failures(call, heard, failure)
         total = ExactSum()
         for each in heard.values():
-            total.merge(_heard_sum(each["squares"]))
+            total.merge(ExactSum(*each["squares"]))
         return total
 
     def squares_of(self, unit: int, parameter: int, settle: Callable[[str], object]) -> ExactSum:
@@ -281,14 +279,14 @@ class RankedStep(SingleStep):
             call = "a norm of p.grad"
             settle(call)
             mine = {
-                f"{unit} {index}": _told_sum(self._gradients.squares((unit, index)))
+                f"{unit} {index}": astuple(self._gradients.squares((unit, index)))
                 for unit, page in self._pages.items()
                 for index in sorted(page.content)
             }
             found: dict[str, ExactSum] = {}
             for said in self._barrier.agree(call, mine).values():
                 for key, each in said.items():
-                    found.setdefault(key, ExactSum()).merge(_heard_sum(each))
+                    found.setdefault(key, ExactSum()).merge(ExactSum(*each))
             self._squares = found
         return self._squares.get(f"{unit} {parameter}", ExactSum())
 
@@ -331,7 +329,7 @@ class RankedStep(SingleStep):
             if self.shards is not None:
                 self.shards.renew()
             if self._whole is not None:
-                self._whole.clear()
+                self._whole.summed = False
             self._wire.failure_event.notify()
 
     def add(self, unit: int, parameter: int, gradient: torch.Tensor, later: int) -> bool:
@@ -487,12 +485,3 @@ class RankedStep(SingleStep):
         for rank, said in heard.items():
             if said["failure"] is not None:
                 raise rank_failure(rank, f"could not take part in {call}: {said['failure'].rstrip('.')}")
-
-
-def _told_sum(found: ExactSum) -> list[str]:
-    """Convert an exact sum to strings for JSON."""
-    return [f"{found.units:x}", repr(found.nonfinite)]
-
-
-def _heard_sum(told: Sequence[str]) -> ExactSum:
-    return ExactSum(int(told[0], 16), float(told[1]))

@@ -43,11 +43,9 @@ class ServiceThread:
         self._exchanged: dict[int, tuple[str, Give]] = {}
         """Number of an exchange -> its label, and the function that returns what this rank gives."""
         self._exchanges = self._given = 0
-        self._attached = False
         self._service: PageService | None = None
-        self._shards: GradientShards | None = None
         self._step: RankedStep | None = None
-        self._drive: Callable[[int], None] = _nothing
+        self._drive: Callable[[int], None] | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="infinity service thread", daemon=True)
         self._thread.start()
@@ -71,21 +69,16 @@ class ServiceThread:
         return bool(given)
 
     def attach(
-        self,
-        service: PageService,
-        step: RankedStep | None,
-        drive: Callable[[int], None],
+        self, service: PageService, step: RankedStep | None, drive: Callable[[int], None] | None
     ) -> None:
         """Handle all kinds of messages from now on.
 
         step: None for inference. drive: completes the updates that a commit waits for, given the commit's
-        number; called under the lock.
+        number; called under the lock. None if there are no commits.
         """
         with self._lock:
             self._service, self._step, self._drive = service, step, drive
-            self._shards = None if step is None else step.shards
             service.start()
-            self._attached = True
             self._look_again()
 
     def _look_again(self) -> None:
@@ -164,19 +157,19 @@ class ServiceThread:
             return
         if kind is MessageKind.REQUEST and fields[1] == What.INITIAL:
             self._give(source, message)
-        elif not self._attached:
+        elif self._service is None:
             self._kept.append((source, message))
         elif kind is MessageKind.REQUEST and fields[1] != What.SUM:
-            assert self._service is not None
             self._service.requested(source, *fields)
+        elif kind is MessageKind.DRIVE:
+            assert self._drive is not None
+            self._drive(*fields)
         elif kind is MessageKind.CLEARED:
             assert self._step is not None
             self._step.cleared(source, *fields)
-        elif kind is MessageKind.DRIVE:
-            self._drive(*fields)
         else:
-            assert self._shards is not None
-            self._about_gradients(self._shards, source, message)
+            assert self._step is not None and self._step.shards is not None
+            self._about_gradients(self._step.shards, source, message)
 
     def _give(self, source: int, message: Message) -> None:
         """Answer a request in an exchange, or keep it until this rank begins the exchange."""
@@ -192,17 +185,17 @@ class ServiceThread:
             self._given += 1
 
     def _about_gradients(self, shards: GradientShards, source: int, message: Message) -> None:
-        if message.kind is MessageKind.REQUEST:
+        handlers: dict[MessageKind, Callable[..., None]] = {
+            MessageKind.ARRIVED: shards.arrived,
+            MessageKind.SENT: shards.sent,
+            MessageKind.TAKEN: shards.taken,
+            MessageKind.LANDED: shards.landed,
+        }
+        if message.kind in handlers:
+            handlers[message.kind](*message.fields)
+        elif message.kind is MessageKind.REQUEST:
             number, _, *fields = message.fields
             shards.sum_requested(source, number, *fields)
-        elif message.kind is MessageKind.ARRIVED:
-            shards.arrived(*message.fields)
-        elif message.kind is MessageKind.SENT:
-            shards.sent(*message.fields)
-        elif message.kind is MessageKind.TAKEN:
-            shards.taken(*message.fields)
-        elif message.kind is MessageKind.LANDED:
-            shards.landed()
         else:
             shards.heard(source, message)
 
@@ -217,7 +210,3 @@ def _is_plain() -> bool:
         or torch._C._len_torch_function_stack()
         or torch._C._functorch.peek_interpreter_stack() is not None
     )
-
-
-def _nothing(_: int) -> None:
-    """Do nothing: the default of `drive`, the function that completes updates for a commit."""

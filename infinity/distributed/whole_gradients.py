@@ -32,7 +32,7 @@ class WholeGradients:
         self._scheduler = scheduler
         self._remote = remote
         self.summed = False
-        """Whether the gradients of this step have been summed over ranks."""
+        """Whether all ranks have the sums of this step that they need."""
 
     def check(self) -> None:
         """Raise ConfigError if a new gradient would be added to a sum over ranks."""
@@ -81,14 +81,6 @@ class WholeGradients:
         """
         ranks = [wanted.owner] if self.summed else range(self._share.ranks)
         return self._sum(page, parameter, wanted.start, wanted.numel, ranks)
-
-    def ended(self) -> None:
-        """Note that all ranks have the sums that they need."""
-        self.summed = True
-
-    def clear(self) -> None:
-        """Forget the sums, since the gradients are forgotten."""
-        self.summed = False
 
     def _sum(
         self, page: GradientPage, parameter: int, first: int, count: int, ranks: Iterable[int]
