@@ -172,6 +172,36 @@ class _PeerBytes:
         return self.parts.ask_when_ready(self.page, self.stamp, self.leg)
 
 
+class LaterCopy:
+    """A transfer of bytes that a rank of this node lets others copy from its RAM once it has updated them.
+    Only a wait asks the owner for them, so that few messages are sent while ranks update their parts. Used
+    under the runtime's lock.
+    """
+
+    timing = None
+
+    def __init__(
+        self, parts: RemoteParts, wire: Wire, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]
+    ) -> None:
+        """legs: those of one owner."""
+        self._parts, self._wire, self._page, self._stamp, self._legs = parts, wire, page, stamp, legs
+        self._answer: Transfer | None = None
+        """What the owner was asked; None if it was not."""
+
+    def done(self) -> bool:
+        if self._answer is not None:
+            return self._answer.done()
+        if self._legs and self._wire.failure is None:  # a dead rank's RAM is still there
+            self._legs = self._parts.copy(self._legs[0].owner, self._page, self._stamp, self._legs)
+        return not self._legs
+
+    def wait(self) -> object:
+        if not self.done() and self._answer is None:
+            legs, self._legs = self._legs, ()  # they keep memory
+            self._answer = self._parts.ask_holder(legs[0].owner, self._page, self._stamp, legs)
+        return None if self._answer is None else self._answer.wait()
+
+
 class RemoteParts(RemotePages):
     """Brings the parts of pages that other ranks own, and keeps copies of this rank's parts for them."""
 
@@ -207,20 +237,23 @@ class RemoteParts(RemotePages):
             self._cache = NodeCache(self, share.rank, windows, room)
 
     def fetch(self, page: ParameterPage, legs: Sequence[Leg]) -> Transfer:
-        stamp, found = (self.step, self._loads, page.version), list[Transfer]()
+        stamp, windows = (self.step, self._loads, page.version), self._windows
+        found: list[Transfer] = []
         by_holder = defaultdict[int, list[Leg]](list)
         for leg in legs:
             by_holder[leg.owner if self._cache is None else self._share.relay(leg.owner)].append(leg)
         for holder, theirs in by_holder.items():
             unit = page.index if holder == theirs[0].owner else None
-            reads = self._windows is not None and self._windows.reads(holder, unit)
-            if not reads or self._wire.failure is not None:  # a dead rank's RAM is still there
+            if windows is None or not windows.reads(holder, unit) or self._wire.failure is not None:
                 found += [self.ask(page, stamp, each) for each in self.cut(theirs)]
-            elif left := self._copy(holder, page, stamp, theirs):
-                found.append(self._ask_holder(holder, page, stamp, left))
+            elif left := self.copy(holder, page, stamp, theirs):
+                if unit is not None and windows.has_offered(holder, unit):
+                    found.append(LaterCopy(self, self._wire, page, stamp, left))
+                else:
+                    found.append(self.ask_holder(holder, page, stamp, left))
         return Joined(found)
 
-    def _copy(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> list[Leg]:
+    def copy(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> list[Leg]:
         """Copy bytes from the RAM of a rank of this node. Returns the legs that could not be copied."""
         assert self._windows is not None
         left = []
@@ -232,13 +265,13 @@ class RemoteParts(RemotePages):
                 self._wire.copied(holder, What.PARAMETERS.label, page.index, leg.into.nbytes, began)
         return left
 
-    def _ask_holder(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> Delivery:
+    def ask_holder(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> Delivery:
         """Ask a rank of this node for bytes which it owns or relays. Once it has answered that they are
         there, copy them. Their owners are asked for what then is not there, or not any more.
         """
 
         def look_again(first: Delivery) -> None:
-            left = self._copy(holder, page, stamp, legs)
+            left = self.copy(holder, page, stamp, legs)
             first.follow(Joined([self.ask(page, stamp, each) for each in self.cut(left)]))
 
         owner, into = legs[0].owner, [each.into for each in legs]

@@ -6,8 +6,8 @@ infinity/distributed/remote_parts.py), where its mates copy them as they copy it
 
 Each rank's host arena is shared memory, which the other ranks of its node, its **mates**, map for reading: a
 window. So is the memory of its device, by CUDA IPC (infinity/distributed/peer_copies.py). Its board
-(csrc/tiers/board.hpp) says which parameter pages they may copy from there now. If a page is not there, they
-ask for it by a message.
+(csrc/tiers/board.hpp) says which parameter pages they may copy from there now. They ask by a message for
+pages that never are at home there, and for one that is being updated if they need it before it is offered.
 
 [Note: copies that the owner does not see]
 A mate copies bytes only if their owner's entry on the board has the stamp of what the mate wants (`Stamp`),
@@ -182,6 +182,10 @@ class Windows:
         itself. unit: that of a page which `rank` owns; None: other bytes.
         """
         return rank in self._arenas and unit not in self._homes.get(rank, ())
+
+    def has_offered(self, owner: int, unit: int) -> bool:
+        """Whether a mate has ever let others copy its part of a page: it does so again after each update."""
+        return unit < _ENTRIES and not self._boards[owner].unchanged(unit, 0)
 
     @property
     def devices(self) -> list[int]:

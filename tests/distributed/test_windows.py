@@ -18,12 +18,14 @@ from warm_python import Popen
 from window_stores import CPU, store_of
 
 from infinity import _tiers
+from infinity.distributed.remote_parts import LaterCopy
 from infinity.distributed.windows import VARIABLE, Windows, open_windows
 from infinity.errors import ConfigError
 from infinity.layout.shards import HomeRange, Span
 from infinity.pages.home import Home
 from infinity.pages.remote import Leg
 from infinity.tiers import HostArena, Tier
+from infinity.tiers.link import ARRIVED, Transfer
 
 CASES = (
     Case("decoder", 3, accumulate=2, clip=0.05, generates=True),
@@ -133,6 +135,38 @@ class Pair:
         }
         for each in self.windows:
             each.read_memory(memory, CPU)
+
+
+def test_a_page_that_is_offered_later_is_asked_for_in_a_wait_alone() -> None:
+    pair, into, asked = Pair(), torch.zeros(PAGE, dtype=torch.uint8), []
+    pair.meet()
+    (mine, theirs), (page, there) = pair.windows, pair.pages
+    wire: Any = SimpleNamespace(failure=None)
+
+    def ask(*question: Any) -> Transfer:
+        asked.append(question)
+        return ARRIVED
+
+    def copy(owner: int, page: Any, stamp: Any, legs: Any) -> list[Leg]:
+        return [leg for leg in legs if not mine.copy(owner, page, stamp, leg)]
+
+    def later(step: int) -> LaterCopy:
+        parts: Any = SimpleNamespace(copy=copy, ask_holder=ask)
+        return LaterCopy(parts, wire, page, (step, 0, 0), [Leg(1, PAGE, into)])
+
+    assert not mine.has_offered(1, 3) and not mine.has_offered(1, 1 << 20)
+    theirs.offer(there, (4, 0, 0))
+    assert mine.has_offered(1, 3)
+    offered = later(5)
+    assert not offered.done() and theirs.offer(there, (5, 0, 0))
+    assert offered.done() and bool((into == 2).all())
+    offered.wait()
+    wire.failure = ConfigError("Rank 1 is lost.", "Start again.")
+    for step in (6, 5):  # not offered; offered by a rank that may be dead
+        needed = later(step)
+        assert not needed.done()
+        needed.wait()
+        assert needed.done() and asked.pop()[2] == (step, 0, 0) and not asked
 
 
 def test_a_page_is_copied_between_an_offer_and_the_next_change() -> None:
