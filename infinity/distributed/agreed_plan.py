@@ -42,11 +42,8 @@ if TYPE_CHECKING:
 def check_equal(
     communicator: Communicator, model: nn.Module, optimizer: torch.optim.Optimizer | None, **options: Any
 ) -> None:
-    """Check that all ranks offload the same model with the same optimizer and options. The values of
-    parameters and buffers may differ.
-
-    options: arguments of `offload`, by name. Raises RankDivergence for a difference, and ConfigError if
-    running averages are asked for (`average`), since several ranks cannot keep them.
+    """See SingleRank.check_equal. Raises ConfigError, too, if running averages are asked for (`average`),
+    since several ranks cannot keep them.
     """
     tensors = [
         (name, tuple(each.shape), str(each.dtype), each.stride(), each.requires_grad, each.is_meta)

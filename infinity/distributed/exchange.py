@@ -94,8 +94,8 @@ def initial_values(
 
     state = torch.get_rng_state()
     serves = communicator.share.rank == 0
-    heard = communicator.agree("offload()", generator=bytes(state.tolist()).hex() if serves else None)
-    torch.set_rng_state(torch.tensor(list(bytes.fromhex(heard[0]["generator"])), dtype=torch.uint8))
+    heard = communicator.gather("offload()", state.tolist() if serves else None)
+    torch.set_rng_state(torch.tensor(heard[0], dtype=torch.uint8))
     try:
         yield None if serves else take
     finally:

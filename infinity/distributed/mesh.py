@@ -84,8 +84,6 @@ class Ranks:
     rank: int
     """This process's number in the mesh."""
     size: int
-    everywhere: tuple[int, ...]
-    """Number in the mesh -> number in the default group."""
     nodes: tuple[int, ...]
     """Number in the mesh -> node, of which the first one is 0."""
     addresses: tuple[str, ...]
@@ -118,7 +116,7 @@ class Ranks:
         endpoint = Endpoint(_own_address(), secret)
         try:
             met = _meet(everywhere, rank, endpoint, windows, seconds)
-            return cls(rank, len(everywhere), everywhere, *met, endpoint, windows)
+            return cls(rank, len(everywhere), *met, endpoint, windows)
         except BaseException as error:
             _leaving.alone = _leaving.alone or isinstance(error, RankFailure)
             endpoint.close()
@@ -146,23 +144,19 @@ _leaving = SimpleNamespace(alone=False)
 
 
 def _initialise(cuda: bool, timeout: float) -> None:
-    size = launcher.world_size()
-    if size < 2:
+    rank, size, start = launcher.rank(), launcher.world_size(), launcher.start_number()
+    if rank >= size:
         raise ConfigError(
-            "There is no default process group, and WORLD_SIZE does not say that there are several ranks.",
-            "Start the program with torchrun, or call torch.distributed.init_process_group.",
-        )
-    if launcher.rank() >= size:
-        raise ConfigError(
-            f"RANK is {launcher.rank()}, and WORLD_SIZE is {size}.",
+            f"RANK is {rank}, and WORLD_SIZE is {size}.",
             "Start the program with torchrun, or number the ranks from 0 to WORLD_SIZE - 1.",
         )
 
     def connect() -> None:
-        store = _store_of_start(timeout)
         where: dict[str, Any] = {"init_method": "env://"}
-        if store is not None:
-            where = {"store": store, "rank": launcher.rank(), "world_size": size}
+        if start:  # else torch would find the addresses of ranks of an earlier start in the launcher's store
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
+            where = {"store": PrefixStore(f"start-{start}", store), "rank": rank, "world_size": size}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout),
@@ -181,20 +175,6 @@ def _initialise(cuda: bool, timeout: float) -> None:
     # Not at `close`: a later runtime uses the default group again. To initialise it twice at one port does
     # not work, because ranks that are quick find the first one's store.
     atexit.register(_leave)
-
-
-def _store_of_start(timeout: float) -> Store | None:
-    """Return a store for the present start of the ranks; None if the launcher has not restarted them.
-
-    It is the launcher's store with a prefix for its keys that differs after each restart. Without a prefix,
-    torch would find the addresses of ranks of an earlier start, which no longer exist.
-    """
-    number = launcher.start_number()
-    if not number:
-        return None
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout))
-    return PrefixStore(f"start-{number}", store)
 
 
 def first_to_tell(key: str, text: str) -> str:
