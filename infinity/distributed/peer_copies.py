@@ -18,39 +18,48 @@ not count either, or if the owner has other bytes at home by then, the bytes com
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
+import torch
+
+from infinity.distributed.message import What
+from infinity.distributed.windows import Stamp, Windows
+from infinity.distributed.wire import Wire
 from infinity.errors import InfinityError
+from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.remote import Leg
 from infinity.tiers.link import Transfer
 
 
-class PeerBytes(Protocol):
-    """Bytes in the device memory of another rank, and where they go."""
-
-    def begin(self) -> tuple[int, Transfer] | None:
-        """Begin to copy the bytes, if the owner allows it now. Returns (number of times that the owner's
-        entry has changed, copy).
-        """
-
-    def complete(self, changes: int, began: int) -> bool:
-        """Whether a complete copy counts: the owner's entry has not changed since `begin`. If it counts, it
-        is counted. began: perf_counter_ns() of `begin`.
-        """
-
-    def ask(self) -> Transfer:
-        """Ask the owner to tell when the bytes are at home."""
-
-
 class PeerCopy:
-    """A transfer of `PeerBytes`. Its methods are called under the runtime's lock, which a wait for the owner
-    gives up.
+    """A transfer of bytes in the device memory of another rank. Its methods are called under the runtime's
+    lock, which a wait for the owner gives up.
     """
 
-    def __init__(self, wanted: PeerBytes) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        windows: Windows,
+        page: ParameterPage,
+        stamp: Stamp,
+        leg: Leg,
+        *,
+        copy: Callable[[torch.Tensor, torch.Tensor], Transfer],
+        ask: Callable[[], Transfer],
+    ) -> None:
+        """leg: the bytes of the page, which go to this rank's device memory. copy: begins a copy on the
+        device, given (into, source). ask: asks the owner to tell when the bytes are at home.
+        """
         self.here = False
         """Whether the bytes have come. If not when the transfer has ended, they have to come otherwise."""
-        self._wanted = wanted
+        self._wire = wire
+        self._windows = windows
+        self._page = page
+        self._stamp = stamp
+        self._leg = leg
+        self._begin = copy
+        self._request = ask
         self._answer: Transfer | None = None
         """What the owner was asked; None if it was not."""
         self._copy: Transfer | None = None
@@ -93,21 +102,29 @@ class PeerCopy:
             self._look()
             return
         self._copy = None
-        self.here = self._wanted.complete(self._changes, self._began)
+        owner, _, into = self._leg
+        self.here = self._windows.unchanged(owner, self._page.index, self._changes, into)
+        if self.here:
+            label = What.PARAMETERS.label
+            self._wire.copied(owner, label, self._page.index, into.nbytes, self._began)
         self._next = None if self.here else self._ask()
 
     def _look(self) -> None:
+        """Begin to copy the bytes if the owner allows it now, else ask."""
+        owner, start, into = self._leg
         self._began = time.perf_counter_ns()
-        begun = self._wanted.begin()
-        if begun is None:
+        found = None
+        if self._wire.failure is None:  # a dead rank's memory may still be there
+            found = self._windows.peer_bytes(owner, self._page, self._stamp, start, into.nbytes)
+        if found is None:
             self._next = self._ask()
         else:
-            self._changes, self._copy = begun
-            self._next = self._copy
+            self._changes, source = found
+            self._next = self._copy = self._begin(into, source)
 
     def _ask(self) -> Transfer | None:
         """Ask the owner, if it was not asked."""
         if self._answer is not None:
             return None
-        self._answer = self._wanted.ask()
+        self._answer = self._request()
         return self._answer

@@ -140,38 +140,6 @@ class Answer(enum.IntEnum):
     """To be told when the owner has the bytes. The board says then whether they are in device memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PeerBytes:
-    """Implements the protocol PeerBytes of infinity/distributed/peer_copies.py."""
-
-    parts: RemoteParts
-    windows: Windows
-    wire: Wire
-    page: ParameterPage
-    stamp: Stamp
-    leg: Leg
-    """The bytes, which go to this rank's device memory."""
-    copy: Callable[[torch.Tensor, torch.Tensor], Transfer]
-    """Begins a copy on the device: (into, source)."""
-
-    def begin(self) -> tuple[int, Transfer] | None:
-        if self.wire.failure is not None:  # a dead rank's memory may still be there
-            return None
-        owner, start, into = self.leg
-        found = self.windows.peer_bytes(owner, self.page, self.stamp, start, into.nbytes)
-        return None if found is None else (found[0], self.copy(into, found[1]))
-
-    def complete(self, changes: int, began: int) -> bool:
-        owner, _, into = self.leg
-        counts = self.windows.unchanged(owner, self.page.index, changes, into)
-        if counts:
-            self.wire.copied(owner, What.PARAMETERS.label, self.page.index, into.nbytes, began)
-        return counts
-
-    def ask(self) -> Transfer:
-        return self.parts.ask_when_ready(self.page, self.stamp, self.leg)
-
-
 class LaterCopy:
     """A transfer of bytes that a rank of this node lets others copy from its RAM once it has updated them.
     Only a wait asks the owner for them, so that few messages are sent while ranks update their parts. Used
@@ -352,13 +320,13 @@ class RemoteParts(RemotePages):
         if self._windows is None or not self._windows.reaches(leg.owner, page.index):
             return None
         stamp = self.step, self._loads, page.version
-        return PeerCopy(_PeerBytes(self, self._windows, self._wire, page, stamp, leg, copy))
 
-    def ask_when_ready(self, page: ParameterPage, stamp: Stamp, leg: Leg) -> Delivery:
-        """Ask the owner of bytes to tell when it has them in its device memory."""
-        delivery = self._wire.expect(leg.owner, [], unit=page.index, instead=Delivery.end)
-        self._request(delivery, page, stamp, [leg], Answer.READY)
-        return delivery
+        def ask() -> Delivery:
+            delivery = self._wire.expect(leg.owner, [], unit=page.index, instead=Delivery.end)
+            self._request(delivery, page, stamp, [leg], Answer.READY)
+            return delivery
+
+        return PeerCopy(self._wire, self._windows, page, stamp, leg, copy=copy, ask=ask)
 
     def written(self, page: ParameterPage) -> Sequence[Event]:
         """The events after which `offer` can let other ranks copy a page at home in device memory."""

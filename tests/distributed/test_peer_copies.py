@@ -20,6 +20,7 @@ from infinity.distributed.windows import VARIABLE, Windows
 from infinity.errors import DeviceError, RankFailure
 from infinity.layout.shards import HomeRange
 from infinity.pages.home import Home
+from infinity.pages.remote import Leg
 from infinity.tiers import HostArena, Tier
 from infinity.tiers.copy_streams import Order, open_link
 from infinity.tiers.device import CpuDeviceTier
@@ -180,22 +181,35 @@ class Copy:
 
 
 class Wanted:
-    """Bytes whose owner allows the copies, and lets them count, as told."""
+    """Bytes whose owner allows the copies, and lets them count, as told: wire and windows to them in one."""
+
+    failure = None
+    index = 3
 
     def __init__(self, allows: str, counts: str, failure: RankFailure | None = None) -> None:
         self.allows, self.counts = iter(allows), iter(counts)
         self.answer, self.copies = Copy(failure), list[Copy]()
-        self.asked = 0
+        self.asked = self.counted = 0
 
-    def begin(self) -> tuple[int, Copy] | None:
-        if next(self.allows) == "-":
-            return None
+    def course(self) -> PeerCopy:
+        us: Any = self
+        leg = Leg(1, 64, torch.empty(8))
+        return PeerCopy(us, us, us, (1, 0, 0), leg, copy=self.begin, ask=self.ask)
+
+    def peer_bytes(self, owner: int, page: Any, stamp: Any, start: int, nbytes: int) -> Any:
+        assert (owner, page, stamp, start, nbytes) == (1, self, (1, 0, 0), 64, 32)
+        return None if next(self.allows) == "-" else (len(self.copies) + 1, torch.ones(8))
+
+    def begin(self, into: torch.Tensor, source: torch.Tensor) -> Copy:
         self.copies.append(Copy())
-        return len(self.copies), self.copies[-1]
+        return self.copies[-1]
 
-    def complete(self, changes: int, began: int) -> bool:
-        assert changes == len(self.copies) and self.copies[-1].ended
+    def unchanged(self, owner: int, unit: int, changes: int, into: torch.Tensor) -> bool:
+        assert (owner, unit, changes) == (1, 3, len(self.copies)) and self.copies[-1].ended
         return next(self.counts) == "+"
+
+    def copied(self, *_: Any) -> None:
+        self.counted += 1
 
     def ask(self) -> Copy:
         self.asked += 1
@@ -215,7 +229,7 @@ class Wanted:
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_course_of_a_copy(allows: str, counts: str, asked: int, here: bool, waits: bool) -> None:
     wanted = Wanted(allows, counts)
-    copy = PeerCopy(wanted)
+    copy = wanted.course()
     assert not copy.done()
     if waits:
         copy.wait()
@@ -223,19 +237,19 @@ def test_the_course_of_a_copy(allows: str, counts: str, asked: int, here: bool, 
         while not copy.done():
             for each in (wanted.answer, *wanted.copies):
                 each.ended = True
-    assert (wanted.asked, copy.here, copy.done()) == (asked, here, True)
+    assert (wanted.asked, copy.here, wanted.counted, copy.done()) == (asked, here, here, True)
 
 
 def test_an_abandoned_copy_is_waited_for_and_no_other_begins() -> None:
     wanted = Wanted("+", "")
-    PeerCopy(wanted).abandon()
+    wanted.course().abandon()
     assert wanted.copies[0].ended
-    asking = PeerCopy(Wanted("-", ""))
+    asking = Wanted("-", "").course()
     asking.abandon()
     assert asking.done() and not asking.here
 
 
 def test_a_copy_ends_with_the_owner_s_failure() -> None:
-    copy = PeerCopy(Wanted("-", "", RankFailure("Rank 1 is lost.", "Start again.", rank=1)))
+    copy = Wanted("-", "", RankFailure("Rank 1 is lost.", "Start again.", rank=1)).course()
     with pytest.raises(RankFailure):
         copy.wait()
