@@ -147,7 +147,6 @@ class RankedStep(SingleStep):
             self._end_failed(call, heard, error)
             raise
         self._await_forgotten()  # a barrier may overtake the message that a rank has called zero_grad()
-        contents = {rank: list(map(set, said["content"])) for rank, said in heard.items()}
         for said in heard.values():
             for page, content, zeros in zip(
                 self._pages.values(), said["content"], said["zeros"], strict=True
@@ -158,7 +157,7 @@ class RankedStep(SingleStep):
         if forgiving and any(said["lost"] for said in heard.values()):
             self._complete_contributions(heard)
             return ExactSum(nonfinite=math.inf)
-        squares = self._agreed_squares(call, functools.partial(self._complete, heard, contents, dropped))
+        squares = self._agreed_squares(call, functools.partial(self._complete, heard, dropped))
         if self._whole is not None and not self._whole.summed:
             if self._share.whole_states:
                 self._agreed_squares(call, self._whole.share_sums)
@@ -212,16 +211,11 @@ class RankedStep(SingleStep):
             return {"backwards": 0, "offered": [0 for _ in ranks]}
         return {"backwards": shards.ended, "offered": [shards.offered[rank] for rank in ranks]}
 
-    def _complete(
-        self,
-        heard: Mapping[int, Mapping[str, Any]],
-        contents: Mapping[int, list[set[int]]],
-        dropped: Sequence[tuple[int, int]],
-    ) -> None:
+    def _complete(self, heard: Mapping[int, Mapping[str, Any]], dropped: Sequence[tuple[int, int]]) -> None:
         """Complete the sums that this rank owns, and forget the gradients `dropped`, (unit, index)."""
         self._complete_contributions(heard)
         if self._whole is not None:
-            self._whole.sum_up(contents)
+            self._whole.sum_up({rank: said["content"] for rank, said in heard.items()})
         for unit, parameter in dropped:
             self._gradients.drop(unit, parameter)
 

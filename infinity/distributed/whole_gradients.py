@@ -7,7 +7,7 @@ gradient. At stage 0, each rank then pulls the sums of all other pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -42,7 +42,7 @@ class WholeGradients:
                 'Call runtime.optimizer.zero_grad() after step(), or offload with partition="gradients".',
             )
 
-    def sum_up(self, contents: Mapping[int, list[set[int]]]) -> None:
+    def sum_up(self, contents: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Sum up all ranks' gradients of the pieces that this rank owns. Does nothing if this was already
         done in this step.
 
@@ -69,7 +69,7 @@ class WholeGradients:
                 for chunk_index, piece in page.layout.pieces(parameter):
                     owner = page.layout.chunks[chunk_index].owner
                     if owner != self._share.rank:
-                        found = self._pull(page, owner, parameter, piece.start, piece.count)
+                        found = self._sum(page, parameter, piece.start, piece.count, [owner])
                         assert found is not None, "the owner has summed up what any rank has"
                         self._replace(page, chunk_index, piece, found)
 
@@ -93,18 +93,12 @@ class WholeGradients:
             if rank == self._share.rank:
                 found = self._gradients.elements(page, parameter, first, count)
             else:
-                found = self._pull(page, rank, parameter, first, count)
+                into = torch.empty(count, dtype=page.stored_dtype(parameter), device="cpu")
+                there = self._remote.local_gradient(rank, page.index, parameter, first, into)
+                found = into if there else None
             if found is not None:
                 total = found if total is None else total.add_(found)
         return total
-
-    def _pull(
-        self, page: GradientPage, rank: int, parameter: int, first: int, count: int
-    ) -> torch.Tensor | None:
-        """Pull elements [first, first + count) of a rank's gradient of a parameter; None if it has none."""
-        into = torch.empty(count, dtype=page.stored_dtype(parameter), device="cpu")
-        there = self._remote.local_gradient(rank, page.index, parameter, first, into)
-        return into if there else None
 
     def _replace(self, page: GradientPage, chunk_index: int, piece: Piece, total: torch.Tensor) -> None:
         # Of a unit that this rank has not used since its last update, that update may still be due, and use
