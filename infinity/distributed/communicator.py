@@ -282,12 +282,10 @@ class Communicator(SingleRank):
         self.ranks.close(orderly=orderly and self.failure_event.failure is None)
 
 
-def _on_each(nodes: Sequence[object]) -> int:
+def _on_each(nodes: Sequence[int]) -> int:
     """Return the number of ranks on each node, if each of several nodes has equally many, consecutive ranks;
-    otherwise 0. nodes: the name of each rank's node.
+    otherwise 0. nodes: as in `Ranks`.
     """
-    count = nodes.count(nodes[0])
-    several = len(nodes) > count and len(nodes) % count == 0
-    starts = range(0, len(nodes), count)
-    alike = several and all(len(set(nodes[at : at + count])) == 1 for at in starts)
-    return count if alike and len({nodes[at] for at in starts}) == len(starts) else 0
+    count, several = nodes.count(0), len(set(nodes))
+    alike = several > 1 and [*nodes] == [node for node in range(several) for _ in range(count)]
+    return count if alike else 0
