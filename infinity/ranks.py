@@ -45,6 +45,10 @@ Present = Callable[[int, int, int, int], torch.Tensor]
 present values, which this rank must have at home: (count,) in memory order, in the parameter's dtype.
 """
 
+Take = Callable[[torch.Tensor, int, int], torch.Tensor]
+"""Function (parameter, first, count) that returns rank 0's values of elements [first, first + count) of a
+parameter, flat in the order of memory, in RAM.
+"""
 Give = Callable[[int, int, int], torch.Tensor]
 """Function (number, first, count) that returns this rank's values of elements [first, first + count) of
 tensor `number`: flat, contiguous and in RAM. Any thread may call it.
@@ -229,10 +233,9 @@ class SingleRank(Closing):
         """
         return SingleExchange()
 
-    def initial_values(self, model: nn.Module) -> AbstractContextManager[Callable[..., torch.Tensor] | None]:
+    def initial_values(self, model: nn.Module) -> AbstractContextManager[Take | None]:
         """A context in which pages get their first values: on all ranks the values of rank 0's model, even if
-        an initialiser draws them at random. Yields a function (tensor, first, count) that returns rank 0's
-        elements [first, first + count) of a parameter; None: this rank uses its own values.
+        an initialiser draws them at random. Yields None if this rank uses its own values.
         """
         return nullcontext()
 
@@ -401,11 +404,7 @@ class SingleStep:
     def agree(self, call: str) -> None:
         """Wait until all ranks have made the same call. call: its name, for errors."""
 
-    def agree_on_states(
-        self,
-        digests: Callable[[], Mapping[tuple[int, int], int]],
-        cure: str = "Give all ranks the same states, such as those of one file.",
-    ) -> None:
+    def agree_on_states(self, digests: Callable[[], Mapping[tuple[int, int], int]], cure: str) -> None:
         """Wait until all ranks are about to replace the same optimizer states.
 
         digests: function that returns (unit, index of a parameter) -> digest of its new state. cure: the cure

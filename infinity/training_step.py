@@ -406,7 +406,8 @@ class TrainingStep:
 
         with self._pager.lock:
             self._refuse()
-            self._ranks.agree_on_states(digests)
+            cure = "Give all ranks the same states, such as those of one file."
+            self._ranks.agree_on_states(digests, cure)
 
     def loaded(self) -> None:
         """Wait until all ranks have replaced optimizer states, so that none reads another's former states."""

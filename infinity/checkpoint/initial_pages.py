@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -29,13 +28,8 @@ from infinity.pages.parts import parameter_parts, state_parts
 from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
-from infinity.ranks import Given, SingleRank
+from infinity.ranks import Given, SingleRank, Take
 from infinity.tiers import Tier
-
-Take = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""Function (parameter, first, count) that returns rank 0's values of elements [first, first + count) of a
-parameter, flat in the order of memory, in RAM.
-"""
 
 
 def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
@@ -93,9 +87,8 @@ class InitialPages:
     def _fill(
         self, weights: str | os.PathLike[str] | None, heap: HeapGuard, take: Take | None = None
     ) -> None:
-        """Write the initial values home, as `fill` says. take: function (parameter, first, count) that
-        returns elements of a parameter that is not on the meta device; None: the parameter's own values are
-        taken.
+        """Write the initial values home, as `fill` says. take: for parameters that are not on the meta
+        device; None: their own values are taken.
         """
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:

@@ -61,6 +61,8 @@ _KINDS: dict[str, type[InfinityError]] = {
     each.__name__: each for each in (ConfigError, CorruptState, IncompatibleCheckpoint, RankDivergence)
 }
 """Name -> class of the errors that can be made again on another rank from their cause and cure alone."""
+Heard = Mapping[int, Mapping[str, Any]]
+"""Rank -> its facts in an agreement, by name."""
 _SAME = "Make the same calls in the same order on all ranks."
 _ANSWER = 5.0
 """The most seconds in which a rank that waits in an agreement answers another one."""
@@ -216,9 +218,7 @@ class Barrier:
         return self._end_all(f"Rank {absent} did not come to {within}: {last}.", cure)
 
 
-def check_same(
-    call: str, heard: Mapping[int, Mapping[str, Any]], cure: str, names: Iterable[str] | None = None
-) -> None:
+def check_same(call: str, heard: Heard, cure: str, names: Iterable[str] | None = None) -> None:
     """Check that all ranks gave equal facts in an agreement. Raises RankDivergence.
 
     heard: what `Barrier.agree` returned. cure: the error's cure. names: the facts to compare; by default all.

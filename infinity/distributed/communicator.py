@@ -33,7 +33,7 @@ from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
 from infinity.pages.optimizer_page import States
 from infinity.planning.plan import Plan
-from infinity.ranks import Give, Given, Present, SingleRank
+from infinity.ranks import Give, Given, Present, SingleRank, Take
 from infinity.system import launcher
 from infinity.system.launcher import RankLocation
 from infinity.telemetry.timeline import Timeline
@@ -179,9 +179,7 @@ class Communicator(SingleRank):
     def exchange(self, label: str, give: Give) -> Exchange:
         return Exchange(self, label, give)
 
-    def initial_values(
-        self, model: torch.nn.Module
-    ) -> AbstractContextManager[Callable[..., torch.Tensor] | None]:
+    def initial_values(self, model: torch.nn.Module) -> AbstractContextManager[Take | None]:
         return initial_values(self, model)
 
     def write_states(self, states: States, given: Sequence[Given], present: Present) -> None:

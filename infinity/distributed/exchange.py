@@ -8,7 +8,7 @@ Ranks also take rank commits from each other in this way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from infinity.distributed.transfers import Delivery
 from infinity.formats.encodings import rounds_to
 from infinity.layout.strides import part_in_memory_order
 from infinity.pages.optimizer_page import States
-from infinity.ranks import Give, Given, Present, SingleExchange
+from infinity.ranks import Give, Given, Present, SingleExchange, Take
 
 if TYPE_CHECKING:
     from infinity.distributed.communicator import Communicator
@@ -78,9 +78,7 @@ class Exchange(SingleExchange):
 
 
 @contextmanager
-def initial_values(
-    communicator: Communicator, model: nn.Module
-) -> Iterator[Callable[..., torch.Tensor] | None]:
+def initial_values(communicator: Communicator, model: nn.Module) -> Iterator[Take | None]:
     """Context of SingleRank.initial_values. model: equal on all ranks except for its values."""
     tensors = [*model.parameters(), *model.buffers()]
     numbers = {id(each): number for number, each in enumerate(tensors)}

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from infinity.distributed.agreed_plan import digest, option_digests
-from infinity.distributed.barrier import Barrier, check_same
+from infinity.distributed.barrier import Barrier, Heard, check_same
 from infinity.distributed.gradient_shards import GradientShards
 from infinity.distributed.message import MessageKind
 from infinity.distributed.page_service import PageService
@@ -187,7 +187,7 @@ class RankedStep(SingleStep):
         self._added.difference_update(found)
         return found
 
-    def _end_failed(self, call: str, heard: Mapping[int, Mapping[str, Any]], error: InfinityError) -> None:
+    def _end_failed(self, call: str, heard: Heard, error: InfinityError) -> None:
         """Complete the shards of a step that fails by `error`; see [Note: after a failed step]."""
         if len({said[_TIMES_CLEARED] for said in heard.values()}) > 1:
             self._barrier.end(error)
@@ -211,7 +211,7 @@ class RankedStep(SingleStep):
             return {"backwards": 0, "offered": [0 for _ in ranks]}
         return {"backwards": shards.ended, "offered": [shards.offered[rank] for rank in ranks]}
 
-    def _complete(self, heard: Mapping[int, Mapping[str, Any]], dropped: Sequence[tuple[int, int]]) -> None:
+    def _complete(self, heard: Heard, dropped: Sequence[tuple[int, int]]) -> None:
         """Complete the sums that this rank owns, and forget the gradients `dropped`, (unit, index)."""
         self._complete_contributions(heard)
         if self._whole is not None:
@@ -219,7 +219,7 @@ class RankedStep(SingleStep):
         for unit, parameter in dropped:
             self._gradients.drop(unit, parameter)
 
-    def _complete_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
+    def _complete_contributions(self, heard: Heard) -> None:
         """Call `_await_contributions`. If it raises an error, every later agreement raises this error."""
         try:
             self._await_contributions(heard)
@@ -227,7 +227,7 @@ class RankedStep(SingleStep):
             self._barrier.end(error)
             raise
 
-    def _await_contributions(self, heard: Mapping[int, Mapping[str, Any]]) -> None:
+    def _await_contributions(self, heard: Heard) -> None:
         """Wait until this rank has added and sent all shards of the backwards before the agreement.
 
         heard: rank -> what it said in the agreement; see `_contributed`.
@@ -414,11 +414,7 @@ class RankedStep(SingleStep):
         if self.shards is not None:
             self.shards.expect(self.shards.ended + later, parameters)
 
-    def agree_on_states(
-        self,
-        digests: Callable[[], Mapping[tuple[int, int], int]],
-        cure: str = "Give all ranks the same states, such as those of one file.",
-    ) -> None:
+    def agree_on_states(self, digests: Callable[[], Mapping[tuple[int, int], int]], cure: str) -> None:
         said = {f"state of {self._name(*place)}": each for place, each in sorted(digests().items())}
         call = "a change of optimizer states"
         check_same(call, self._barrier.agree(call, said), cure)
@@ -471,9 +467,7 @@ class RankedStep(SingleStep):
     def _name(self, unit: int, parameter: int) -> str:
         return self._pages[unit].layout.parameters[parameter].names[0]
 
-    def _check_failures(
-        self, call: str, heard: Mapping[int, Mapping[str, Any]], failure: InfinityError | None
-    ) -> None:
+    def _check_failures(self, call: str, heard: Heard, failure: InfinityError | None) -> None:
         if failure is not None:
             raise failure.again()
         for rank, said in heard.items():
