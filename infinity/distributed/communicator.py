@@ -243,27 +243,21 @@ class Communicator(SingleRank):
 
     def _open_windows(self, parts: Components) -> None:
         """Let ranks of this node read this rank's memory, and read theirs. All ranks call this."""
-        told = None
-        if parts.store.host.region.descriptor < 0:
+        store = parts.store
+        if store.host.region.descriptor < 0:
             self._windows = None  # a rank that is alone on its node and relays nothing
-        if self._windows is not None:
-            told = self._windows.tell_memory(parts.store, parts.pages)
+        windows = self._windows
+        told = None if windows is None else windows.tell_memory(store, parts.pages)
         heard = self.gather("offload()", told)
-        reads: list[int] = []
-        devices: Sequence[int] = ()
-        if self._windows is not None:
-            reads = self._windows.read_memory(heard, parts.store.device.device)
-            devices = self._windows.devices
-        readers = self.gather("offload()", [reads, [*devices], sorted(parts.store.plan.updated_on_device)])
-        if self._windows is not None:
-            rank = self.ranks.rank
-            self._windows.keep_arenas([each for each, (theirs, *_) in readers.items() if rank in theirs])
-            self._windows.added_from_there = {
-                each: units for each, (_, theirs, units) in readers.items() if rank in theirs
-            }
-            self.unreached = self._windows.unreached
-        if told is not None:
-            parts.store.host.region.close_descriptor()
+        reads: tuple[list[int], ...] = [], [], []
+        if windows is not None:
+            arenas = windows.read_memory(heard, store.device.device)
+            reads = arenas, windows.devices, sorted(store.plan.updated_on_device)
+        readers = self.gather("offload()", reads)
+        if windows is not None:
+            windows.note_readers(readers)
+            self.unreached = windows.unreached
+            store.host.region.close_descriptor()
 
     def close(self) -> None:
         if self._closed:

@@ -104,7 +104,7 @@ class Windows:
         """Mate -> unit whose page is at home in its device memory -> bytes from the start of this memory."""
         self._devices: dict[int, tuple[SharedMemory, torch.Tensor]] = {}
         """Mate -> its device memory, uint8; absent if this rank cannot read it."""
-        self.added_from_there: Mapping[int, Collection[int]] = {}
+        self._added_from_there: Mapping[int, Collection[int]] = {}
         """Mate whose device reads the memory of this rank's -> units whose gradients the mate adds there."""
 
     def tell(self) -> list[Told]:
@@ -173,9 +173,15 @@ class Windows:
                     self._devices[rank] = memory, tensor_over(region)
         return [*self._arenas]
 
-    def keep_arenas(self, readers: Collection[int]) -> None:
-        """Read the RAM of those ranks alone that read this rank's."""
-        self._arenas = {rank: each for rank, each in self._arenas.items() if rank in readers}
+    def note_readers(self, readers: Mapping[int, Sequence[Collection[int]]]) -> None:
+        """Read the RAM of those ranks alone that read this rank's. readers: rank -> (ranks whose RAM it
+        reads, those whose device memory it reads, units whose gradients it adds on its device).
+        """
+        me = self._rank
+        self._arenas = {rank: each for rank, each in self._arenas.items() if me in readers[rank][0]}
+        self._added_from_there = {
+            rank: units for rank, (_, devices, units) in readers.items() if me in devices
+        }
 
     def reads(self, rank: int, unit: int | None = None) -> bool:
         """Whether this rank copies what `rank` offers in its RAM by itself. It also reads what it relays
@@ -194,7 +200,7 @@ class Windows:
 
     def adds_from_there(self, owner: int, unit: int) -> bool:
         """Whether `owner` adds gradients of a unit on its device, which reads the memory of this rank's."""
-        return unit in self.added_from_there.get(owner, ())
+        return unit in self._added_from_there.get(owner, ())
 
     @property
     def unreached(self) -> int:
