@@ -230,7 +230,7 @@ class GradientShards:
         room, or for others before them in their lane.
         """
         self._paused = self._closed = 0
-        """Numbers of agreements that this rank has begun by `pause`, and ended by `await_all`."""
+        """Numbers of agreements that this rank has begun by `pause`, and ended by `close_step`."""
         self._reading: dict[int, tuple[_Offer, _Block, torch.Tensor]] = {}
         """Number of a delivery -> the block that it brings, and memory in the pool of the exchange."""
         self._outgoing: dict[int, tuple[torch.Tensor, int]] = {}
@@ -419,7 +419,8 @@ class GradientShards:
 
     def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
         """Wait, without the runtime's lock, until this rank has heard of all shards of the step that belong
-        to its sums. No rank offers another one before the step ends.
+        to its sums, has added them, and has sent all of its own. No rank offers another one before the step
+        ends.
 
         ended: rank -> number of backwards that it has ended; the largest number is then used for all ranks.
         offered: rank -> number of shards that it has offered to this rank. Raises RankFailure, and
@@ -433,11 +434,6 @@ class GradientShards:
         for rank in range(self._share.ranks):
             self._take(self._turns.done(rank, ALL))
         self._go_on()
-
-    def await_all(self) -> None:
-        """Wait, without the runtime's lock, until this rank has added all shards to its sums and sent all of
-        its own shards. Call it after `close_step`. Raises RankFailure, and RankDivergence after the time-out.
-        """
         if not self._wire.wait_for_step(self._idle, "gradients"):
             raise self._late("brings gradients to this rank or takes them")
         self._turns.go_on(self.ended)

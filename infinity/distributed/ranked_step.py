@@ -239,7 +239,6 @@ class RankedStep(SingleStep):
             {each: said["backwards"] for each, said in heard.items()},
             {each: said["offered"][rank] for each, said in heard.items() if each != rank},
         )
-        self.shards.await_all()
 
     def _agreed_squares(self, call: str, work: Callable[[], object]) -> ExactSum:
         """Do `work`, wait for all ranks to do theirs, and return the sum of all squared gradients."""
