@@ -448,16 +448,18 @@ class GradientShards:
         self.fresh.clear()
         self.offered.clear()
         self._heard.clear()
-        self._turns.clear()
+        for offer in self._turns.clear():
+            if offer.here is not None and offer.source != self._share.rank:
+                self._wire.post(offer.source, MessageKind.TAKEN, offer.token)
         self._ready.clear()
         for (source, lane), offers in self._lanes.items():
             if left := sum(_bytes(block, each.dtype) for each in offers for block in each.blocks):
                 self._wire.drop(source, lane, left)
         self._lanes.clear()
         self._coming.clear()
-        self._outgoing.clear()
         self._begun.clear()
-        self._waiting_bytes = sum(self._sending.values())
+        # An owner that copies a gradient now, which comes to nothing, gives its memory back by TAKEN.
+        self._waiting_bytes = sum(self._sending.values()) + sum(size for _, size in self._outgoing.values())
         self._wire.failure_event.notify()
         if self._paused > self._closed:
             self._take(self._turns.done(self._share.rank, ALL))
@@ -523,8 +525,8 @@ class GradientShards:
         self._go_on()
 
     def taken(self, token: int) -> None:
-        """Note that the owner has added a gradient that it has read by itself. token: of the gradient."""
-        _, nbytes = self._outgoing.pop(token, (None, 0))  # it may have been cleared
+        """Note that the owner reads a gradient no more. token: of the gradient."""
+        _, nbytes = self._outgoing.pop(token)
         self._count(-nbytes)
 
     def sum_requested(self, source: int, number: int, epoch: int, ended: int, *wanted: int) -> None:

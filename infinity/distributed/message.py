@@ -99,7 +99,9 @@ class MessageKind(enum.IntEnum):
     updates that its own rank commit still needs.
     """
     TAKEN = 21
-    """The sender has read a gradient shard in the receiver's RAM or device memory. Fields: the token."""
+    """The sender has read a gradient shard in the receiver's RAM or device memory, or never will. Fields: the
+    token.
+    """
     REDIRECT = 20
     """Fields: the delivery's number. The receiver can copy the bytes from the sender's RAM by itself, or asks
     their owners for those that it does not find there.

@@ -43,6 +43,13 @@ def test_a_lost_gradient_ends_the_step_on_all_ranks_and_no_later_one(tmp_path: P
     assert told == [[error, "stepped"] * 2 for error in ("DeviceError", "RankFailure")]
 
 
+def test_zero_grad_gives_nothing_back_that_another_rank_copies(tmp_path: Path) -> None:
+    case = Case("mlp", 3, home="device")
+    (found,) = launch("clearing_on_devices", (case,), 2, tmp_path, timeout=200.0)
+    assert found[0] == [True, False, False, False]
+    assert found[1][1::2] == [False, False]
+
+
 def test_gradients_are_not_offered_before_they_have_come(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"where one rank has|NonFiniteGradient"):
         check_bits(CASES[:1], 2, tmp_path, function="training_without_waits_for_gradients")

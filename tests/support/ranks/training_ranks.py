@@ -165,6 +165,43 @@ def _lose_gradients(case: Case, place: Place, directory: Path) -> dict[str, list
     return {"told": told}
 
 
+def clearing_on_devices() -> list[Any]:
+    """Backwards on devices and zero_grad() without a step: first while rank 1 copies what rank 0 has offered,
+    then after a backward of rank 1 alone. Returns whether this rank's gradients are kept, after each.
+    """
+    return _each_case(_clear_on_device)
+
+
+def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
+    held, was_read, kept = list[tuple[Any, ...]](), GradientShards._was_read, list[bool]()
+
+    def hold(self: GradientShards, offer: Any, began: int) -> None:
+        if place.rank == 1 and offer.source == 0:
+            held.append((self, offer, began))
+        else:
+            was_read(self, offer, began)
+
+    with _on(EmulatedDevice(place.rank)), opened(case, place, directory) as (model, runtime):
+        step: Any = runtime.training_step._ranks
+        shards = step.shards
+        for both in (True, False):
+            with mock.patch.object(GradientShards, "_was_read", hold):
+                if both or place.rank == 1:
+                    backwards(case, place, model, runtime, 0)
+                shards._gradients.await_arrivals()
+                runtime.optimizer.zero_grad()
+                step.await_cleared()
+                step.agree("all have cleared their gradients")
+            kept.append(shards._waiting_there.leased > 0)
+            step.agree("all have looked")
+            for each in held:
+                was_read(*each)
+            held.clear()
+            assert step._wire.wait(lambda: not shards._outgoing and not shards._going_up, "gradients")
+            kept.append(shards._waiting_there.leased > 0)
+    return kept
+
+
 @contextmanager
 def _on(device: EmulatedDevice) -> Iterator[None]:
     with device.in_use(shared=True), mock.patch.object(twin_flow, "has_kernels", lambda _: True):
