@@ -112,9 +112,9 @@ class Ranks:
         everywhere = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
         rank = everywhere.index(dist.get_rank())
         secret = Secret.of_environment()
-        windows = open_windows(rank, len(everywhere))
-        endpoint = Endpoint(_own_address(), secret)
+        endpoint, windows = Endpoint(_own_address(), secret), None
         try:
+            windows = open_windows(rank, len(everywhere))
             met = _meet(everywhere, rank, endpoint, windows, seconds)
             return cls(rank, len(everywhere), *met, endpoint, windows)
         except BaseException as error:
