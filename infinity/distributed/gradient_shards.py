@@ -597,8 +597,9 @@ class GradientShards:
 
     def _go_on(self) -> None:
         """Read the blocks of `_ready` for which there is room, and answer requests for sums."""
-        while any(self._read(each) for each in self._ready):
-            self._ready = [each for each in self._ready if each.blocks]
+        while offer := next((each for each in self._ready if self._read(each)), None):
+            if not offer.blocks:
+                self._ready.remove(offer)
         if self._asked_sums:
             self._answer_sums()
         self._wire.failure_event.notify()
