@@ -44,9 +44,11 @@ def tensor_over(memory: _tiers.Region | _tiers.Lease) -> torch.Tensor:
     other lease, even if the lease is released meanwhile. Raises ValueError for a lease that was released
     before.
     """
-    with torch.inference_mode(False):  # the tensor may outlive the mode and be saved for backward
-        tensor: torch.Tensor = from_dlpack(memory.to_dlpack())
-        return tensor
+    if torch.is_inference_mode_enabled():  # the tensor may outlive the mode and be saved for backward
+        with torch.inference_mode(False):
+            return tensor_over(memory)
+    tensor: torch.Tensor = from_dlpack(memory.to_dlpack())
+    return tensor
 
 
 atexit.register(_tiers._leave)
