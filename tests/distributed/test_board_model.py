@@ -246,3 +246,139 @@ class ClosesAfterItQueues(Devices):
 def test_the_model_notices_a_mistake_on_devices(kind: type[Model]) -> None:
     with pytest.raises(AssertionError, match="the mate got other bytes"):
         check(kind())
+
+
+WANTS = ((0, 1), (1, 1), (0, 2))
+"""(page, stamp) of what a mate wants of other nodes, one after the other."""
+BRINGS = 3
+"""Number of times that the relay begins to bring parts for other mates."""
+
+
+class Relayed(NamedTuple):
+    """The state of a relay with two pages, and memory for one of them, and of a mate."""
+
+    counts: tuple[int, int] = (0, 0)
+    """Times that each page's entry was opened or closed."""
+    stamps: tuple[int, int] = (0, 0)
+    memory: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
+    """(page, stamp) of the bytes in each half of the memory."""
+    held: tuple[int, int] | None = None
+    """(page, stamp) for which the memory is used."""
+    arrived: int = 2
+    """Halves of these parts that have come."""
+    brought: int = 0
+    wants: int = 0
+    """Number of things that the mate has got."""
+    doing: str = "look"
+    again: bool = False
+    seen: int = 0
+    copied: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
+
+
+class Relay:
+    """The events of `NodeCache.bring` and its mate, each of which happens under the lock of its owner."""
+
+    def begin(self, state: Relayed, what: tuple[int, int]) -> Relayed:
+        """Take the memory for other parts; all entries of it are closed first."""
+        for page in {what[0], state.held[0] if state.held else what[0]}:
+            state = self.close(state, page)
+        return state._replace(held=what, arrived=0)
+
+    def close(self, state: Relayed, page: int) -> Relayed:
+        counts = [*state.counts]
+        counts[page] += counts[page] % 2
+        return state._replace(counts=(counts[0], counts[1]))
+
+    def open(self, state: Relayed) -> Relayed:
+        assert state.held is not None
+        page, stamp = state.held
+        counts, stamps = [*state.counts], [*state.stamps]
+        counts[page] += 1
+        stamps[page] = stamp
+        return state._replace(counts=(counts[0], counts[1]), stamps=(stamps[0], stamps[1]))
+
+    def complete(self, state: Relayed) -> bool:
+        """Whether the parts are offered when this many halves have come."""
+        return state.arrived == 2
+
+    def relay(self, state: Relayed) -> Iterator[Relayed]:
+        if state.held is not None and state.arrived < 2:
+            memory = [*state.memory]
+            memory[state.arrived] = state.held
+            came = state._replace(memory=tuple(memory), arrived=state.arrived + 1)
+            yield self.open(came) if self.complete(came) else came
+        elif state.brought < BRINGS:
+            for what in {(page, stamp) for page in (0, 1) for stamp in (1, 2)} - {state.held}:
+                yield self.begin(state._replace(brought=state.brought + 1), what)
+
+    def unchanged(self, state: Relayed, page: int) -> bool:
+        return state.counts[page] == state.seen
+
+    def mate(self, state: Relayed) -> Iterator[Relayed]:
+        if state.wants == len(WANTS):
+            return
+        page, stamp = what = WANTS[state.wants]
+        got = state._replace(wants=state.wants + 1, doing="look", again=False)
+        refused = state._replace(doing="ask") if not state.again else got  # the owners send the bytes
+        if state.doing == "look":
+            is_open = state.counts[page] % 2 == 1 and state.stamps[page] == stamp
+            yield state._replace(seen=state.counts[page], doing="copy 0") if is_open else refused
+        elif state.doing.startswith("copy"):
+            half, copied = int(state.doing[-1]), [*state.copied]
+            copied[half] = state.memory[half]
+            yield state._replace(copied=tuple(copied), doing="look again" if half else "copy 1")
+        elif state.doing == "look again" and self.unchanged(state, page):
+            assert state.copied == (what, what), "the mate got other bytes"
+            yield got
+        elif state.doing == "look again":
+            yield refused
+        elif state.doing == "ask":
+            coming = state.arrived < 2
+            here = state if coming or state.held == what else self.begin(state, what)
+            yield here._replace(doing="await")
+        elif state.held != what or state.arrived == 2:  # the relay's answer
+            yield state._replace(doing="look", again=True)
+
+
+def check_relay(model: Relay) -> int:
+    """Try all orders of a relay's events and a mate's. Returns the number of states."""
+    found, frontier = {Relayed()}, [Relayed()]
+    while frontier:
+        state = frontier.pop()
+        following = [*model.relay(state), *model.mate(state)]
+        assert following or state.wants == len(WANTS), "the mate waits for ever"
+        for each in set(following) - found:
+            found.add(each)
+            frontier.append(each)
+    return len(found)
+
+
+def test_a_mate_gets_what_is_relayed_in_every_order() -> None:
+    assert check_relay(Relay()) > 500
+
+
+class ClosesItsPageAlone(Relay):
+    """A relay that does not close the entry of the page whose memory it takes."""
+
+    def begin(self, state: Relayed, what: tuple[int, int]) -> Relayed:
+        return self.close(state, what[0])._replace(held=what, arrived=0)
+
+
+class OffersHalf(Relay):
+    """A relay that offers parts before the last of them has come."""
+
+    def complete(self, state: Relayed) -> bool:
+        return state.arrived == 1
+
+
+class RelayedLooksOnce(Relay):
+    """A mate that does not look again after its copy."""
+
+    def unchanged(self, state: Relayed, page: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [ClosesItsPageAlone, OffersHalf, RelayedLooksOnce])
+def test_the_model_notices_a_mistake_of_a_relay(kind: type[Relay]) -> None:
+    with pytest.raises(AssertionError, match="the mate got other bytes"):
+        check_relay(kind())
