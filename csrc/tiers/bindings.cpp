@@ -180,6 +180,7 @@ void bind_region(nb::module_& m) {
         },
         nb::arg("nbytes"), nb::kw_only(), nb::arg("huge_pages"), nb::arg("numa_node") = -1,
         nb::arg("populate") = false, nb::arg("shared") = false);
+    m.def("open_process", &open_process, nb::arg("process"));
     m.def("map_window", &map_window, nb::arg("descriptor"), nb::arg("nbytes"));
     m.def("adopt", &adopt, nb::arg("address"), nb::arg("nbytes"), nb::kw_only(),
           nb::arg("device_kind"), nb::arg("device_index"), nb::arg("owner"));
@@ -237,6 +238,7 @@ void bind_mail(nb::module_& m) {
                 const std::uint64_t nbytes = self.unread(peer);
                 const nb::bytes found = nb::steal<nb::bytes>(
                     PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(nbytes)));
+                if (!found.is_valid()) throw nb::python_error();
                 if (nbytes != 0) self.read(peer, PyBytes_AS_STRING(found.ptr()), nbytes);
                 return found;
             },

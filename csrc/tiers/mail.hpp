@@ -16,9 +16,11 @@ namespace infinity::tiers {
 //
 // [Note: need wakeup]
 // A process says in its region who of it sleeps until a message comes (`sleep`), and then looks
-// once more (`unread`). A sender first writes, then looks whether somebody sleeps (`sleepers`), and
-// wakes them by other means. All four accesses are sequentially consistent, so at least one of the
-// two sees what the other has done: no message waits for a sleeper that nobody wakes.
+// once more (`unread`). A sender first writes, then looks whether somebody sleeps (`sleeper`), and
+// wakes them by other means. In the same way a sender says that it waits for room, and then tries
+// once more to write, and a reader looks when it has read. All four accesses are sequentially
+// consistent, so at least one of the two sees what the other has done: no message waits for a
+// sleeper that nobody wakes.
 class Mail {
   public:
     static constexpr std::uint64_t kRing = 512 << 10;  // bytes

@@ -36,7 +36,8 @@ std::uint64_t base_page() {
     throw std::system_error(error, std::generic_category(), what);
 }
 
-// Constants of linux/fcntl.h and linux/memfd.h, which older C libraries lack.
+// Constants of asm/unistd.h, linux/fcntl.h and linux/memfd.h, which older C libraries lack.
+constexpr long kPidfdOpen = 434;       // on all architectures
 constexpr unsigned kCloseOnExec = 1;   // MFD_CLOEXEC
 constexpr unsigned kAllowSealing = 2;  // MFD_ALLOW_SEALING
 constexpr int kAddSeals = 1033;        // F_ADD_SEALS
@@ -247,6 +248,12 @@ void Window::forget(std::uint64_t offset, std::uint64_t nbytes) const {
     if (offset > this->nbytes() || nbytes > this->nbytes() - offset) return;
     const std::uint64_t start = offset / base_page() * base_page();
     ::madvise(address() + start, offset + nbytes - start, MADV_DONTNEED);
+}
+
+int open_process(int process) {
+    const long descriptor = ::syscall(kPidfdOpen, process, 0);
+    if (descriptor < 0) fail(errno, "pidfd_open");
+    return static_cast<int>(descriptor);
 }
 
 std::shared_ptr<Window> map_window(int descriptor, std::uint64_t nbytes) {

@@ -92,6 +92,10 @@ class Window : public Region {
 // its size can change.
 std::shared_ptr<Window> map_window(int descriptor, std::uint64_t nbytes);
 
+// Returns a descriptor that becomes readable when a process ends (pidfd_open). Python has this call
+// only if it was built with recent kernel headers. Throws std::system_error.
+int open_process(int process);
+
 // The number of the region's bytes that are in RAM now (mincore). Throws std::system_error.
 std::uint64_t resident_bytes(const Region& region);
 

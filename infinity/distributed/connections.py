@@ -61,11 +61,11 @@ _log = logging.getLogger("infinity")
 
 
 class Ends(Protocol):
-    """Callbacks from the thread that receives, which they must not hold up."""
+    """Callbacks from a thread that reads messages, which they must not hold up."""
 
     def heard(self, peer: int, message: Message, portion: Sequence[memoryview]) -> None:
-        """A message has come, and bytes of the stream that it names. BYE comes after all others of the peer,
-        but ROOM.
+        """A message has come, and bytes of the stream that it names. Behind BYE comes nothing of the peer but
+        ROOM and FAILED.
         """
 
     def lost(self, rank: int, what: str) -> None:
@@ -170,14 +170,17 @@ class Connections:
             if at != rank
         }
         self._at_address = {each.address.encode(): each for each in self._peers.values()}
-        self._broken: dict[int, str] = {}
-        """Peer -> why it will be lost if its last words do not say that it has left."""
+        self._broken: dict[int, tuple[float, str]] = {}
+        """Peer -> (time.monotonic() from which it is lost if it has not said BYE, why)."""
         self._mailbox = mailbox
         self._reading = threading.Lock()
         """Held to read messages of mates."""
         self._closing = self._stopping = self._warned = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.thread = threading.Thread(target=self._run, name="infinity messages", daemon=True)
+
+    def start(self) -> None:
+        """Begin to receive messages."""
         self.thread.start()
 
     # --- any thread ---------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ class Connections:
             try:
                 sent = self._mailbox.post(peer.rank, message, portion, urgent=urgent)
             except RuntimeError as error:
-                sent, self._broken[peer.rank] = False, f"is no rank any more: {error}"
+                sent, self._broken[peer.rank] = False, (0.0, f"is no rank any more: {error}")
             if not sent:
                 os.eventfd_write(self._wake, 1)  # the thread sends the rest, or parts from the peer
             return
@@ -218,8 +221,8 @@ class Connections:
         peer = self._peers[rank]
         with self._lock:
             if not peer.said_bye:
-                peer.said_bye = True
                 self._send(peer, encoded(Message(MessageKind.BYE, [])))
+                peer.said_bye = True
 
     def read_mail(self, inbox: Any = None, *, block: bool = True) -> None:
         """Read messages of mates that are here. inbox: gets messages on which the calling thread acts itself.
@@ -251,7 +254,8 @@ class Connections:
         try:
             message = decoded(body or b"")
         except ValueError as error:
-            self._broken[peer.rank] = f"sent what is no message: {error}"
+            with self._lock:
+                self._broken[peer.rank] = 0.0, f"sent what is no message: {error}"
             self._wake_up()
             return
         peer.heard_bye = message.kind is MessageKind.BYE
@@ -315,10 +319,10 @@ class Connections:
                 mailbox.woken()
             for each in processes.keys() & ready.keys():
                 poller.unregister(each)
-                self._has_ended(self._peers[processes[each]], "its process has ended")
+                self._has_ended(self._peers[processes[each]], 0.0, "its process has ended")
             if self._in in ready:
                 self._read_messages()
-            elif self._broken:
+            if self._broken:
                 self._lose_broken()
             if self._monitor in ready:
                 self._look_at_connections()
@@ -327,8 +331,6 @@ class Connections:
             if time.monotonic() >= next_round:
                 self._beat()
                 next_round = time.monotonic() + self._liveness.interval
-            if mailbox is not None:
-                mailbox.rouse_now()
 
     def _parted(self) -> bool:
         """Whether nothing more has to be sent to peers or received from them."""
@@ -348,7 +350,9 @@ class Connections:
             self.read_mail()
         mailbox.ring()
         with self._lock:
-            mailbox.flush()
+            for rank, why in mailbox.flush():
+                self._broken[rank] = 0.0, f"is no rank any more: {why}"
+        mailbox.rouse_now()
         return LOOK if others else self._liveness.interval
 
     def _read_messages(self) -> None:
@@ -427,21 +431,28 @@ class Connections:
             event: Any = recv_monitor_message(self._monitor)
             peer = self._at_address[event["endpoint"]]
             if event["event"] == zmq.EVENT_DISCONNECTED or peer.heard_bye:
-                self._has_ended(peer, "the connection to it broke")
+                self._has_ended(peer, _LAST_WORDS, "the connection to it broke")
 
-    def _has_ended(self, peer: _Peer, how: str) -> None:
+    def _has_ended(self, peer: _Peer, patience: float, how: str) -> None:
         if peer.heard_bye:  # it has left
             self._part(peer)
         else:
-            self._broken[peer.rank] = f"is gone: {how}"
+            with self._lock:
+                self._broken[peer.rank] = time.monotonic() + patience, f"is gone: {how}"
 
     def _lose_broken(self) -> None:
         self.read_mail()  # a peer's last words may be there
-        with self._reading:  # another thread may have them
-            broken, self._broken = self._broken, {}
-        for each, why in sorted(broken.items()):
-            if not self._peers[each].heard_bye:
-                self._lose(self._peers[each], why)
+        with self._reading, self._lock:  # another thread may have them
+            now = time.monotonic()
+            due = {each: why for each, (until, why) in self._broken.items() if until <= now}
+            for each in due:
+                del self._broken[each]
+        for each, why in sorted(due.items()):
+            peer = self._peers[each]
+            if peer.heard_bye:
+                self._part(peer)
+            else:
+                self._lose(peer, why)
 
     def _lose(self, peer: _Peer, what: str) -> None:
         """Tell this rank and all others that a peer is lost."""

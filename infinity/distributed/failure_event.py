@@ -55,8 +55,8 @@ class FailureEvent:
         """Wake all waits to look at their conditions again. Call it after a change that may fulfil one."""
         with self._condition:
             self._condition.notify_all()
-        if self.listener is not None:
-            self.listener.rouse()
+        if (listener := self.listener) is not None:
+            listener.rouse()
 
     def fail(self, error: InfinityError) -> bool:
         """End all waits with `error`, if it is the first failure. Returns whether it is."""
@@ -74,7 +74,8 @@ class FailureEvent:
         event's time-out. Raises the run's failure if there is one and `come()` does not hold.
         """
         seconds = self.timeout if timeout is None else timeout
-        if self.listener is None or not self.listener.wait(lambda: self._over(come), seconds):
+        listener = self.listener
+        if listener is None or not listener.wait(lambda: self._over(come), seconds):
             with self._condition:
                 self._condition.wait_for(lambda: self._over(come), seconds)
         if come():

@@ -15,7 +15,8 @@ from infinity.distributed.tree import neighbours
 
 
 class Liveness:
-    """Counts the rounds in which this rank has heard nothing of each of its neighbours. For one thread.
+    """Counts the rounds in which this rank has heard nothing of each of its neighbours. For one thread at a
+    time.
 
     A rank whose process lives but runs no Python, as when native code keeps the GIL for longer than
     `patience`, is taken for dead.

@@ -48,10 +48,14 @@ class Mailbox:
     but `tell`, `open` and `meet`.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        """Raises OSError if the kernel grants no shared memory."""
-        self._memory = _tiers.map_host(_tiers.Mail.nbytes(ranks), huge_pages=False, shared=True)
-        self._mail = _tiers.Mail(self._memory, ranks, rank)
+    def __init__(self, rank: int, near: Sequence[int]) -> None:
+        """near: all ranks of this node, in the same order on each. Raises OSError if the kernel grants no
+        shared memory.
+        """
+        self._places = {each: place for place, each in enumerate(near)}
+        """Rank of this node -> its number in `_mail`."""
+        self._memory = _tiers.map_host(_tiers.Mail.nbytes(len(near)), huge_pages=False, shared=True)
+        self._mail = _tiers.Mail(self._memory, len(near), self._places[rank])
         self._pipes = [os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) for _ in (_THREAD, _LISTENER)]
         self._bells: dict[int, list[int]] = {}
         """Mate -> the descriptors by which its sleepers are woken."""
@@ -82,9 +86,9 @@ class Mailbox:
         worked.
         """
         for rank, (memory, *pipes) in tellers.items():
-            with suppress(OSError):
-                self.processes[os.pidfd_open(memory[0])] = rank  # first: the number may get another process
-                self._mail.meet(rank, window(memory))
+            with suppress(OSError, IndexError):  # the latter: of memory of another size
+                self.processes[_tiers.open_process(memory[0])] = rank  # first: the number may be used again
+                self._mail.meet(self._places[rank], window(memory))
                 self._bells[rank] = []
                 for each in pipes:
                     self._bells[rank].append(opened(each, os.O_WRONLY | os.O_NONBLOCK))
@@ -106,26 +110,34 @@ class Mailbox:
 
     def post(self, mate: int, message: bytes, portion: Sequence[memoryview], *, urgent: bool) -> bool:
         """Send a message and bytes of a stream. Never blocks. Returns False if there was no room for all of
-        it: `flush` sends the rest. urgent: whether the mate is woken now; else `ring` wakes it.
+        it: `flush` sends the rest. urgent: whether the mate is woken now; else `ring` wakes it. Raises
+        RuntimeError if the mate's memory has impossible numbers; what is left for it is dropped then.
         """
         head = _HEAD.pack(len(message), sum(map(len, portion)))
         self.left.setdefault(mate, deque()).extend([head + message, *portion])
         return self._write(mate, urgent=urgent)
 
-    def flush(self) -> None:
-        """Send what there was no room for, as far as there is by now."""
+    def flush(self) -> list[tuple[int, str]]:
+        """Send what there was no room for, as far as there is by now. Returns (mate, error) of `post`."""
+        failed = []
         for mate in [*self.left]:
-            self._write(mate)
+            try:
+                self._write(mate)
+            except RuntimeError as error:
+                failed.append((mate, str(error)))
+        return failed
 
     def _write(self, mate: int, *, urgent: bool = True) -> bool:
-        left = self.left[mate]
-        while left and (done := self._mail.write(mate, left[0])):
-            if done < len(left[0]):
-                left[0] = memoryview(left[0])[done:]
-            else:
+        left, done = self.left.pop(mate), True
+        while left and done:
+            count = self._mail.write(self._places[mate], left[0])
+            done = count == len(left[0])
+            if done:
                 left.popleft()
-        if not left:
-            del self.left[mate]
+            else:
+                left[0] = memoryview(left[0])[count:]
+        if left:
+            self.left[mate] = left
         if urgent or left:
             self._unaware.discard(mate)
             self._ring(mate)
@@ -142,9 +154,9 @@ class Mailbox:
                 self._ring(self._unaware.pop())
 
     def _ring(self, mate: int) -> None:
-        if self._mail.sleeper(mate, _LISTENER):
+        if self._mail.sleeper(self._places[mate], _LISTENER):
             self._wake(self._bells[mate][_LISTENER])
-        elif self._mail.sleeper(mate, _THREAD) & _MESSAGES:
+        elif self._mail.sleeper(self._places[mate], _THREAD) & _MESSAGES:
             self._wake(self._bells[mate][_THREAD])
 
     def forget(self, mate: int) -> None:
@@ -164,11 +176,11 @@ class Mailbox:
         """
         for mate in self._bells:
             try:
-                data = self._begun.pop(mate, b"") + self._mail.read(mate)
+                data = self._begun.pop(mate, b"") + self._mail.read(self._places[mate])
             except RuntimeError:
                 yield mate, None, []
                 continue
-            if self._mail.sleeper(mate, _THREAD) & _ROOM:
+            if self._mail.sleeper(self._places[mate], _THREAD) & _ROOM:
                 self._wake(self._bells[mate][_THREAD])
             at = 0
             while len(data) >= at + _HEAD.size:
@@ -177,6 +189,7 @@ class Mailbox:
                 end = start + nbytes + behind
                 if end - at > _LONGEST:
                     yield mate, None, []
+                    at = len(data)
                 if end > len(data):
                     break
                 portion = [memoryview(data[start + nbytes : end])] if behind else []
@@ -230,6 +243,8 @@ class Mailbox:
         """Close all descriptors, when nobody sends, reads or sleeps any more."""
         if self._closed.acquire(blocking=False):
             bells, self._bells = self._bells, {}
+            self.left.clear()  # it refers to memory, as what has begun does
+            self._begun.clear()
             for each in [*self._pipes, *bells.values(), self.processes]:
                 for end in each:
                     os.close(end)

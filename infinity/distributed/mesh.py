@@ -84,6 +84,8 @@ class Ranks:
     rank: int
     """This process's number in the mesh."""
     size: int
+    endpoint: Endpoint
+    """The bound socket of this rank."""
     nodes: tuple[int, ...]
     """Number in the mesh -> node, of which the first one is 0."""
     addresses: tuple[str, ...]
@@ -92,8 +94,6 @@ class Ranks:
     """Random bytes that only ranks of this meeting know."""
     mates: tuple[int, ...]
     """The ranks of this node of which each reads the other's board and mailbox."""
-    endpoint: Endpoint
-    """The bound socket of this rank."""
     windows: Windows | None
     """The memory by which this rank and its mates read each other's; None if it reads no other's."""
 
@@ -112,16 +112,12 @@ class Ranks:
         everywhere = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.tolist())
         rank = everywhere.index(dist.get_rank())
         secret = Secret.of_environment()
-        endpoint, windows = Endpoint(_own_address(), secret), None
+        endpoint = Endpoint(_own_address(), secret)
         try:
-            windows = open_windows(rank, len(everywhere))
-            met = _meet(everywhere, rank, endpoint, windows, seconds)
-            return cls(rank, len(everywhere), *met, endpoint, windows)
+            return cls(rank, len(everywhere), endpoint, *_meet(everywhere, rank, endpoint, seconds))
         except BaseException as error:
             _leaving.alone = _leaving.alone or isinstance(error, RankFailure)
             endpoint.close()
-            if windows is not None:
-                windows.mailbox.close()
             raise
 
     @property
@@ -217,12 +213,13 @@ def _store_lost(everywhere: Sequence[int], what: str) -> RankFailure:
 
 
 def _meet(
-    everywhere: tuple[int, ...], rank: int, endpoint: Endpoint, windows: Windows | None, timeout: float
-) -> tuple[tuple[int, ...], tuple[str, ...], bytes, tuple[int, ...]]:
-    """Wait until all ranks have called this, and return the ranks' nodes, their addresses, the token, and
-    this rank's mates.
+    everywhere: tuple[int, ...], rank: int, endpoint: Endpoint, timeout: float
+) -> tuple[tuple[int, ...], tuple[str, ...], bytes, tuple[int, ...], Windows | None]:
+    """Wait until all ranks have called this, and return the ranks' nodes, their addresses, the token, this
+    rank's mates, and its windows.
 
-    Raises RankDivergence if a rank does not come or has another secret, and RankFailure if the store is lost.
+    Raises ConfigError, RankDivergence if a rank does not come or has another secret, and RankFailure if the
+    store is lost.
     """
     whole = len(everywhere) == dist.get_world_size()
     ranks = "all" if whole else ",".join(map(str, everywhere))
@@ -256,21 +253,27 @@ def _meet(
 
     place, here = launcher.location(), machine.identity()
     node = None if place is None else place.node
-    memory = None if windows is None else windows.tell()
-    told = tell("here", [endpoint.address, node, here, secrets.token_hex(32), memory])
+    told = tell("here", [endpoint.address, node, here, secrets.token_hex(32)])
     _met[everywhere] += 1  # only now: a rank that gave up and tries again means the same meeting
-    addresses, by_launcher, machines, tokens, memories = zip(*told, strict=True)
+    addresses, by_launcher, machines, tokens = zip(*told, strict=True)
     names = machines if None in by_launcher else by_launcher
     numbers = list(dict.fromkeys(names))
     nodes = tuple(map(numbers.index, names))
     near = [each for each in range(len(nodes)) if (nodes[each], machines[each]) == (nodes[rank], here)]
-    shared = {each: memories[each] for each in near if each != rank and memories[each] is not None}
-    reads = [] if windows is None else windows.open(shared)
-    readers = tell("reads", reads)
-    mates = tuple(each for each in reads if rank in readers[each])
-    if windows is not None:
-        windows.meet(mates)
-    return nodes, addresses, bytes.fromhex(tokens[0]), mates
+    windows, mates = open_windows(rank, near), tuple[int, ...]()
+    with contextlib.ExitStack() as undo:
+        if windows is not None:
+            undo.callback(windows.mailbox.close)
+        memories = tell("memory", None if windows is None else windows.tell())
+        shared = {each: memories[each] for each in near if each != rank and memories[each] is not None}
+        reads = [] if windows is None else windows.open(shared)
+        readers = tell("reads", reads)
+        mates = tuple(each for each in reads if rank in readers[each])
+        if windows is not None:
+            windows.meet(mates)
+        if mates:
+            undo.pop_all()
+    return nodes, addresses, bytes.fromhex(tokens[0]), mates, windows
 
 
 def _signed(secret: Secret | None, place: str, text: str) -> str:

@@ -147,6 +147,8 @@ _LABELS = {
 }
 
 
+INTERNAL = (MessageKind.ARRIVED, MessageKind.SENT, MessageKind.LANDED)
+"""Kinds of messages that a rank puts into its inbox itself, and that nobody sends."""
 WITH_BYTES = (MessageKind.DATA, MessageKind.STREAM, MessageKind.GRADIENT_SHARD)
 """Kinds of messages behind whose first frame are bytes of a stream."""
 
@@ -172,12 +174,17 @@ def encoded(message: Message) -> bytes:
 
 
 def decoded(message: bytes) -> Message:
-    """Return the message of which `encoded` returned the bytes. Raises ValueError for other bytes."""
-    return Message(MessageKind(message[0] if message else 0), _decode(message[1:].decode()))
+    """Return the message of which `encoded` returned the bytes. Raises ValueError for other bytes, and for
+    kinds that a rank puts into its inbox itself.
+    """
+    kind = MessageKind(message[0] if message else 0)
+    if kind in INTERNAL:
+        raise ValueError(f"{kind.name} is sent to nobody")
+    return Message(kind, _decode(message[1:].decode()))
 
 
 def pack(key: bytes, head: Head, message: bytes) -> list[bytes]:
-    """Return the frames of a message but for those of a payload. key: of the MAC, 16 to 64 bytes. message:
+    """Return the frames of a message but for those of a stream. key: of the MAC, 16 to 64 bytes. message:
     what `encoded` returned.
     """
     body = _WAY.pack(*head) + message

@@ -64,15 +64,16 @@ handle is empty if the memory cannot be shared.
 """
 
 
-def open_windows(rank: int, ranks: int) -> Windows | None:
-    """Make the `Windows` of a rank. Returns None if the environment variable INFINITY_WINDOWS is "0", or if
-    the kernel grants no shared memory. Raises ConfigError for another value than "0" or "1".
+def open_windows(rank: int, near: Sequence[int]) -> Windows | None:
+    """Make the `Windows` of a rank. near: all ranks of its node. Returns None if the environment variable
+    INFINITY_WINDOWS is "0", or if the kernel grants no shared memory. Raises ConfigError for another value
+    than "0" or "1".
     """
     text = os.environ.get(VARIABLE, "1")
     if text not in ("0", "1"):
         raise ConfigError(f"{VARIABLE} is {text!r}.", "Give 0 to have ranks of a node send messages, or 1.")
     try:
-        return Windows(rank, ranks) if text == "1" else None
+        return Windows(rank, near) if text == "1" else None
     except OSError:  # some sandboxes have no memfd_create
         return None
 
@@ -82,9 +83,9 @@ class Windows:
     else is called under the runtime's lock.
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        """rank: this one of `ranks`. Raises OSError if the kernel grants no shared memory."""
-        self.mailbox = Mailbox(rank, ranks)
+    def __init__(self, rank: int, near: Sequence[int]) -> None:
+        """Arguments and errors: as for `Mailbox`."""
+        self.mailbox = Mailbox(rank, near)
         self._rank = rank
         nbytes = _ENTRIES * _tiers.BOARD_ENTRY_BYTES
         self._memory = _tiers.map_host(nbytes, huge_pages=False, shared=True)
@@ -116,7 +117,7 @@ class Windows:
         which this worked. The kernel lets only processes of the same user read each other's memory.
         """
         for rank, (board, *_) in tellers.items():
-            with suppress(OSError):
+            with suppress(OSError, IndexError):  # the latter: of memory of another size
                 self._boards[rank] = _tiers.Board(window(board))
         return self.mailbox.open({rank: tellers[rank][1:] for rank in self._boards})
 

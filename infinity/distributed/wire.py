@@ -135,6 +135,7 @@ class Wire:
             mailbox=ranks.mailbox,
         )
         self._streams = Streams(self._connections)
+        self._connections.start()
 
     def read_mail(self, *, block: bool) -> None:
         """Read messages of mates that are here. The calling thread then acts on what is in the inbox. block:
@@ -219,9 +220,8 @@ class Wire:
 
         into: contiguous uint8 tensors in CPU memory. The peer sends pieces of exactly these sizes. label:
         what the bytes are, for errors and counters. unit: index of the unit, for timelines. told: called with
-        the delivery when it has ended, by the thread that receives, or by the calling thread if the peer has
-        already left. instead: called with the delivery if the peer answers
-        without bytes.
+        the delivery when it has ended, by a thread that reads messages, or by the calling thread if the peer
+        has already left. instead: called with the delivery if the peer answers without bytes.
         """
         delivery = Delivery(
             self.failure_event,
@@ -329,6 +329,8 @@ class Wire:
             thread.join()
         if not thread.is_alive():
             self._connections.close_mailbox()
+            for each in self.peers:
+                self._streams.forget(each)  # it refers to memory
         return not thread.is_alive()
 
     def _say_bye(self, peer: int) -> None:

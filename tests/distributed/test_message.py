@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.distributed.message import (
+    INTERNAL,
     LONGEST_FRAME,
     Head,
     Message,
@@ -23,8 +24,10 @@ VALUES = st.recursive(
     st.integers() | st.text() | st.none(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
 )
 
+KINDS = st.sampled_from([each for each in MessageKind if each not in INTERNAL])
 
-@given(HEADS, st.sampled_from(MessageKind), st.lists(VALUES), st.sampled_from((0, 600, LONGEST_FRAME)))
+
+@given(HEADS, KINDS, st.lists(VALUES), st.sampled_from((0, 600, LONGEST_FRAME)))
 def test_messages_are_unpacked_as_they_were_packed(
     head: Head, kind: MessageKind, fields: list, padding: int
 ) -> None:
@@ -35,7 +38,7 @@ def test_messages_are_unpacked_as_they_were_packed(
     assert unpack(KEY, frames) == (head, message)
 
 
-@given(st.data(), HEADS, st.sampled_from(MessageKind), st.lists(VALUES))
+@given(st.data(), HEADS, KINDS, st.lists(VALUES))
 def test_a_message_of_which_a_bit_is_another_is_refused(
     data: st.DataObject, head: Head, kind: MessageKind, fields: list
 ) -> None:
@@ -56,3 +59,9 @@ def test_bytes_that_are_no_message_are_refused(frames: list[bytes]) -> None:
 def test_a_message_of_another_run_is_refused() -> None:
     with pytest.raises(ValueError, match="MAC"):
         unpack(KEY, pack(KEY[::-1], Head(1, 0, 1), encoded(Message(MessageKind.BYE, []))))
+
+
+@pytest.mark.parametrize("kind", INTERNAL)
+def test_kinds_that_nobody_sends_are_refused(kind: MessageKind) -> None:
+    with pytest.raises(ValueError, match=kind.name):
+        unpack(KEY, pack(KEY, Head(1, 0, 1), encoded(Message(kind, [1]))))

@@ -155,7 +155,7 @@ class Node:
     def __init__(self) -> None:
         self.wires = [_Wire(rank) for rank in range(2)]
         arenas = [HostArena(2 * PAGE, shared=True) for _ in range(2)]
-        windows = [Windows(rank, 2) for rank in range(2)]
+        windows = [Windows(rank, range(2)) for rank in range(2)]
         said = [each.tell() for each in windows]
         for rank, each in enumerate(windows):
             each.open({1 - rank: said[1 - rank]})

@@ -74,7 +74,7 @@ class Owner:
         self.home = Home(Tier.DEVICE, PAGE, memory, False)
         shard = SimpleNamespace(own=(HomeRange(0, 0, PAGE),))
         self.page: Any = SimpleNamespace(index=2, home=self.home, shard=shard, permanent=False, holds=0)
-        self.windows, self.link, arena = Windows(1, 2), open_link(CPU), HostArena(PAGE, shared=True)
+        self.windows, self.link, arena = Windows(1, range(2)), open_link(CPU), HostArena(PAGE, shared=True)
         tier = SimpleNamespace(region=self.tier.region, device=CPU, shares_host=False)
         store: Any = SimpleNamespace(link=self.link, host=arena, device=tier)
         _, self.told = self.windows.tell_memory(store, [self.page])
@@ -135,7 +135,7 @@ def test_memory_that_cannot_be_shared_is_asked_for(caplog: pytest.LogCaptureFixt
     with device.in_use(shared=True):
         owner = Owner(device)
         assert owner.told is not None
-        mine = Windows(0, 2)
+        mine = Windows(0, range(2))
         mine._boards = {1: owner.windows._board}
         told = owner.windows.tell()[0]
         mine.read_memory({1: (told, owner.told)}, CPU)  # as from a device that this one does not reach

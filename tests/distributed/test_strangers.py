@@ -65,6 +65,8 @@ class Pair:
                 zip(([self.address, other], [self.proxy.address, other]), endpoints, self.ends, strict=True)
             )
         )
+        for each in (self.zero, self.one):
+            each.start()
         self.wanted: list[Any] = []
 
     def speak(self) -> None:

@@ -90,19 +90,19 @@ def test_a_rank_dies_while_others_copy_from_it() -> None:
 
 
 def test_windows_can_be_off_or_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert open_windows(0, 2) is not None
+    assert open_windows(0, range(2)) is not None
     monkeypatch.setenv(VARIABLE, "0")
-    assert open_windows(0, 2) is None
+    assert open_windows(0, range(2)) is None
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ConfigError, match=VARIABLE):
-        open_windows(0, 2)
+        open_windows(0, range(2))
 
     def denied(*_: int, **__: bool) -> None:
         raise PermissionError
 
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(_tiers, "map_host", denied)
-    assert open_windows(0, 2) is None
+    assert open_windows(0, range(2)) is None
 
 
 class Pair:
@@ -110,7 +110,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.arenas = [HostArena(8 * PAGE, shared=True) for _ in range(2)]
-        self.windows = [Windows(rank, 2) for rank in range(2)]
+        self.windows = [Windows(rank, range(2)) for rank in range(2)]
         self.pages: list[Any] = []
         for rank, arena in enumerate(self.arenas):
             memory = arena.pool("homes", 4 * PAGE).lease(PAGE).residency().fill_(rank + 1)
