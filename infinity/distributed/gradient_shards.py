@@ -403,19 +403,23 @@ class GradientShards:
 
     def pause(self, cleared: int) -> None:
         """Tell all ranks that this rank offers no more shards before the step ends, so that none waits for
-        one. Waits, without the runtime's lock, until all gradients of this rank have been offered.
+        one. Waits as `offer_all` does.
 
         cleared: number of times that this rank has cleared its gradients. A rank that has cleared its own
         fewer times keeps the message until it has caught up.
         """
-        if self._coming:
-            with self._released():
-                self._gradients.await_arrivals()
-            self.landed()
+        self.offer_all()
         self._paused += 1
         self._wire.post(self._wire.peers, MessageKind.PAUSED, cleared, self._paused)
         self._take(self._turns.done(self._share.rank, ALL))
         self._go_on()
+
+    def offer_all(self) -> None:
+        """Wait, without the runtime's lock, until all gradients of this rank have been offered."""
+        if self._coming:
+            with self._released():
+                self._gradients.await_arrivals()
+            self.landed()
 
     def close_step(self, ended: Mapping[int, int], offered: Mapping[int, int]) -> None:
         """Wait, without the runtime's lock, until this rank has heard of all shards of the step that belong
@@ -456,7 +460,6 @@ class GradientShards:
             if left := sum(_bytes(block, each.dtype) for each in offers for block in each.blocks):
                 self._wire.drop(source, lane, left)
         self._lanes.clear()
-        self._coming.clear()
         self._begun.clear()
         # An owner that copies a gradient now, which comes to nothing, gives its memory back by TAKEN.
         self._waiting_bytes = sum(self._sending.values()) + sum(size for _, size in self._outgoing.values())

@@ -295,6 +295,8 @@ class RankedStep(SingleStep):
 
     def clear(self) -> None:
         """Clear this rank's gradients; see [Note: clearing]."""
+        if self.shards is not None:
+            self.shards.offer_all()  # an owner that hears of them later takes them for the next ones
         for page in self._pages.values():
             page.content.clear()
         self._gradients.forgive()

@@ -181,14 +181,24 @@ def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
         else:
             was_read(self, offer, began)
 
-    with _on(EmulatedDevice(place.rank)), opened(case, place, directory) as (model, runtime):
+    def arrived(self: Gradients, number: int) -> bool:
+        """Whether a gradient is seen to have come: in a wait for it alone."""
+        return not number or bool(waited)
+
+    def await_arrivals(self: Gradients) -> None:
+        wait(self)
+        waited.append(True)
+
+    wait, waited = Gradients.await_arrivals, list[bool]()
+    late = mock.patch.multiple(Gradients, arrived=arrived, await_arrivals=await_arrivals)
+    with _on(EmulatedDevice(place.rank)), opened(case, place, directory) as (model, runtime), late:
         step: Any = runtime.training_step._ranks
         shards = step.shards
         for both in (True, False):
+            waited.clear()
             with mock.patch.object(GradientShards, "_was_read", hold):
                 if both or place.rank == 1:
                     backwards(case, place, model, runtime, 0)
-                shards._gradients.await_arrivals()
                 runtime.optimizer.zero_grad()
                 step.await_cleared()
                 step.agree("all have cleared their gradients")
