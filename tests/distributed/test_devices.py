@@ -62,7 +62,7 @@ def test_each_order_that_is_missing_is_seen(tmp_path: Path) -> None:
     cases = (CASES[0], Case("mlp", 3, home="device"))
     down = ["HOST_WAITS: fresh gradient", "LAST_WRITER: gradient in the ring"]
     up = ["ARRIVAL: gradient of a rank", "LAST_USE: gradient of a rank", "LAST_USE: update writes"]
-    up += ["HOST_WAITS: copied from a rank", "OFFER: gradient that is offered"]
+    up += ["HOST_ASKS: copied from a rank", "OFFER: gradient that is offered"]
     up += ["HOST_ASKS: gradient that is given back"]
     found = launch("orders_missed", cases, 2, tmp_path, timeout=200.0)
     for wanted, ranks in zip((down, up), found, strict=True):
