@@ -1,7 +1,8 @@
 """Ranks: several processes train one model together on this machine, with infinity and with its peers.
 
-Each case is a group of `--ranks` processes, which speak over TCP. In every round each case takes a turn, in
-rotating order: its processes are started, train `--lead` untimed steps and then `--steps` timed ones.
+Each case is a group of `--ranks` processes. Those of infinity share memory, unless INFINITY_WINDOWS is 0, and
+those of its peers speak over TCP. In every round each case takes a turn, in rotating order: its processes are
+started, train `--lead` untimed steps and then `--steps` timed ones.
 
     ours:3:ram       ZeRO-3, what a rank keeps is in RAM; a host budget with room for that and for the pages
                      that come from the other ranks and go
