@@ -194,6 +194,10 @@ class Windows:
         """Whether a mate has ever let others copy its part of a page: it does so again after each update."""
         return unit < _ENTRIES and not self._boards[owner].unchanged(unit, 0)
 
+    def is_offered(self, owner: int, unit: int, stamp: Stamp) -> bool:
+        """Whether a mate lets others copy its part of a page, with the bytes of `stamp`, now."""
+        return owner in self._boards and self._boards[owner].changes(unit, stamp) > 0
+
     @property
     def devices(self) -> list[int]:
         """The mates whose device memory this rank's device reads."""
