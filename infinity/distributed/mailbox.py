@@ -73,7 +73,6 @@ class Mailbox:
         """Whether the thread of `watch` sleeps until it is woken."""
         self._to_rouse = False
         """Whether the thread of `watch` has to wake the one that listens."""
-        self._closed = threading.Lock()
         self.unread = self._mail.unread
 
     def tell(self) -> list[Told]:
@@ -241,13 +240,12 @@ class Mailbox:
 
     def close(self) -> None:
         """Close all descriptors, when nobody sends, reads or sleeps any more."""
-        if self._closed.acquire(blocking=False):
-            bells, self._bells = self._bells, {}
-            self.left.clear()  # it refers to memory, as what has begun does
-            self._begun.clear()
-            for each in [*self._pipes, *bells.values(), self.processes]:
-                for end in each:
-                    os.close(end)
+        self.left.clear()  # it refers to memory, as what has begun does
+        self._begun.clear()
+        bells, self._bells = self._bells, {}
+        for each in [*self._pipes, *bells.values(), self.processes]:
+            for end in each:
+                os.close(end)
 
 
 class Listener:
