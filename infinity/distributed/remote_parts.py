@@ -160,7 +160,7 @@ class LaterCopy:
         if self._answer is not None:
             return self._answer.done()
         if self._legs and self._wire.failure is None:  # a dead rank's RAM is still there
-            self._legs = self._parts.copy_offered(self._page, self._stamp, self._legs)
+            self._legs = self._parts.copy(self._legs[0].owner, self._page, self._stamp, self._legs)
         return not self._legs
 
     def wait(self) -> object:
@@ -220,12 +220,6 @@ class RemoteParts(RemotePages):
                 else:
                     found.append(self.ask_holder(holder, page, stamp, left))
         return Joined(found)
-
-    def copy_offered(self, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> Sequence[Leg]:
-        """Copy bytes of one owner as `copy` does, if it offers them by now."""
-        assert self._windows is not None
-        offered = self._windows.is_offered(legs[0].owner, page.index, stamp)
-        return self.copy(legs[0].owner, page, stamp, legs) if offered else legs
 
     def copy(self, holder: int, page: ParameterPage, stamp: Stamp, legs: Sequence[Leg]) -> list[Leg]:
         """Copy bytes from the RAM of a rank of this node. Returns the legs that could not be copied."""

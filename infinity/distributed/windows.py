@@ -194,10 +194,6 @@ class Windows:
         """Whether a mate has ever let others copy its part of a page: it does so again after each update."""
         return unit < _ENTRIES and not self._boards[owner].unchanged(unit, 0)
 
-    def is_offered(self, owner: int, unit: int, stamp: Stamp) -> bool:
-        """Whether a mate lets others copy its part of a page, with the bytes of `stamp`, now."""
-        return owner in self._boards and self._boards[owner].changes(unit, stamp) > 0
-
     @property
     def devices(self) -> list[int]:
         """The mates whose device memory this rank's device reads."""
@@ -260,13 +256,16 @@ class Windows:
         """
         owner, start, into = leg
         share, entry = page.shard.share, page.index
-        place = _place(page, owner, start, whole=holder == owner and share.whole_parameters)
         if holder != owner:
             entry += self._units
-            place += (owner // share.on_node - (owner > holder)) * sum(each.nbytes for each in page.shard.own)
         board, arena = self._boards.get(holder), self._arenas.get(holder)
         if board is None or arena is None or entry >= _ENTRIES:  # the first two: after `close`
             return False
+        if not board.changes(entry, stamp):  # first, for transfers try again and again
+            return False
+        place = _place(page, owner, start, whole=holder == owner and share.whole_parameters)
+        if holder != owner:
+            place += (owner // share.on_node - (owner > holder)) * sum(each.nbytes for each in page.shard.own)
         return board.copy(entry, stamp, arena, place, into.data_ptr(), into.nbytes)
 
     def peer_bytes(

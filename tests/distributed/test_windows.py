@@ -147,12 +147,11 @@ def test_a_page_that_is_offered_later_is_asked_for_in_a_wait_alone() -> None:
         asked.append(question)
         return ARRIVED
 
-    def copy_offered(page: Any, stamp: Any, legs: Any) -> list[Leg]:
-        assert mine.is_offered(1, 3, stamp) == theirs.offers(there, stamp)
-        return [leg for leg in legs if not mine.copy(1, page, stamp, leg)]
+    def copy(owner: int, page: Any, stamp: Any, legs: Any) -> list[Leg]:
+        return [leg for leg in legs if not mine.copy(owner, page, stamp, leg)]
 
     def later(step: int) -> LaterCopy:
-        parts: Any = SimpleNamespace(copy_offered=copy_offered, ask_holder=ask)
+        parts: Any = SimpleNamespace(copy=copy, ask_holder=ask)
         return LaterCopy(parts, wire, page, (step, 0, 0), [Leg(1, PAGE, into)])
 
     assert not mine.has_offered(1, 3) and not mine.has_offered(1, 1 << 20)
