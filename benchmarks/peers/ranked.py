@@ -41,8 +41,8 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
         now = time.perf_counter()
         seconds.append(now - last)
         last = now
-    sent_bytes, link_bytes = tcp.since(sockets) // steps, (nodes.sent() - link) // steps
-    facts = contender.facts()
+    link_bytes, facts = (nodes.sent() - link) // steps, contender.facts()
+    sent_bytes = tcp.since(sockets) // steps
     if "sent" in facts:
         counted = before["sent"]
         facts["sent"] = {name: (n - counted.get(name, 0)) // steps for name, n in facts["sent"].items()}

@@ -11,10 +11,13 @@ import os
 import socket
 import stat
 import struct
+import time
 
 _BYTES_ACKED = 120
 """Place of tcpi_bytes_acked, an unsigned 64-bit integer, in struct tcp_info of linux/tcp.h."""
 _ROOM = 256
+_PAUSE, _LONGEST = 0.1, 2.0
+"""Seconds between two readings of counters that still grow, and after which they are taken as they are."""
 
 
 def sent() -> dict[tuple[object, ...], int]:
@@ -35,5 +38,13 @@ def sent() -> dict[tuple[object, ...], int]:
 
 
 def since(before: dict[tuple[object, ...], int]) -> int:
-    """Bytes sent since `before`, which `sent` returned, over connections that are open now."""
+    """Bytes sent since `before`, which `sent` returned, over connections that are open now.
+
+    What a process has handed to its socket, or to a library's thread, is counted once the other end has
+    acknowledged it. So this waits until two readings are equal.
+    """
+    last, until = -1, time.monotonic() + _LONGEST
+    while (total := sum(sent().values())) != last and time.monotonic() < until:
+        last = total
+        time.sleep(_PAUSE)
     return sum(count - before.get(ends, 0) for ends, count in sent().items())

@@ -347,7 +347,9 @@ def test_trainers_that_would_go_round_it_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a _save of its own"):
         attach(Own(make("llama"), arguments))
     evaluated = trainer_of(make("llama"), "llama", tmp_path)
-    evaluated.accelerator.prepare(evaluated.model)
+    prepared = evaluated.accelerator.prepare(evaluated.model)
+    found = type(prepared), evaluated.accelerator.distributed_type, evaluated.accelerator.state.dynamo_plugin
+    assert evaluated.model._is_accelerate_prepared, found
     with pytest.raises(ConfigError, match="accelerate has prepared"):
         attach(evaluated)
     best = trainer_of(make("llama"), "llama", tmp_path, **CASES["load best"])
