@@ -163,6 +163,11 @@ EXPORT int cuEventElapsedTime(float* milliseconds, Event* start, Event* end) {
         if (!from || !to || !from->timing || !to->timing) return kInvalidHandle;
         if (from->last == nullptr || to->last == nullptr) return kInvalidHandle;
         if (!from->done() || !to->done()) return kNotReady;
+        if (machine().clock().on()) {
+            *milliseconds =
+                static_cast<float>(static_cast<double>(to->last->time - from->last->time) / 1e9);
+            return kSuccess;
+        }
         *milliseconds =
             std::chrono::duration<float, std::milli>(to->last->at - from->last->at).count();
         return kSuccess;
@@ -182,11 +187,17 @@ EXPORT int cuMemcpyAsync(std::uint64_t into, std::uint64_t source, std::size_t n
         const Registered& registered = machine().registered();
         const Opened& opened = machine().opened();
         if (opened.overlaps(into, nbytes)) return kIllegalAddress;
-        if (!registered.covers(into, nbytes) && !registered.covers(source, nbytes) &&
-            !opened.overlaps(source, nbytes))
-            machine().note_unregistered_copy();
+        const bool down = registered.covers(into, nbytes);
+        const bool up = !down && registered.covers(source, nbytes);
+        if (!down && !up && !opened.overlaps(source, nbytes)) machine().note_unregistered_copy();
+        machine().takes(*found,
+                        down ? Resource::link_down
+                        : up ? Resource::link_up
+                             : Resource::device,
+                        nbytes);
+        const bool moves = nbytes != 0 && machine().clock().copies();
         machine().run(*found, {{source, nbytes, false}, {into, nbytes, true}}, "copy", [=] {
-            if (nbytes != 0) {
+            if (moves) {
                 std::memmove(reinterpret_cast<void*>(into), reinterpret_cast<const void*>(source),
                              nbytes);
             }

@@ -88,6 +88,7 @@ bool Machine::done(Stream& stream) {
         if (pace_ == Pace::stepped) step();
         return false;
     }
+    if (clock_.on() && !clock_.reached(&stream, stream.time)) return false;
     follow(host(), checker_.clock(stream.actor));
     return true;
 }
@@ -109,14 +110,14 @@ void Machine::record(Stream& stream, const std::shared_ptr<Event>& event) {
     queued_by_host(stream);
     event->last = std::make_shared<Moment>();
     event->last->clock = checker_.clock(stream.actor);
+    if (clock_.on()) event->last->time = stream.time = std::max(stream.time, clock_.now());
     Work work{Work::Kind::record, nullptr, event->last};
     if (stream.is_inline) {
-        event->last->shown_at = calls_ + draw(lateness_ + 1);
+        if (!clock_.on()) event->last->shown_at = calls_ + draw(lateness_ + 1);
         complete(work);
         return;
     }
-    stream.queue.push_back(std::move(work));
-    changed_.notify_all();
+    queue(stream, std::move(work));
 }
 
 void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& event) {
@@ -124,12 +125,12 @@ void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& eve
     if (moment == nullptr) return;  // as in CUDA, an event that was never recorded has happened
     queued_by_host(stream);
     follow(stream.actor, moment->clock);
+    stream.time = std::max(stream.time, moment->time);
     if (stream.is_inline) {
         until(lock, [&] { return moment->happened; });
         return;
     }
-    stream.queue.push_back({Work::Kind::wait, nullptr, moment});
-    changed_.notify_all();
+    queue(stream, {Work::Kind::wait, nullptr, moment});
 }
 
 bool Machine::query(const std::shared_ptr<Event>& event) {
@@ -139,6 +140,7 @@ bool Machine::query(const std::shared_ptr<Event>& event) {
     }
     if (event->last == nullptr) return true;
     if (calls_ < event->last->shown_at) return false;
+    if (clock_.on() && !clock_.reached(event->last.get(), event->last->time)) return false;
     follow(host(), event->last->clock);
     return true;
 }
@@ -151,8 +153,25 @@ void Machine::run(Stream& stream, const std::vector<Bytes>& uses, const std::str
         work();
         return;
     }
-    stream.queue.push_back({Work::Kind::run, std::move(work), nullptr});
+    queue(stream, {Work::Kind::run, std::move(work), nullptr});
+}
+
+void Machine::queue(Stream& stream, Work work) {
+    stream.queue.push_back(std::move(work));
     changed_.notify_all();
+    while (clock_.on() && step()) {
+    }
+}
+
+void Machine::takes(Stream& stream, Resource resource, std::uint64_t nbytes) {
+    if (!clock_.on()) return;
+    stream.time = clock_.copied(resource, std::max(stream.time, clock_.now()), nbytes);
+}
+
+void Machine::takes(Stream& stream, Time length) {
+    if (!clock_.on()) return;
+    const Time begin = std::max(stream.time, clock_.now());
+    stream.time = clock_.computed(Resource::device, begin, length);
 }
 
 void Machine::touched(Stream* stream, const Bytes& bytes, const std::string& what) {
@@ -169,8 +188,12 @@ void Machine::synchronize(Lock& lock) {
         return std::none_of(streams_.begin(), streams_.end(),
                             [this](const auto& each) { return each->busy || ready(*each); });
     });
+    clock_.wait_until(inline_.time);
     follow(host(), checker_.clock(inline_.actor));
-    for (const auto& stream : streams_) follow(host(), checker_.clock(stream->actor));
+    for (const auto& stream : streams_) {
+        clock_.wait_until(stream->time);
+        follow(host(), checker_.clock(stream->actor));
+    }
 }
 
 bool Machine::knows_own_work() {
@@ -193,8 +216,16 @@ void Machine::report(std::string violation) {
     if (!known && reports_.size() < Checker::most_kept) reports_.push_back(std::move(violation));
 }
 
+void Machine::start_clock(Lock& lock, const VirtualClock::Rates& rates, bool copies) {
+    drain(lock);
+    clock_.start(rates, copies);
+    inline_.time = 0;
+    for (auto& stream : streams_) stream->time = 0;
+}
+
 void Machine::reset(Lock& lock, std::uint64_t seed, Pace pace) {
     drain(lock);
+    clock_.stop();
     failures_.clear();
     counts_.clear();
     log_.clear();
@@ -229,7 +260,9 @@ void Machine::fail(std::string call, int nth, int code) {
 
 void Machine::release(std::uint64_t key) {
     const Checker::Actor actor = host();
-    Clock& clock = handed_over_[key];
+    HandOver& handed_over = handed_over_[key];
+    handed_over.time = std::max(handed_over.time, clock_.now());
+    Clock& clock = handed_over.clock;
     const Clock& mine = checker_.clock(actor);
     if (clock.size() < mine.size()) clock.resize(mine.size());
     for (std::size_t each = 0; each < mine.size(); ++each)
@@ -239,7 +272,9 @@ void Machine::release(std::uint64_t key) {
 
 void Machine::acquire(std::uint64_t key) {
     const auto found = handed_over_.find(key);
-    if (found != handed_over_.end()) checker_.follow(host(), found->second);
+    if (found == handed_over_.end()) return;
+    checker_.follow(host(), found->second.clock);
+    clock_.wait_until(found->second.time);
 }
 
 std::uint64_t Machine::count(const std::string& call) const {

@@ -32,6 +32,7 @@
 #include "checker.hpp"
 #include "opened.hpp"
 #include "registered.hpp"
+#include "virtual_clock.hpp"
 
 namespace infinity::test_driver {
 
@@ -44,6 +45,7 @@ struct Moment {
     std::uint64_t shown_at = 0;  // inline: the number of the call from which `query` says so
     Clock clock;                 // the stream's clock when the recording was queued
     std::chrono::steady_clock::time_point at;
+    Time time = 0;  // on the virtual clock
 };
 
 struct Event {
@@ -66,6 +68,7 @@ struct Stream {
     bool ending = false;
     bool busy = false;    // its thread is running something
     unsigned favour = 1;  // how often it is drawn
+    Time time = 0;        // on the virtual clock: when all work that is queued ends
     std::deque<Work> queue;
     // The tick of the last use of bytes that each thread of the host has queued here.
     std::map<std::thread::id, std::uint64_t> last_use;
@@ -109,6 +112,7 @@ class Machine {
     Addresses& addresses() { return addresses_; }
     Registered& registered() { return registered_; }
     Opened& opened() { return opened_; }
+    VirtualClock& clock() { return clock_; }
     // Counts a copy of which both ends are RAM that is not registered.
     void note_unregistered_copy() { ++unregistered_copies_; }
     // Reports that the host frees bytes, which counts as a write for the checker.
@@ -124,8 +128,15 @@ class Machine {
     void run(Stream& stream, const std::vector<Bytes>& uses, const std::string& what,
              std::function<void()> work);
     void touched(Stream* stream, const Bytes& bytes, const std::string& what);
+    // Has a stream's next work take virtual time: that of a copy of bytes, or `length` of the
+    // device's. Without the clock, does nothing.
+    void takes(Stream& stream, Resource resource, std::uint64_t nbytes);
+    void takes(Stream& stream, Time length);
 
     // Controls.
+    // Starts the virtual clock, which runs until the next reset. Until then work is done in the
+    // call that queues it, unless it is held, and the clock says when it ends.
+    void start_clock(Lock& lock, const VirtualClock::Rates& rates, bool copies);
     void reset(Lock& lock, std::uint64_t seed, Pace pace);
     void hold(Stream* stream, bool held);  // null: all
     void fail(std::string call, int nth, int code);
@@ -145,6 +156,12 @@ class Machine {
     void drain(Lock& lock);
 
   private:
+    // What a thread knows of others' work, and its time, when it hands memory over.
+    struct HandOver {
+        Clock clock;
+        Time time = 0;
+    };
+
     Checker::Actor host();
     // Makes known to an actor what a wait or an answer tells.
     void follow(Checker::Actor actor, const Clock& clock) {
@@ -157,6 +174,7 @@ class Machine {
     void queued_use(Stream& stream, const Bytes& bytes, const std::string& what);
     bool ready(const Stream& stream) const;
     bool step();  // runs one piece of work of a stepped stream; false if there is none
+    void queue(Stream& stream, Work work);
     void complete(const Work& work);
     template <typename Condition>
     void until(Lock& lock, const Condition& condition);
@@ -175,12 +193,13 @@ class Machine {
     Addresses addresses_;
     Registered registered_;
     Opened opened_;
+    VirtualClock clock_;
     std::vector<std::string> reports_;
     std::uint64_t unregistered_copies_ = 0;
     bool separate_threads_ = false;
     bool blind_ = false;  // waits and answers make no order
     std::map<std::thread::id, Checker::Actor> hosts_;
-    std::map<std::uint64_t, Clock> handed_over_;
+    std::map<std::uint64_t, HandOver> handed_over_;
     std::vector<std::unique_ptr<Stream>> streams_;  // in the order in which they were made
     std::map<Event*, std::shared_ptr<Event>> events_;
     Stream inline_;

@@ -1,0 +1,549 @@
+"""Training steps on a GPU that is not there: where the time of a step goes at given rates, and what it calls.
+
+A decoder of the real size trains on the emulated device of the tests (csrc/test_driver), whose virtual clock
+says how long copies, kernels and updates take; see [Note: virtual time] there. The package runs as on a GPU:
+its plan, its hooks, its windows and chunks, its streams and events. But nothing is computed and no byte is
+moved. Memory of any size is a few MiB that are mapped many times, operations on large tensors only make
+results of the right shape, and the threads that update do nothing. So 7B parameters take seconds on a small
+machine, and the times are exact however busy it is.
+
+The clock knows bytes and FLOPs. It knows nothing of the time that Python, launches and waking of threads
+take. For these the report counts calls, and gives the seconds of CPU that this machine took.
+
+    python benchmarks/gpu_virtual.py [--model 7b] [--batch 4] [--seq 1024] [--update lazy eager] [--json]
+
+All parameters are on the device with mirrors in RAM, gradients and states in RAM, as in ZeRO-Offload. Each
+case is a way of updating; eager updates are not clipped. A row's terms are seconds of the trainer's thread in
+the last step: calls of forward and backward, the wait until all gradients are in RAM, the norm, and `step()`
+with zero_grad(). With lazy updates, the forward waits for them. `limit`: the time if each phase were as long
+as its busiest resource's work. `busy`: seconds in which each resource worked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import itertools
+import json
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support" / "devices"))
+
+from emulated_device import EmulatedDevice
+from machine_facts import machine_facts
+from virtual_clock import RESOURCES, SECOND, Rates, VirtualClock
+
+import infinity
+from infinity import _cpu_adam, build
+from infinity.checkpoint.initial_pages import InitialPages
+from infinity.lm.decoder import PRESETS, Decoder
+from infinity.pages.gradient_ring import GradientRing, RingJob
+from infinity.planning.fake_step import _flop_formulas
+from infinity.planning.placement import Kind
+from infinity.planning.plan import Plan
+from infinity.tiers import Tier, arena, device
+from infinity.tiers.pool import adopt
+
+FLOPS = 700 * 10**12
+"""Rate of matrix products and attention on an H200, in bf16."""
+H200 = Rates(link_up=50 * 10**9, link_down=50 * 10**9, device=4 * 10**12, host_memory=120 * 10**9)
+PRECISION = infinity.Precision(compute="bf16")
+CALLS = (
+    "cuMemcpyAsync",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuStreamWaitEvent",
+    "cuStreamQuery",
+    "cuLaunchKernel",
+    "cuEventCreate",
+)
+"""The calls of the driver that are counted: all that a step makes."""
+
+_ALIASES = (torch.ops.aten._unsafe_view.default, torch.ops.aten.lift_fresh.default)
+"""Operations that move no bytes, beside views."""
+_LARGE = 1 << 16
+"""Elements of the largest tensor on which operations are computed."""
+_BEHIND = 16 << 20
+"""Bytes of memory that stand for all memory."""
+
+
+class Absent:
+    """Memory of any size of which only _BEHIND bytes exist: these are mapped side by side."""
+
+    def __init__(self, nbytes: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._unmap = libc.munmap
+        self.nbytes = -(-nbytes // _BEHIND) * _BEHIND
+        file = os.memfd_create("absent")
+        try:
+            os.ftruncate(file, _BEHIND)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+            self._mapped = self.nbytes + _BEHIND, libc.mmap(None, self.nbytes + _BEHIND, 0, flags, -1, 0)
+            self.address = -(-self._mapped[1] // _BEHIND) * _BEHIND
+            for start in range(self.address, self.address + self.nbytes, _BEHIND):
+                there = libc.mmap(start, _BEHIND, mmap.PROT_READ | mmap.PROT_WRITE, _FIXED_SHARED, file, 0)
+                assert there == start, os.strerror(ctypes.get_errno())
+        finally:
+            os.close(file)
+
+    def __del__(self) -> None:
+        nbytes, start = self._mapped
+        self._unmap(start, nbytes)
+
+
+_NORESERVE = 0x4000
+_FIXED_SHARED = 0x10 | mmap.MAP_SHARED
+
+
+def absent(tier: Tier, nbytes: int, **_: Any) -> Any:
+    """Make a region of memory that is not there; stands in for infinity.tiers.tier.map_ram."""
+    memory = Absent(nbytes)
+    return adopt(memory.address, nbytes, torch.device("cpu"), memory)
+
+
+class NoArithmetic(TorchDispatchMode):
+    """A mode in which operations on large tensors take virtual time on the compute stream and do nothing.
+
+    Their results have the right shapes, and bytes that nobody has written. Matrix products and attention take
+    the time of their FLOPs, and other operations that of the bytes which they read and write.
+    """
+
+    def __init__(self, clock: VirtualClock, emulated: EmulatedDevice) -> None:
+        super().__init__()
+        self._clock, self._compute = clock, emulated.compute
+        self._formulas = _flop_formulas()
+        self.flops = self.nbytes = self.length = 0
+        self.cpu_seconds = 0.0
+        """CPU seconds of this mode itself, by which a real step is shorter."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or func in _ALIASES:
+            return func(*args, **kwargs)
+        started = time.thread_time()
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self._done(func, args, kwargs)
+        finally:
+            self.cpu_seconds += time.thread_time() - started
+
+    def _done(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operands = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if all(each.numel() <= _LARGE for each in operands):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            result = args[0] if func._schema.returns else None
+        else:
+            like = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            result = tree_map_only(torch.Tensor, _real, func(*like[0], **like[1]))
+        formula = self._formulas.get(func.overloadpacket)
+        if formula is not None:
+            work = formula(*args, **kwargs, out_val=result)
+            self.flops += work
+            length = work * SECOND // FLOPS
+        else:
+            results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+            nbytes = sum(
+                min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
+                for each in (*operands, *results)
+            )
+            self.nbytes += nbytes
+            length = nbytes * SECOND // H200.device
+        self.length += length
+        self._clock.computes(self._compute, length)
+        return result
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    make = torch.empty_strided if tensor.numel() > _LARGE else _zeros
+    return make(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _zeros(size: Any, stride: Any, **options: Any) -> torch.Tensor:
+    return torch.empty_strided(size, stride, **options).zero_()
+
+
+class TimedTicket:
+    """The ticket of a job that is not computed and ends at a time of the clock."""
+
+    def __init__(self, clock: VirtualClock, nbytes: int, sums: list[Any]) -> None:
+        self._clock, self._sums = clock, sums
+        self._begin, self._end = clock.now, clock.host_works(nbytes)
+
+    def done(self) -> bool:
+        return self._clock.now >= self._end
+
+    def wait(self, timeout: float | None) -> bool:
+        self._clock.wait_until(self._end)
+        return True
+
+    def times(self) -> tuple[int, int] | None:
+        return (self._begin // 1000, self._end // 1000) if self.done() else None
+
+    def nonfinite(self) -> list[int]:
+        return []
+
+    def block_sums(self) -> list[Any]:
+        return self._sums
+
+
+_ITEMS = {_cpu_adam.Dtype.F32: 4, _cpu_adam.Dtype.BF16: 2, _cpu_adam.Dtype.F16: 2}
+_MOMENTS = {_cpu_adam.MomentFormat.F32: 4, _cpu_adam.MomentFormat.BF16: 2, _cpu_adam.MomentFormat.INT8: 1}
+_MASTERS = {
+    _cpu_adam.ParameterFormat.SPLIT: 4,
+    _cpu_adam.ParameterFormat.PLAIN: 4,
+    _cpu_adam.ParameterFormat.PLAIN_F32: 8,
+    _cpu_adam.ParameterFormat.PLAIN_BF16: 6,
+    _cpu_adam.ParameterFormat.PLAIN_F16: 6,
+}
+"""Bytes of an element, by its format. A master's copy counts."""
+
+
+class TimedPool:
+    """A pool that computes nothing: each job takes the time of the bytes that it moves in host memory.
+
+    An array that is only written is read, too, because the CPU reads a line before it writes a part of it.
+    `bytes` counts the bytes by kind of job.
+    """
+
+    def __init__(self, clock: VirtualClock, cpus: Any, isa: str, chunk: int, openmp: bool) -> None:
+        self.clock = clock
+        self.cpus, self.isa = cpus, "none"
+        self.bytes: collections.Counter[str] = collections.Counter()
+        self.jobs: collections.Counter[str] = collections.Counter()
+
+    def submit_update(self, *, segments: Any, elements: int, **work: Any) -> TimedTicket:
+        changed = _MASTERS[work["format"]]
+        changed += _MOMENTS[work["moments"]] * (bool(work["first_moment"]) + bool(work["second_moment"]))
+        count = sum(segment[1] for segment in segments) if segments else elements
+        return self._job("update", count * (_ITEMS[work["grad_dtype"]] + 2 * changed), [])
+
+    def submit_gradient(self, *, segments: Any, elements: int, **work: Any) -> TimedTicket:
+        item = _ITEMS[work["grad_dtype"]]
+        moved = item + 2 * item * bool(work["copy"])
+        moved += 8 if work["write_accumulated"] else 4 * work["read_accumulated"]
+        counts = [segment[1] for segment in segments]
+        sums = [np.zeros(-(-count // _cpu_adam.BLOCK)) for count in counts]
+        return self._job("gradient", sum(counts) * moved, sums)
+
+    def _job(self, kind: str, nbytes: int, sums: list[Any]) -> TimedTicket:
+        self.bytes[kind] += nbytes
+        self.jobs[kind] += 1
+        return TimedTicket(self.clock, nbytes, sums)
+
+    def reap(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class TimedRing(GradientRing):
+    """A ring whose worker hands its time to windows that get the bytes of earlier ones, and to waiters."""
+
+    emulated: EmulatedDevice
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self._places: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=4096)
+
+    def wait(self, number: int | None = None) -> None:
+        super().wait(number)
+        last = self._places[-1][2] if self._places else 0
+        self.emulated.acquire(last if number is None else number)
+
+    def _take(self, job: RingJob, nbytes: int) -> None:
+        super()._take(job, nbytes)
+        before = (end for start, stop, end in reversed(self._places) if start < job.end and job.start < stop)
+        self.emulated.acquire(next(before, 0))
+        self._places.append((job.start, job.end, job.number))
+
+    def _bring_down(self, count: int) -> None:
+        numbers = [self._jobs[index].number for index in range(count)]
+        super()._bring_down(count)
+        for number in numbers:
+            self.emulated.release(number)
+
+
+class PackageCalls:
+    """Counter of the calls of the package's own Python functions: in this thread, and elsewhere."""
+
+    def __init__(self) -> None:
+        self._root = str(Path(infinity.__file__).parent) + "/"
+        self._here = threading.get_ident()
+        self.here = self.elsewhere = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count in this thread and, from Python 3.12 on, in all others."""
+        install = getattr(threading, "setprofile_all_threads", sys.setprofile)
+        install(self._event)
+        try:
+            yield
+        finally:
+            install(None)
+
+    def _event(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(self._root):
+            if threading.get_ident() == self._here:
+                self.here += 1
+            else:
+                self.elsewhere += 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way of updating."""
+
+    update: str
+    clip: float | None
+
+    def __str__(self) -> str:
+        return f"{self.update}, {'unclipped' if self.clip is None else f'clipped at {self.clip:g}'}"
+
+
+class Bench:
+    """A decoder that trains on the emulated device, in virtual time."""
+
+    def __init__(self, options: argparse.Namespace, case: Case) -> None:
+        self.options, self.case = options, case
+        self.emulated = EmulatedDevice(0)
+        self.pool: TimedPool | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[infinity.Runtime]:
+        """Offload the decoder in virtual time, from 0 on."""
+        decoder = PRESETS[self.options.model].decoder
+        with torch.device("meta"):
+            self.model = Decoder(decoder)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        self.clock = VirtualClock(H200, copies=False)
+        self.mode = NoArithmetic(self.clock, self.emulated)
+        TimedRing.emulated = self.emulated
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self.emulated.reset, 0)
+            cleanup.enter_context(self.emulated.in_use())
+            for module in (arena, device):
+                cleanup.enter_context(mock.patch.object(module, "map_ram", absent))
+            cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
+            cleanup.enter_context(mock.patch.object(build, "GradientRing", TimedRing))
+            cleanup.enter_context(mock.patch.object(InitialPages, "fill", lambda *_: None))
+            budget = self._budget(optimizer)
+            runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
+            with runtime:
+                check(runtime.plan)
+                # As on a GPU, the trainer's thread does not take part in updates.
+                runtime._components.scheduler._shares_cpu = False
+                yield runtime
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "precision": PRECISION,
+            "device": "cpu",
+            "update": self.case.update,
+            "accumulation": 1,
+        }
+
+    def _budget(self, optimizer: torch.optim.Optimizer) -> infinity.Budget:
+        """The budgets with which all parameters fit the device, and nothing else of the model."""
+        near = 1 << 40
+        for _ in range(2):  # the ring's bytes follow from the budget
+            budget = infinity.Budget(device=near, host=self.options.host)
+            plan = infinity.plan(self.model, optimizer, budget=budget, **self._facts)
+            near = sum(unit.nbytes for unit in plan.layout.units) + plan.ring_bytes + plan.resident_bytes
+        return infinity.Budget(device=near, host=self.options.host)
+
+    def _make_pool(self, *arguments: Any) -> TimedPool:
+        self.pool = TimedPool(self.clock, *arguments)
+        return self.pool
+
+
+def check(plan: Plan) -> None:
+    """Assert that parameters are mirrored, and that all other pages are in RAM."""
+    assert len(plan.mirrored) == len(plan.homes), plan
+    assert plan.home_bytes[Tier.DEVICE] == 0 == plan.nvme_bytes, plan
+
+
+TERMS = ("forward", "backward", "drain", "norm", "step")
+
+
+class Meter:
+    """What has been done since the start, for differences."""
+
+    def __init__(self, bench: Bench) -> None:
+        assert bench.pool is not None
+        self.found: collections.Counter[str] = collections.Counter()
+        self.found.update({call: bench.emulated.count(call) for call in CALLS})
+        self.found.update({f"{kind} jobs": count for kind, count in bench.pool.jobs.items()})
+        self.found.update({f"{kind} bytes": nbytes for kind, nbytes in bench.pool.bytes.items()})
+        self.found.update({"flops": bench.mode.flops, "device bytes": bench.mode.nbytes})
+        trainer = time.thread_time()
+        self.seconds = {
+            "trainer": trainer - bench.mode.cpu_seconds,
+            "other threads": time.process_time() - trainer,
+        }
+
+    def since(self, earlier: Meter) -> dict[str, int]:
+        return dict(self.found - earlier.found)
+
+
+def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
+    """Train some steps, and return the figures of the last one. One more step counts Python's calls."""
+    options, clock, calls = bench.options, bench.clock, PackageCalls()
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    gradients = runtime._components.gradients
+    assert gradients is not None
+    marks: list[int] = []
+    lengths: list[int] = []
+    python: list[tuple[int, int]] = []
+
+    def mark() -> None:
+        marks.append(clock.now)
+        lengths.append(bench.mode.length)
+        python.append((calls.here, calls.elsewhere))
+
+    def step() -> None:
+        for each in (marks, lengths, python):
+            each.clear()
+        mark()
+        loss = bench.model(tokens, tokens)
+        mark()
+        loss.backward()
+        mark()
+        gradients.await_arrivals()
+        mark()
+        if bench.case.clip is not None:
+            runtime.clip_grad_norm_(bench.case.clip)
+        mark()
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        mark()
+
+    with bench.mode:
+        for _ in range(options.steps - 1):
+            step()
+        earlier = Meter(bench)
+        step()
+        later = Meter(bench)
+        times, begin, end = _differences(marks), marks[0], marks[-1]
+        computed = [length / SECOND for length in _differences(lengths)]
+        with calls.counted():
+            step()
+        called = {
+            name: after[0] - before[0] for name, before, after in zip(TERMS, python, python[1:], strict=True)
+        }
+    done = later.since(earlier)
+    edges = {edge.value: stats.bytes for edge, stats in runtime.stats.last_step.edges.items() if stats.bytes}
+    return {
+        "case": str(bench.case),
+        "seconds": (end - begin) / SECOND,
+        "limit": limit(bench, runtime.plan, done["update bytes"], computed[0], computed[1]),
+        "terms": {name: each / SECOND for name, each in zip(TERMS, times, strict=True)},
+        "busy": {each: clock.busy(each, begin, end) / SECOND for each in RESOURCES},
+        "gpu": {"forward": computed[0], "backward": computed[1]},
+        "edges": edges,
+        "parameter_bytes": sum(unit.nbytes for unit in runtime.plan.layout.units),
+        "done": done,
+        "python_calls": called | {"other threads": python[-1][1] - python[0][1]},
+        "cpu_seconds": {name: later.seconds[name] - earlier.seconds[name] for name in later.seconds},
+    }
+
+
+def _differences(values: list[int]) -> list[int]:
+    return [later - earlier for earlier, later in itertools.pairwise(values)]
+
+
+def limit(bench: Bench, plan: Plan, updates: int, forward: float, backward: float) -> float:
+    """The seconds of a step whose phases are each as long as their busiest resource's work.
+
+    updates: bytes of host memory that updates move. forward, backward: seconds of the device. With clipping,
+    updates begin when all gradients have come down, and overlap with the next forward.
+    """
+    link = sum(plan.page_bytes(unit, Kind.PARAMETER) for unit in plan.mirrored)
+    once = link / H200.host_memory  # over the link goes as much, each way
+    updating = updates / H200.host_memory + once
+    if bench.case.clip is None and bench.case.update == "eager":
+        return max(link / H200.link_down, forward + backward, updating + once)
+    return max(link / H200.link_down, backward) + max(link / H200.link_up, forward, updating)
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print a case's figures as a table."""
+    seconds, least = row["seconds"], row["limit"]
+    print(f"\n{row['case']}: {seconds:.3f} s, {seconds / least:.2f} times the limit of {least:.3f} s")
+    for title, figures in (
+        ("trainer's thread, s", row["terms"]),
+        ("busy, s", row["busy"]),
+        ("GPU alone, s", row["gpu"]),
+        ("bytes over edges", row["edges"]),
+        ("done", row["done"]),
+        ("Python calls of the package", row["python_calls"]),
+        ("CPU seconds of this machine", row["cpu_seconds"]),
+    ):
+        texts = [
+            f"{name} {each:.3f}" if isinstance(each, float) else f"{name} {each:,}"
+            for name, each in figures.items()
+        ]
+        print(f"  {title}: {', '.join(texts)}")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=PRESETS, default="7b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--host", default="94GiB", help="budget of host memory")
+    parser.add_argument("--update", choices=("lazy", "eager"), nargs="+", default=("lazy", "eager"))
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of lazy updates' gradients")
+    parser.add_argument("--steps", type=int, default=3, help="number of steps, of which the last counts")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: the smallest model, few tokens")
+    parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.model, options.batch, options.seq, options.host = "10m", 1, 64, "1GiB"
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    rows = []
+    for update in options.update:
+        bench = Bench(options, Case(update, options.clip if update == "lazy" else None))
+        with bench.opened() as runtime:
+            rows.append(trained(bench, runtime))
+        show(rows[-1])
+    if options.json:
+        settings = {"model": options.model, "batch": options.batch, "seq": options.seq, "flops": FLOPS}
+        print(json.dumps({"machine": machine_facts(), "settings": settings | asdict(H200), "results": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
