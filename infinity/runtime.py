@@ -93,7 +93,7 @@ class Runtime(Closing):
         measured bytes of activations if the planner did not know them.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
-        plan = replace(plan, unreached=self._components.ranks.unreached)
+        plan = replace(plan, unreached=self._components.ranks.unreached, off=self._components.store.off)
         if last is None:
             return plan
         activations = (

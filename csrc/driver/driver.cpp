@@ -164,9 +164,11 @@ Stream::Stream(std::shared_ptr<Driver> driver, int priority)
     : driver_(std::move(driver)), owned_(true) {
     const Driver::Current current(*driver_);
     int least = 0;
-    int greatest = 0;  // the greatest priority is the smallest number
-    driver_->check(driver_->table().priority_range(&least, &greatest),
-                   "cuCtxGetStreamPriorityRange");
+    int greatest = 0;     // the greatest priority is the smallest number
+    if (priority != 0) {  // a driver that refuses this may still make ordinary streams
+        driver_->check(driver_->table().priority_range(&least, &greatest),
+                       "cuCtxGetStreamPriorityRange");
+    }
     driver_->check(driver_->table().stream_create(&handle_, non_blocking,
                                                   std::clamp(-priority, greatest, least)),
                    "cuStreamCreateWithPriority");

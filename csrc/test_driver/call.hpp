@@ -35,6 +35,14 @@ int on_device(const char* call, const Action& action) {
     return injected != kSuccess ? injected : action(lock);
 }
 
+// A call that needs no context and is not counted, since others make it every time.
+template <typename Action>
+int on_context(const char* call, const Action& action) {
+    const Machine::Lock lock = machine().lock();
+    const int injected = machine().injected(call);
+    return injected != kSuccess ? injected : action();
+}
+
 // A call that concerns memory alone, see `Machine::enter`.
 template <typename Action>
 int on_memory(const char* call, const Action& action) {

@@ -53,7 +53,9 @@ char context_of_all;
 
 }  // namespace
 
-EXPORT int cuInit(unsigned) { return kSuccess; }
+EXPORT int cuInit(unsigned) {
+    return on_context("cuInit", [] { return kSuccess; });
+}
 
 EXPORT int cuGetErrorName(int result, const char** name) {
     return describe(result, name, &Description::name);
@@ -64,32 +66,42 @@ EXPORT int cuGetErrorString(int result, const char** text) {
 }
 
 EXPORT int cuDeviceGet(int* device, int number) {
-    if (number != 0) return kInvalidDevice;
-    *device = 0;
-    return kSuccess;
+    return on_context("cuDeviceGet", [=] {
+        if (number != 0) return kInvalidDevice;
+        *device = 0;
+        return kSuccess;
+    });
 }
 
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int) {
-    *context = &context_of_all;
-    return kSuccess;
+    return on_context("cuDevicePrimaryCtxRetain", [=] {
+        *context = &context_of_all;
+        return kSuccess;
+    });
 }
 
 EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
 
 EXPORT int cuCtxGetCurrent(void** context) {
-    *context = current_context;
-    return kSuccess;
+    return on_context("cuCtxGetCurrent", [=] {
+        *context = current_context;
+        return kSuccess;
+    });
 }
 
 EXPORT int cuCtxSetCurrent(void* context) {
-    current_context = context;
-    return kSuccess;
+    return on_context("cuCtxSetCurrent", [=] {
+        current_context = context;
+        return kSuccess;
+    });
 }
 
 EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    *least = 0;
-    *greatest = -1;
-    return kSuccess;
+    return on_context("cuCtxGetStreamPriorityRange", [=] {
+        *least = 0;
+        *greatest = -1;
+        return kSuccess;
+    });
 }
 
 EXPORT int cuStreamCreateWithPriority(Stream** stream, unsigned, int) {

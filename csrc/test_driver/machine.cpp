@@ -20,6 +20,10 @@ Machine::~Machine() {
 int Machine::begin(const char* call) {
     ++counts_[call];
     if (log_.size() < most_logged) log_.emplace_back(call);
+    return injected(call);
+}
+
+int Machine::injected(const char* call) {
     for (auto failure = failures_.begin(); failure != failures_.end(); ++failure) {
         if (failure->call != call || --failure->left > 0) continue;
         const int code = failure->code;

@@ -84,6 +84,8 @@ class Machine {
     using Lock = std::unique_lock<std::mutex>;
     // Begins every call: counts it, and returns the result that a test asked for (0: go on).
     int begin(const char* call);
+    // The result that a test asked for of a call that is neither counted nor logged (0: go on).
+    int injected(const char* call);
     // Begins a call that concerns streams: like begin(), and may run some work. Other calls run
     // none. They come from garbage collection, at any time, and what a seed draws must not depend
     // on that.

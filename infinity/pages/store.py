@@ -92,6 +92,8 @@ class Store:
                 cleanup.enter_context(capped(plan.device, share, others=others))
             self.link = DeviceLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
+            self.off = (*self.host.off, *self.link.off)
+            """Facilities that this runtime does without, each with the reason, as text for users."""
             self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
             self._homes[Tier.DEVICE] = self.device.pool("device homes", near)

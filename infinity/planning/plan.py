@@ -128,6 +128,10 @@ class Plan(Placement):
     """
     unreached: int = field(default=0, compare=False)
     """Number of ranks on this node with parameters on devices that this rank's device cannot reach."""
+    off: tuple[str, ...] = field(default=(), compare=False)
+    """Facilities of this machine that a runtime does without, because they failed when it opened its tiers,
+    each with the reason.
+    """
     messages: str = field(default="", compare=False)
     """How the ranks' messages travel, and the RAM that they take beside all pools; empty for one rank."""
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)

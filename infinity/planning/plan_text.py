@@ -77,6 +77,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
         yield f"updates: {part:.0%} on the device"
     yield from _limits(plan)
+    for facility in plan.off:
+        yield f"off: {facility}"
     if plan.commits:
         place = "on nvme" if Tier.NVME in plan.budgets else f"in {plan.slab_directory or 'its directory'}"
         line = f"commits: {format_size(plan.durable_bytes)} {place} (two places for each trained byte)"

@@ -4,6 +4,7 @@ they are, without bounce buffers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -18,10 +19,18 @@ from infinity import _tiers
 from infinity.config import format_size
 from infinity.errors import DeviceError
 from infinity.system import machine
-from infinity.tiers.driver import Driver, current, driver_of, has_driver
+from infinity.tiers.driver import Driver, compute_stream, current, driver_of, has_driver
 from infinity.tiers.pool import tensor_over
 from infinity.tiers.probes import LinkSpeed, link_speed
-from infinity.tiers.tier import LEAST_MARGIN, MemoryTier, Tier, less_margin, map_ram, usable_device
+from infinity.tiers.tier import (
+    LEAST_MARGIN,
+    PAGE_ALIGNMENT,
+    MemoryTier,
+    Tier,
+    less_margin,
+    map_ram,
+    usable_device,
+)
 
 _PROBE_BYTES = 64 << 20
 _LINK_BYTES = 256 << 20
@@ -110,8 +119,13 @@ class HostArena(MemoryTier):
         shared: bool = False,
     ) -> None:
         target = usable_device(device or "cpu")
+        self.off: list[str] = []
+        """Facilities that the arena does without, each with the reason, as text for users."""
         if huge_pages is None:
-            huge_pages = nbytes >= _PROBE_BYTES and probe_huge_pages().helps
+            probe = probe_huge_pages() if nbytes >= _PROBE_BYTES else None
+            huge_pages = probe is not None and probe.helps
+            if probe is not None and not probe.helps:
+                self.off.append(f"huge pages ({probe.reason})")
         region = map_ram(
             Tier.HOST,
             nbytes,
@@ -126,9 +140,10 @@ class HostArena(MemoryTier):
         driver = driver_of(target)
         if driver is not None:
             with current(target):
-                self.cuda_registration = register_with_cuda(region, driver)
+                self.cuda_registration = register_with_cuda(region, driver, target)
             if not self.cuda_registration.done:
                 say_slow_copies(self.cuda_registration.reason, nbytes)
+                self.off.append(f"registration of RAM with CUDA ({self.cuda_registration.reason})")
 
 
 def available_ram() -> int:
@@ -153,19 +168,48 @@ def arena_link() -> tuple[LinkSpeed, Registration]:
         return link_speed(torch.device("cuda"), lease.residency()), arena.cuda_registration
 
 
-def register_with_cuda(region: _tiers.Region, driver: Driver) -> Registration:
+def register_with_cuda(region: _tiers.Region, driver: Driver, device: torch.device) -> Registration:
     """Page-lock a region for DMA by every CUDA device, for as long as the region is mapped.
 
-    A failure is returned and not raised, because copies work without registration, only slower. The CUDA
-    driver is called directly, because the CUDA runtime would report the failure again at the next kernel
-    launch.
+    device: one of `driver`, to which bytes of the region are copied and back. Where they do not come back,
+    the region does not stay page-locked. A failure is returned and not raised, because copies work without
+    registration, only slower. The CUDA driver is called directly, because the CUDA runtime would report the
+    failure again at the next kernel launch.
     """
     try:
         driver.register_host(region.address, region.nbytes)
     except DeviceError as error:
         return Registration(False, f"{error.call}: {error.name}; copies are staged and slower")
+    reason = _lost(region, device)
+    if reason is not None:
+        for undo in (driver.synchronize, functools.partial(driver.unregister_host, region.address)):
+            with contextlib.suppress(DeviceError):  # the copies may be under way
+                undo()
+        return Registration(False, f"{reason}; copies are staged and slower")
     region.before_release(functools.partial(driver.unregister_host, region.address))
     return Registration(True, "registered")
+
+
+def _lost(region: _tiers.Region, device: torch.device) -> str | None:
+    """Copy the first bytes of a region to the device, and from there to the region's last bytes. Returns why
+    they have not arrived; None if they have.
+    """
+    memory = tensor_over(region)
+    count = min(PAGE_ALIGNMENT, memory.nbytes // 2)
+    sent, back = memory[:count], memory[-count:]
+    sent.copy_(torch.arange(count, device="cpu") % 251)
+    back.zero_()
+    try:
+        there, stream = torch.empty(count, dtype=torch.uint8, device=device), compute_stream(device)
+        stream.copy(there.data_ptr(), sent.data_ptr(), count)
+        stream.transfer(back.data_ptr(), there.data_ptr(), count).synchronize()
+        same = torch.equal(sent, back)
+    except DeviceError as error:
+        return f"{error.call}: {error.name}"
+    finally:
+        sent.zero_()
+        back.zero_()
+    return None if same else "other bytes came back from the device than were sent"
 
 
 _said: set[str] = set()

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.errors import DeviceError
 from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
 from infinity.tiers.link import After, DeviceLink, Lane, Transfer, User
 
@@ -175,7 +176,12 @@ class CopyStreams(DeviceLink):
         self._driver = driver
         self.checked = driver.checked
         self._compute = compute
-        self._up = {Lane.PREFETCH: driver.stream(), Lane.URGENT: driver.stream(priority=1)}
+        self._up = {Lane.PREFETCH: driver.stream()}
+        try:
+            self._up[Lane.URGENT] = driver.stream(priority=1)
+        except DeviceError as error:
+            self._up[Lane.URGENT] = driver.stream()
+            self.off = [f"priorities of streams ({error.call}: {error.name}; urgent copies share the link)"]
         self._down = driver.stream()
         self._marks: deque[tuple[int, Event]] = deque()
         """(number, event) of each mark that the compute stream is not known to have reached, oldest first.

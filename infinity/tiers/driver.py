@@ -31,6 +31,7 @@ __all__ = [
     "RepeatedMemory",
     "SharedMemory",
     "Stream",
+    "compute_stream",
     "cuda_driver",
     "current",
     "driver_of",
@@ -93,6 +94,17 @@ def driver_of(device: torch.device) -> Driver | None:
         return cuda_driver(torch.cuda.current_device() if device.index is None else device.index)
     found = emulation()
     return None if found is None else found.driver
+
+
+def compute_stream(device: torch.device) -> Stream:
+    """The stream on which this thread computes on a device that has a driver."""
+    if device.type == "cuda":
+        driver = driver_of(device)
+        assert driver is not None
+        return driver.foreign(torch.cuda.current_stream(device).cuda_stream)
+    found = emulation()
+    assert found is not None, "the device has a driver"
+    return found.compute
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

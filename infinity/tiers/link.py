@@ -149,6 +149,8 @@ class DeviceLink:
 
     direct = True
     """Whether code on the CPU can access the device's memory."""
+    off: Sequence[str] = ()
+    """Facilities of the driver that the link does without, each with the reason, as text for users."""
     checked = False
     """Whether the driver checks the order of memory accesses, as the driver of the tests does.
 

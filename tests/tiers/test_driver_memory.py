@@ -220,8 +220,10 @@ def test_a_training_without_registration_warns_and_trains(monkeypatch: pytest.Mo
     monkeypatch.setattr(arena_module, "_said", set())
     device = EmulatedDevice(8)
     device.fail("cuMemHostRegister_v2", 2)
+    plans: list[str] = []
     with pytest.warns(UserWarning, match="memlock"):
-        opened(device)
+        opened(device, lambda runtime: plans.append(str(runtime.plan)))
+    assert "off: registration of RAM with CUDA (cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in plans[0]
     assert device.count("cuMemHostUnregister") == 0
     assert device.unregistered_copies > 10, "and none of its copies went beside compute"
     assert device.left == []
@@ -229,6 +231,16 @@ def test_a_training_without_registration_warns_and_trains(monkeypatch: pytest.Mo
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "Saved activations take")
         opened(device)
+
+
+def test_a_training_without_priorities_of_streams_says_so_and_trains() -> None:
+    device, plans = EmulatedDevice(12), []
+    device.fail("cuCtxGetStreamPriorityRange", 801)
+    opened(device, lambda runtime: plans.append(str(runtime.plan)))
+    assert "off: priorities of streams (cuCtxGetStreamPriorityRange: CUDA_ERROR_NOT_SUPPORTED" in plans[0]
+    opened(device, lambda runtime: plans.append(str(runtime.plan)))
+    assert "off:" not in plans[1]
+    assert device.left == []
 
 
 def test_a_training_that_finds_no_memory_for_stand_ins_leaves_nothing() -> None:

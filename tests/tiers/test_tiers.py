@@ -233,6 +233,14 @@ def test_the_huge_page_probe_decides_by_its_measurement(monkeypatch: pytest.Monk
     assert "never" in probe().reason
 
 
+def test_an_arena_without_huge_pages_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = arena_module.HugePageProbe(False, None, "there are none")
+    monkeypatch.setattr(arena_module, "probe_huge_pages", lambda: probe)
+    with HostArena(64 * MIB) as large, HostArena(MIB) as small:
+        assert not large.huge_pages and large.off == ["huge pages (there are none)"]
+        assert small.off == [], "too small for any"
+
+
 def test_the_huge_page_probe_really_runs() -> None:
     result = arena_module.probe_huge_pages()
     assert result.reason
@@ -250,17 +258,20 @@ def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
     arena = HostArena(PAGE)
     if code:
         device.fail("cuMemHostRegister_v2", code)
-    registration = register_with_cuda(arena.region, device.driver)
+    with device.in_use():
+        registration = register_with_cuda(arena.region, device.driver, torch.device("cpu"))
     assert registration.done == (code == 0)
     alias = arena.pool("pages", PAGE).lease(1).residency()
     del arena
     gc.collect()
-    assert device.calls == ["cuMemHostRegister_v2"]
+    calls = [each for each in device.calls if "Register" in each]
+    assert calls == ["cuMemHostRegister_v2"]
     assert len(device.left) == (1 if code == 0 else 0)
     del alias
     gc.collect()
     expected = ["cuMemHostRegister_v2", "cuMemHostUnregister"]
-    assert device.calls == expected[: 2 if code == 0 else 1]
+    calls = [each for each in device.calls if "egister" in each]
+    assert calls == expected[: 2 if code == 0 else 1]
     assert device.left == []
 
 
@@ -268,8 +279,29 @@ def test_a_registration_that_fails_says_why() -> None:
     device = EmulatedDevice()
     device.fail("cuMemHostRegister_v2", 2)
     with HostArena(PAGE) as arena:
-        reason = register_with_cuda(arena.region, device.driver).reason
+        reason = register_with_cuda(arena.region, device.driver, torch.device("cpu")).reason
         assert "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY" in reason
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventRecord", "cuEventQuery"])
+def test_a_registration_whose_bytes_do_not_come_back_is_undone(call: str) -> None:
+    device = EmulatedDevice()
+    with device.in_use(), HostArena(3 * PAGE, device="cpu") as arena:
+        assert arena.cuda_registration.done and arena.off == []
+        assert int(tensor_over(arena.region).sum()) == 0, "the trial leaves nothing behind"
+    device.fail(call, 719)
+    with device.in_use(), pytest.warns(UserWarning, match=call), HostArena(3 * PAGE, device="cpu") as arena:
+        assert not arena.cuda_registration.done
+        assert call.removesuffix("_v2") in arena.off[0]
+    assert device.left == []
+
+
+def test_a_registration_that_brings_other_bytes_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = EmulatedDevice()
+    monkeypatch.setattr(torch, "equal", lambda one, other: False)
+    with device.in_use(), pytest.warns(UserWarning, match="other bytes"):
+        HostArena(3 * PAGE, device="cpu").close()
+    assert device.count("cuMemHostUnregister") == 1 and device.left == []
 
 
 def test_another_process_reads_a_shared_arena_and_cannot_write_it() -> None:
@@ -320,6 +352,7 @@ def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytes
     monkeypatch.setattr(arena_module, "_said", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(arena_module, "driver_of", lambda device: emulated.driver)
+    monkeypatch.setattr(arena_module, "_lost", lambda region, device: None)
     emulated.fail("cuMemHostRegister_v2", 2)
     with pytest.warns(UserWarning, match="memlock") as caught, HostArena(5 * PAGE, device=device) as arena:
         assert arena.region.resident_bytes() == 5 * PAGE
@@ -410,7 +443,8 @@ class TestCuda:
 
     def test_a_failed_registration_does_not_poison_the_next_kernel(self) -> None:
         with HostArena(4 * MIB, device="cuda") as host:
-            again = register_with_cuda(host.region, cuda_driver(torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            again = register_with_cuda(host.region, cuda_driver(device.index), device)
             assert not again.done
             assert torch.ones(4, device="cuda").sum().item() == 4
 
