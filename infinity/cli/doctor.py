@@ -1,12 +1,16 @@
-"""Command `infinity doctor`: reports this machine's features, and the cost and cure of missing features."""
+"""Command `infinity doctor`: reports this machine's features, and the cost and cure of missing features; with
+--self-test it also trains at every home.
+"""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -15,16 +19,25 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity import __version__, aio, cpu_adam
+from infinity.cli import driver_trials, self_test, trial
 from infinity.cli.command import Output, add_json
+from infinity.cli.finding import Finding
+from infinity.cli.trial import Trial
 from infinity.config import format_size
 from infinity.cpu_adam.pool import stream_speed
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, other_bytes, storage_errors
 from infinity.system import machine
 from infinity.system.directory import free_bytes
 from infinity.tiers import probes
 from infinity.tiers.arena import REGISTER_CURE, arena_link, probe_huge_pages
+from infinity.tiers.tier import aligned_ram
 
-_SECTIONS = ("machine", "memory", "device", "storage")
+_SECTIONS = ("machine", "memory", "device", driver_trials.SECTION, "storage", self_test.SECTION)
+_BUFFER_BYTES = 1 << 20
+_SECONDS = 50.0
+"""The time for all trials of the self-test."""
+_SLOW_LINK = 6e9
+"""Bytes per second. A link that is slower is a finding."""
 _BACKENDS = {
     "io_uring": (
         "libaio is used: one more system call per wait, no registered buffers.",
@@ -40,26 +53,6 @@ _BACKENDS = {
 """Backend's name -> (what its absence costs, how to cure that)."""
 
 
-@dataclass
-class Finding:
-    """A feature that this machine has or lacks."""
-
-    section: str
-    name: str
-    found: str
-    """What the machine has, for people."""
-    figures: Mapping[str, Any]
-    """The same facts for --json: bytes, bytes per second, flags."""
-    missing: bool = False
-    """Whether the feature is missing or limited."""
-    cost: str = ""
-    cure: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.missing:
-            self.cost = self.cure = ""
-
-
 def add_parser(subparsers: Any) -> None:
     """Add `doctor` to the command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -69,6 +62,11 @@ def add_parser(subparsers: Any) -> None:
     )
     path = "a directory that may hold pages (repeatable; default: the current directory)"
     parser.add_argument("--path", action="append", metavar="DIR", help=path)
+    text = (
+        "also train a tiny model at every home that this machine has, beside plain PyTorch; each trial has a "
+        "process and a time limit of its own. Takes less than a minute"
+    )
+    parser.add_argument("--self-test", action="store_true", help=text)
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -76,28 +74,77 @@ def add_parser(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine the machine and print the findings.
 
-    Returns 1 if a path cannot hold pages, and 0 otherwise, because anything else that is missing only costs
-    speed.
+    Returns 1 if a path cannot hold pages or a trial of the self-test fails, and 0 otherwise, because anything
+    else that is missing only costs speed.
     """
     out = Output(options)
-    with out.console.status("looking around"):
-        findings = list(examine(options.path or [os.getcwd()]))
-    _print(out.console, findings)
-    out.json({"findings": [asdict(finding) for finding in findings]})
-    return int(any("error" in finding.figures for finding in findings))
+    paths = [os.path.abspath(path) for path in options.path or [os.getcwd()]]
+    found: list[Finding] = []
+    with out.console.status("looking around") as status:
+        for each in tried(paths) if options.self_test else examine(paths):
+            found.append(each)
+            status.update(f"{each.section}: {each.name}")
+    _print(out.console, found)
+    failed = [each for each in found if each.failed]
+    text = report(found) if options.self_test else None
+    if options.self_test:
+        out.say(f"self-test: {len(failed) or 'no'} failures among {len(found)} findings")
+    if text is not None and failed:
+        out.say(f"\nFor a report of this failure:\n\n{text}")
+    out.json({"findings": [asdict(each) for each in found], **({"report": text} if text else {})})
+    return int(bool(failed))
 
 
-def examine(paths: list[str]) -> Iterator[Finding]:
+def examine(paths: Sequence[str]) -> Iterator[Finding]:
     """Yield all findings, section by section. paths: directories that may hold pages."""
-    yield from _processors()
-    yield from _memory()
+    yield from _machine()
     yield from _device()
     for path in paths:
-        try:
-            yield from _storage(path)
-        except InfinityError as error:
-            kind = {"error": type(error).__name__}
-            yield Finding("storage", path, "cannot hold pages", kind, True, error.cause, error.cure)
+        yield from _disk(path)
+
+
+def tried(paths: Sequence[str]) -> Iterator[Finding]:
+    """Yield the findings of `examine` and of the self-test, each found in a process of its own. Takes less
+    than a minute, whatever hangs.
+    """
+    found: list[Finding] = []
+    examined = [
+        Trial("machine", "machine", [_machine]),
+        Trial("device", "GPU", [_device]),
+        *driver_trials.trials(),
+        *(Trial("storage", path, [functools.partial(_disk, path)]) for path in paths),
+    ]
+    try:
+        for each in trial.run([*examined, *self_test.trials(paths)], seconds=_SECONDS):
+            found.append(each)
+            yield each
+        yield from self_test.compared(found)
+    finally:
+        for _ in trial.run([self_test.removal(paths)], seconds=_SECONDS):
+            pass
+
+
+def report(findings: Iterable[Finding]) -> str:
+    """Text for a bug report: each finding on a line, and the last output of trials that crashed."""
+    lines = [f"infinity {__version__}"]
+    for each in findings:
+        mark = "FAILED" if each.failed else "lacks" if each.missing else "ok"
+        error = f" [{each.figures['error']}] {each.cost} {each.cure}" if each.failed else ""
+        lines.append(f"{mark:6} {each.section}: {each.name}: {each.found}{error}")
+        lines += [f"    {line}" for line in str(each.figures.get("log", "")).splitlines()]
+    return "\n".join(lines)
+
+
+def _machine() -> Iterator[Finding]:
+    yield from _processors()
+    yield from _memory()
+
+
+def _disk(path: str) -> Iterator[Finding]:
+    try:
+        yield from _storage(path)
+    except InfinityError as error:
+        yield Finding.of(error, "storage", path, "cannot hold pages")
 
 
 def _processors() -> Iterator[Finding]:
@@ -188,15 +235,21 @@ def _device() -> Iterator[Finding]:
         figures = {"available": True, "name": name, "free": free, "total": total}
         yield Finding("device", f"cuda:{index}", text, figures)
     link, pinned = arena_link()
+    slow = min(link.to_device, link.to_host) < _SLOW_LINK
     yield Finding(
         "device",
         "device link",
         f"{link.to_device / 1e9:.1f} GB/s to the device, {link.to_host / 1e9:.1f} GB/s back; "
         f"host arena {pinned.reason}",
         {"to_device": link.to_device, "to_host": link.to_host, "registered": pinned.done},
-        not pinned.done,
-        "Copies are staged through a bounce buffer and do not overlap compute.",
-        REGISTER_CURE,
+        slow or not pinned.done,
+        "Pages cross it at less than half of what 16 lanes of PCIe 3 carry."
+        if pinned.done
+        else "Copies are staged through a bounce buffer and do not overlap compute.",
+        "Put the card into a slot with 16 lanes (nvidia-smi -q shows the link's width), look at the virtual "
+        "machine's settings, or keep more pages on the device."
+        if pinned.done
+        else REGISTER_CURE,
     )
 
 
@@ -229,6 +282,16 @@ def _storage(path: str) -> Iterator[Finding]:
         text = (backend.features or "works") if backend.ok else backend.reason
         lack = not backend.ok, *_BACKENDS[backend.name]
         yield Finding("storage", f"{path} {backend.name}", text, asdict(backend), *lack)
+    registered = _registered_buffers(path)
+    yield Finding(
+        "storage",
+        f"{path} registered buffers",
+        registered or "work",
+        {"registered": not registered},
+        bool(registered),
+        "More work per request: the kernel pins a buffer for each.",
+        "io_uring, see above, and ulimit -l unlimited (LimitMEMLOCK=infinity, --ulimit memlock=-1).",
+    )
     if not is_ram:
         speed = probes.disk_speed(path)
         text = (
@@ -236,6 +299,25 @@ def _storage(path: str) -> Iterator[Finding]:
             f"GB/s ({speed.backend})"
         )
         yield Finding("storage", f"{path} speed", text, asdict(speed))
+
+
+def _registered_buffers(path: str) -> str:
+    """Write and read through a buffer that is registered with the I/O engine. Returns why it cannot be
+    registered, or "". Raises StorageError, and CorruptState if other bytes are read.
+    """
+    buffer = aligned_ram(_BUFFER_BYTES)
+    with (
+        storage_errors("make a file in", path),
+        tempfile.NamedTemporaryFile(prefix=".infinity-test-", dir=path) as named,
+        aio.Engine(path) as engine,
+    ):
+        registered = engine.register_buffer(buffer.data_ptr(), buffer.nbytes)
+        with engine.open(named.name) as file:
+            file.write(buffer.fill_(7), 0).wait()
+            file.read(buffer.zero_(), 0).wait()
+        if not bool((buffer == 7).all()):
+            raise other_bytes(named.name, 0, None)
+        return "" if registered else engine.facts.registration_failure
 
 
 def _print(console: Console, findings: list[Finding]) -> None:
