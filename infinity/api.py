@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.build import carry_out
+from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
 from infinity.config import Budget, Precision, node_cache_limit
@@ -285,7 +285,8 @@ def plan_for(
         slab_directory = str(commits.directory)
         prefer = None if commits.saved is None else division_of(commits.saved)
     on_node = ranks.place.ranks
-    available = Available.now(target, on_node) if other is None else Available.of(other, on_node)
+    own = bytes_on(model, target) if other is None else 0
+    available = Available.now(target, on_node, own) if other is None else Available.of(other, on_node)
     make = functools.partial(
         make_plan,
         model,
@@ -293,7 +294,6 @@ def plan_for(
         budget=budget,
         precision=precision,
         device=target,
-        available=available,
         update=chosen,
         accumulation=accumulation,
         commits=slab_directory is not None,
@@ -302,6 +302,16 @@ def plan_for(
         node_cache=node_cache_limit(),
         machine=None if other is None else other.text,
     )
+
+    def made_with(**more: Any) -> Plan:
+        """Make a plan. The model's own bytes on the device count as free, if RAM has room for those that must
+        leave before the pages are there.
+        """
+        found = make(available=available, **more)
+        if own and bytes_set_aside(found, own) + found.arena_bytes > available.host:
+            return make(available=replace(available, device=max(0, available.device - own)), **more)
+        return found
+
     estimate = None
     if example_inputs is not None:
         estimate = run_fake_step(
@@ -309,7 +319,7 @@ def plan_for(
         )
 
     def draft(agreed: Division | None) -> Plan:
-        made = functools.partial(make, prefer=agreed or prefer)
+        made = functools.partial(made_with, prefer=agreed or prefer)
         if estimate is None:
             return made()
         if estimate.unknown is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -47,6 +48,7 @@ from infinity.runtime import Runtime
 from infinity.system import machine
 from infinity.system.directory import check_directory
 from infinity.telemetry.meter import Meter
+from infinity.tiers.device import available_bytes, partly_used_bytes
 
 _GUARD_MARGIN = 16 << 20
 """The heap guard limits the growth of resident memory to the RAM budget less a margin. The margin is this
@@ -103,6 +105,8 @@ def carry_out(
     with ExitStack() as cleanup:
         if checkpoint is not None:
             cleanup.callback(checkpoint.close)
+        if waiting := bytes_set_aside(plan, bytes_on(model, plan.device)):
+            cleanup.callback(_set_aside(model, plan.device, waiting))  # if this call fails
         for directory in budget.nvme_bytes:  # also of a budget that no page needs now
             check_directory(directory)
         adopted = None if checkpoint is None else checkpoint.adopted(plan, budget)
@@ -291,16 +295,57 @@ class _Wiring:
                 places[id(buffer)].put(buffer.to(self.plan.device))
 
 
+def bytes_on(model: nn.Module, device: torch.device) -> int:
+    """Bytes of the parameters and buffers of `model` on a CUDA device; 0 for the CPU."""
+    return sum(each.nbytes() for each in _storages_on(model, device).values())
+
+
+def _storages_on(model: nn.Module, device: torch.device) -> dict[int, torch.UntypedStorage]:
+    """The storages on a CUDA device, by address, in which parameters and buffers of `model` lie."""
+    if device.type != "cuda":
+        return {}
+    tensors = (each for each in (*model.parameters(), *model.buffers()) if each.device == device)
+    return {each.data_ptr(): each for each in (tensor.untyped_storage() for tensor in tensors)}
+
+
 def _kept_by_others(model: nn.Module, device: torch.device) -> int:
-    """Bytes that torch has allocated on a CUDA device for tensors that are not the model's."""
+    """Bytes of torch's segments on a CUDA device that hold tensors other than the model's, with the free
+    bytes of partly used segments, which torch's limit counts, too.
+    """
     if device.type != "cuda":
         return 0
-    here = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device == device
-    }
-    return max(0, torch.cuda.memory_allocated(device) - sum(here.values()))
+    others = torch.cuda.memory_allocated(device) - bytes_on(model, device)
+    return max(0, others) + partly_used_bytes(device)
+
+
+def bytes_set_aside(plan: Plan, own: int) -> int:
+    """Bytes of a model on a CUDA device that wait in RAM while the device tier is opened and filled, because
+    the tier has no room beside them. own: bytes of the model there.
+    """
+    missing = plan.device_bytes - available_bytes(plan.device) if own else 0
+    return missing if 0 < missing <= own else 0  # else the tier itself has no room, and says so
+
+
+def _set_aside(model: nn.Module, device: torch.device, nbytes: int) -> Callable[[], None]:
+    """Move parameters of `model` from a CUDA device to RAM until their storages have at least `nbytes` bytes.
+    Returns a function that moves them back.
+    """
+    moved: list[nn.Parameter] = []
+    storages, freed = _storages_on(model, device), 0
+    for parameter in model.parameters():
+        if freed >= nbytes:
+            break
+        if parameter.device == device:
+            found = storages.pop(parameter.untyped_storage().data_ptr(), None)
+            freed += 0 if found is None else found.nbytes()
+            moved.append(parameter)
+            parameter.data = parameter.data.cpu()
+
+    def give_back() -> None:
+        for parameter in moved:
+            parameter.data = parameter.data.to(device)
+
+    return give_back
 
 
 def _threads(plan: Plan, ranks: SingleRank) -> cpu_adam.ThreadPool:

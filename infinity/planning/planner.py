@@ -58,12 +58,13 @@ class Available:
     """Whether the device can run optimizer updates; None: as `twin_flow.has_kernels` says of this machine."""
 
     @staticmethod
-    def now(device: torch.device, on_node: int = 1) -> Available:
+    def now(device: torch.device, on_node: int = 1, own: int = 0) -> Available:
         """The free bytes of `device` (0 for the CPU) and of this machine's RAM, each less a safety margin.
 
-        on_node: number of ranks that share the RAM equally.
+        on_node: number of ranks that share the RAM equally. own: bytes on `device` of the model that is to be
+        offloaded, which count as free.
         """
-        near = available_bytes(device) if device.type == "cuda" else 0
+        near = available_bytes(device, own) if device.type == "cuda" else 0
         return Available(near, available_ram() // on_node, Headroom.of(device))
 
     @staticmethod

@@ -48,15 +48,21 @@ def left_of(free: int, cached: int) -> int:
     return less_margin(found, LEAST_MARGIN + found // _MARGIN_SHARE)
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: torch.device, own: int = 0) -> int:
     """Return the bytes that this process can take on a CUDA device now, less a safety margin.
 
-    This is the default device budget.
+    This is the default device budget. own: bytes of tensors that `infinity.offload` frees there.
     """
     free, _ = torch.cuda.mem_get_info(device)
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    in_use = torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0)
-    return left_of(free, held - in_use)
+    return left_of(free, held - partly_used_bytes(device) + own)
+
+
+def partly_used_bytes(device: torch.device) -> int:
+    """The free bytes of those segments of torch's CUDA allocator in which a tensor lies. They cannot go back
+    to CUDA.
+    """
+    return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
 class CudaTier(MemoryTier):
@@ -210,8 +216,8 @@ def capped(device: torch.device, share: MemoryShare, *, others: int) -> Iterator
     """A context in which torch's allocator may take `share.budget` bytes on `device` for one runtime.
 
     The limit is the sum of all runtimes' budgets and of `others`. Beyond the limit torch raises
-    OutOfMemoryError. others: bytes that this process had allocated on the device before the runtime opened,
-    and will keep. If several runtimes use the device, only the `others` of the first runtime counts.
+    OutOfMemoryError. others: bytes of torch's segments that this process had on the device before the runtime
+    opened, and will keep. If several runtimes use the device, only the `others` of the first runtime counts.
     """
     assert device.index is not None
     _watch()

@@ -7,6 +7,7 @@ given the limit as a fraction of the device's memory.
 from __future__ import annotations
 
 import gc
+import importlib
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,10 +20,13 @@ from small_runtime import two_layers
 from torch import nn
 
 import infinity
-from infinity.build import _kept_by_others
-from infinity.tiers import device
+from infinity.build import _kept_by_others, _set_aside, bytes_set_aside
+from infinity.planning import planner, twin_flow
+from infinity.planning.headroom import NO_HEADROOM
+from infinity.tiers import Tier, device
 from infinity.tiers.device import MemoryShare, advice, capped, fraction_of, left_of
 
+api, build = importlib.import_module("infinity.api"), importlib.import_module("infinity.build")
 GIB, MIB = 1 << 30, 1 << 20
 DEVICE = torch.device("cuda", 7)
 
@@ -118,13 +122,63 @@ class CpuAsCuda:
 
 
 def test_what_others_have_is_neither_parameters_nor_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It includes the free bytes of partly used segments, because the limit counts whole segments."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     model.register_parameter("tied", model[0].weight)
     own = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    statistics: dict[str, int] = {}
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: own + 1000)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
     assert _kept_by_others(model, torch.device("cpu")) == 0
     assert _kept_by_others(model, torch.device("cuda", 0)) == own + 1000, "it is in RAM"
     assert _kept_by_others(model, CpuAsCuda()) == 1000  # type: ignore[arg-type]
+    statistics["inactive_split_bytes.all.current"] = 20 * MIB
+    assert _kept_by_others(model, CpuAsCuda()) == 20 * MIB + 1000  # type: ignore[arg-type]
+
+
+class FullGpu:
+    """A GPU of 16 GiB as torch tells of it: `allocated` bytes of a model, and no segment but the model's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, allocated: int) -> None:
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (16 * GIB - allocated, 16 * GIB))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: allocated)
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+        patch.setattr(torch.cuda, "memory_stats", lambda device: {})
+        patch.setattr(twin_flow, "has_kernels", lambda device: False)
+        patch.setattr(planner.Headroom, "of", lambda device: NO_HEADROOM)
+        patch.setattr(api, "usable_device", lambda device: DEVICE)
+        patch.setattr(api, "bytes_on", lambda model, device: allocated)
+
+
+def test_a_model_on_the_device_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default budget has the bytes that the model itself takes there, because offload frees them."""
+    FullGpu(monkeypatch, 6 * GIB)
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = infinity.plan(model, optimizer, device="cuda")
+    assert found.budgets[Tier.DEVICE] == left_of(16 * GIB, 0)
+    assert bytes_set_aside(found, 6 * GIB) == 0, "there is room for the pages beside it"
+    monkeypatch.setattr(build, "available_bytes", lambda device: found.device_bytes - MIB)
+    assert bytes_set_aside(found, 6 * GIB) == MIB
+    assert bytes_set_aside(found, 0) == bytes_set_aside(found, MIB - 1) == 0
+    monkeypatch.setattr(planner, "available_ram", lambda: found.arena_bytes + MIB - 1)
+    scarce = infinity.plan(model, optimizer, device="cuda")
+    assert scarce.budgets[Tier.DEVICE] == left_of(16 * GIB, 0) - 6 * GIB, "RAM has no room meanwhile"
+
+
+def test_what_is_set_aside_comes_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = two_layers()
+    first = next(model.parameters())
+    before = [each.clone() for each in model.parameters()]
+    places = [each.data_ptr() for each in model.parameters()]
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    give_back = _set_aside(model, CpuAsCuda(), first.nbytes)  # type: ignore[arg-type]
+    now = [each.data_ptr() for each in model.parameters()]
+    assert now[0] != places[0] and now[1:] == places[1:], "no more than is needed"
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self.clone())
+    give_back()
+    assert first.data_ptr() != now[0]
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 @needs_cuda
@@ -149,3 +203,18 @@ def test_a_model_that_needs_more_than_the_budget_hears_why_with_cuda() -> None:
             torch.empty(2 * limit, dtype=torch.uint8, device="cuda")
         assert model(torch.ones(1, 64, device="cuda")).isfinite().all()
     assert torch.empty(min(2 * limit, free // 4), dtype=torch.uint8, device="cuda").is_cuda
+
+
+@needs_cuda
+def test_a_model_on_the_device_that_leaves_no_room_for_its_pages_with_cuda() -> None:
+    """The pages take more than half of the device, and the model in fp32 two thirds of it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    width = int((free * 2 / 3 / 4) ** 0.5)
+    model = nn.Linear(width, width, bias=False, device="cuda")
+    row = model.weight[7].detach().cpu()
+    with infinity.offload(model, None, precision=infinity.Precision(compute="fp32")) as runtime:
+        assert runtime.plan.budgets[Tier.DEVICE] > free - 4 * GIB
+        with runtime.full_parameters(model):
+            assert torch.equal(model.weight[7].detach().cpu(), row)
