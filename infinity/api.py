@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
 from infinity.config import Budget, Precision, node_cache_limit
+from infinity.device_update.trial import refusal
 from infinity.errors import ConfigError
 from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule
@@ -134,6 +136,8 @@ def offload(
                 weights=weights,
                 commits=commits,
             )
+            if made.no_updates_there and made.rule is not None:
+                warnings.warn(f"{made.no_updates_there} The CPU does all updates.", stacklevel=2)
             runtime = carry_out(
                 made, model, optimizer, budget=budget, weights=weights, checkpoint=commits, ranks=ranks
             )
@@ -302,16 +306,10 @@ def plan_for(
         node_cache=node_cache_limit(),
         machine=None if other is None else other.text,
     )
-
-    def made_with(**more: Any) -> Plan:
-        """Make a plan. The model's own bytes on the device count as free, if RAM has room for those that must
-        leave before the pages are there.
-        """
-        found = make(available=available, **more)
-        if own and bytes_set_aside(found, own) + found.arena_bytes > available.host:
-            return make(available=replace(available, device=max(0, available.device - own)), **more)
-        return found
-
+    if other is None:
+        make = functools.partial(_plan_here, make, target, available, own)
+    else:
+        make = functools.partial(make, available=available)
     estimate = None
     if example_inputs is not None:
         estimate = run_fake_step(
@@ -319,7 +317,7 @@ def plan_for(
         )
 
     def draft(agreed: Division | None) -> Plan:
-        made = functools.partial(made_with, prefer=agreed or prefer)
+        made = functools.partial(make, prefer=agreed or prefer)
         if estimate is None:
             return made()
         if estimate.unknown is not None:
@@ -340,6 +338,25 @@ def plan_for(
         return commits.adopted(made, budget) is not None
 
     return ranks.agreed_plan(budget, draft, adopts)
+
+
+def _plan_here(
+    make: Callable[..., Plan], device: torch.device, available: Available, own: int, **more: Any
+) -> Plan:
+    """Make a plan for what this machine can do now.
+
+    make: `make_plan` with all arguments but `available` and those in `more`. own: bytes of the model on
+    `device`. They count as free if RAM has room for what must leave before the pages are there. Units are
+    updated on `device` only if a trial has the CPU's bits there.
+    """
+    found = make(available=available, **more)
+    if own and bytes_set_aside(found, own) + found.arena_bytes > available.host:
+        available = replace(available, device=max(0, available.device - own))
+        found = make(available=available, **more)
+    reason = refusal(device, found.update_kinds) if found.updated_on_device else None
+    if reason is None:
+        return found
+    return make(available=replace(available, device_updates=False, no_updates_there=reason), **more)
 
 
 def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Budget, Precision]:

@@ -81,7 +81,9 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc | None:
-    """Load NVRTC, in the major version of torch's CUDA if possible. Returns None if no NVRTC is found."""
+    """Load NVRTC, in the major version of torch's CUDA if possible and never in a later one. Returns None if
+    no such NVRTC is found.
+    """
     for library, builtins in _candidates():
         try:
             for each in builtins:  # otherwise NVRTC looks for builtins only in the loader's paths
@@ -95,20 +97,19 @@ def find_nvrtc() -> Nvrtc | None:
 def _candidates() -> Iterator[tuple[str, list[str]]]:
     """Yield (path or name of the library, paths of the builtins that NVRTC opens), the best candidate first.
 
-    Libraries in NVIDIA's wheels come before those that the dynamic loader finds. Among both, the major
-    version of torch's CUDA comes first, then the newest version.
+    The major version of torch's CUDA comes first, then the newest. For each version, libraries in NVIDIA's
+    wheels come before the one that the dynamic loader finds. Versions later than torch's CUDA are left out:
+    a driver that suits torch may be too old for their code.
     """
-    found = [
-        (_major(library.name), library)
-        for folder in _wheels()
-        for library in sorted(folder.glob("*/lib/libnvrtc.so.*"))
-    ]
-    wanted = (torch.version.cuda or "").partition(".")[0]
-    found.sort(key=lambda each: (str(each[0]) != wanted, -each[0]))
-    for _, library in found:
-        builtins = sorted(library.parent.glob("libnvrtc-builtins.so.*"))
-        yield str(library), [str(each) for each in builtins]
-    for major in sorted(_MAJORS, key=lambda each: (str(each) != wanted, -each)):
+    torchs = int((torch.version.cuda or "0").partition(".")[0])
+    wheels = [library for folder in _wheels() for library in sorted(folder.glob("*/lib/libnvrtc.so.*"))]
+    known = {*_MAJORS, *(_major(library.name) for library in wheels)}
+    for major in sorted(known, key=lambda each: (each != torchs, -each)):
+        if torchs and major > torchs:
+            continue
+        for library in (each for each in wheels if _major(each.name) == major):
+            builtins = sorted(library.parent.glob("libnvrtc-builtins.so.*"))
+            yield str(library), [str(each) for each in builtins]
         yield f"libnvrtc.so.{major}", []
 
 

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 
 from infinity.config import Budget, round_up
-from infinity.device_update.kernels import Kernels, UpdateKind, kinds_of
+from infinity.device_update.kernels import Kernels
 from infinity.errors import InfinityError
-from infinity.formats.encodings import DTYPES
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest
 from infinity.pages.ledger import Ledger
@@ -217,7 +216,7 @@ class Store:
         plan = self.plan
         if not plan.workspace_bytes:
             return None, None
-        kernels = Kernels(plan.device, _kinds(plan))
+        kernels = Kernels(plan.device, plan.update_kinds)
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
             return lease.residency(), kernels
 
@@ -536,18 +535,3 @@ class Store:
             upto = min(end, start + self.transit_buffer_bytes)
             yield start, upto
             start = upto
-
-
-def _kinds(plan: Plan) -> set[UpdateKind]:
-    """The kinds of kernels that the plan's updates on the device need."""
-    assert plan.rule is not None
-    moments = DTYPES[plan.rule.states] if plan.rule.moments else torch.float32
-    regions = {
-        layout.regions[chunk.region].dtype
-        for layout in (plan.layout.units[unit] for unit in plan.updated_on_device)
-        for chunk in layout.chunks
-    }
-    found: set[UpdateKind] = set()
-    for dtype in regions:
-        found |= kinds_of(plan.rule.name, plan.gradient_dtype(dtype), dtype, moments)
-    return found

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from infinity.config import Precision, round_up
+from infinity.device_update.kernels import UpdateKind, kinds_of
 from infinity.device_update.table import workspace_of
+from infinity.formats.encodings import DTYPES
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Chunk
@@ -104,6 +106,8 @@ class Plan(Placement):
     """Number of backward passes in a step, as the user declared it; None if unknown."""
     updates_there: bool = False
     """Whether the device runs the optimizer's updates for units whose pages all rest on the device."""
+    no_updates_there: str = ""
+    """Why the device runs no updates, although it has memory of its own; a sentence, empty if it can."""
     mirrored: frozenset[int] = frozenset()
     """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
     device; see infinity/planning/twin_flow.py.
@@ -173,6 +177,17 @@ class Plan(Placement):
     def updated_on_device(self) -> frozenset[int]:
         """Indices of the units that the device updates, because all of their pages rest on the device."""
         return updated_there(self.homes) if self.updates_there else frozenset()
+
+    @property
+    def update_kinds(self) -> frozenset[UpdateKind]:
+        """The kinds of kernels that updates on the device need."""
+        if self.rule is None:
+            return frozenset()
+        moments = DTYPES[self.rule.states] if self.rule.moments else torch.float32
+        units = (self.layout.units[unit] for unit in self.updated_on_device)
+        dtypes = {layout.regions[chunk.region].dtype for layout in units for chunk in layout.chunks}
+        kinds = (kinds_of(self.rule.name, self.gradient_dtype(each), each, moments) for each in dtypes)
+        return frozenset().union(*kinds)
 
     @functools.cached_property
     def workspace_bytes(self) -> int:

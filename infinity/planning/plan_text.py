@@ -76,6 +76,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         trained = plan.page_sizes[Kind.GRADIENT]
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
         yield f"updates: {part:.0%} on the device"
+    elif plan.no_updates_there and plan.rule is not None:
+        yield f"updates: all on the CPU. {plan.no_updates_there}"
     yield from _limits(plan)
     for facility in plan.off:
         yield f"off: {facility}"

@@ -44,6 +44,9 @@ smaller.
 """
 _LEAST_CACHE = 4
 """A node's cache has room for at least this number of exchange blocks, or for all it could hold if less."""
+_NO_NVRTC = (
+    "No NVRTC of torch's CUDA is found, which compiles the device's kernels (pip install nvidia-cuda-nvrtc)."
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Available:
     """Bytes that torch takes, besides live tensors, of the budget of the tier that computes."""
     device_updates: bool | None = None
     """Whether the device can run optimizer updates; None: as `twin_flow.has_kernels` says of this machine."""
+    no_updates_there: str = ""
+    """Why the device runs no updates, as in `Plan`."""
 
     @staticmethod
     def now(device: torch.device, on_node: int = 1, own: int = 0) -> Available:
@@ -64,8 +69,11 @@ class Available:
         on_node: number of ranks that share the RAM equally. own: bytes on `device` of the model that is to be
         offloaded, which count as free.
         """
-        near = available_bytes(device, own) if device.type == "cuda" else 0
-        return Available(near, available_ram() // on_node, Headroom.of(device))
+        if device.type != "cuda":
+            return Available(0, available_ram() // on_node, Headroom.of(device))
+        without = "" if twin_flow.has_kernels(device) else _NO_NVRTC
+        near = available_bytes(device, own)
+        return Available(near, available_ram() // on_node, Headroom.of(device), no_updates_there=without)
 
     @staticmethod
     def of(machine: Machine, on_node: int = 1) -> Available:
@@ -170,6 +178,7 @@ def make_plan(
         "accumulation": accumulation,
         "commits": commits,
         "slab_directory": slab_directory if commits and not paths else None,
+        "no_updates_there": available.no_updates_there,
     }
     replan = functools.partial(planner.replan, facts)
     return planner.plan(placement, {**facts, "speeds": speeds, "work": work, "replan": replan})
@@ -217,6 +226,11 @@ class _Planner:
         if not self.unified:
             if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
+            over_a_link = found.device.type == "cuda" or found.no_updates_there
+            if over_a_link and not found.updated_on_device and not (rule is not None and rule.matrix):
+                host_free = self.budgets[Tier.HOST] - found.host_bytes
+                homes = twin_flow.gathered(found.homes, found.page_sizes, host_free, whole_units=False)
+                found = replace(found, homes=homes)
             if share.whole_parameters:
                 host_free = self.budgets[Tier.HOST] - found.host_bytes - self._wanted_by_cache(found)
                 homes, units = twin_flow.mirrored(

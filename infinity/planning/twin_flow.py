@@ -9,7 +9,7 @@ of these units crosses the link. Their share follows from the device's room for 
 optimizer states of the same unit do not. The CPU adds to such a gradient and updates with it, so it crosses
 the link once to be stored and again to be used, which costs more than a gradient in host RAM. The gradients
 and states that the placement has put on the device are therefore exchanged for those of whole units, as many
-as fit.
+as fit. A device that updates no unit keeps none of them, as far as host RAM has room.
 
 [Note: mirrors] ZeRO-Offload (Ren et al., 2021) keeps parameters on the device and optimizer states in host
 RAM, where the CPU runs the updates. An update needs the whole fp32 master in host RAM. For a bf16 parameter
@@ -52,29 +52,34 @@ def updated_there(homes: Homes) -> frozenset[int]:
     )
 
 
-def gathered(homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int) -> Homes:
-    """Return homes in which the gradients and optimizer states on the device are those of whole units; see
-    [Note: whole units].
+def gathered(
+    homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int, *, whole_units: bool = True
+) -> Homes:
+    """Return homes in which the gradients and optimizer states on the device are those of whole units, as
+    many as fit; see [Note: whole units]. Those of other units rest in host RAM, as far as it has room.
 
     These pages take no more device memory than before. Parameter pages and pages on NVMe keep their homes.
     sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page takes. The homes
-    are returned unchanged if the pages that would leave the device need more.
+    are returned unchanged if the pages that would leave the device need more. whole_units: False if the
+    device updates no unit, so that all of these pages are better in host RAM.
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
     room = sum(sizes[kind][unit] for unit, kind in near)
     chosen: set[tuple[int, Kind]] = set()
-    for unit, home in enumerate(homes):
+    for unit, home in enumerate(homes) if whole_units else ():
         nbytes = sum(sizes[kind][unit] for kind in kinds)
         within_reach = home[Kind.PARAMETER] is Tier.DEVICE and Tier.NVME not in home.values()
         if home[Kind.GRADIENT] is not None and within_reach and nbytes <= room:
             room -= nbytes
             chosen |= {(unit, kind) for kind in kinds if home[kind] is not None}
     for unit, kind in near:
+        if room <= host_free:  # as many bytes move to host RAM as the device has left over
+            break
         if (unit, kind) not in chosen and sizes[kind][unit] <= room:
             room -= sizes[kind][unit]
             chosen.add((unit, kind))
-    if room > host_free:  # as many bytes move to host RAM as the device has left over
+    if room > host_free:
         return homes
     moved = [dict(home) for home in homes]
     for unit, kind in near:

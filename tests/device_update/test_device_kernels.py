@@ -141,6 +141,33 @@ def test_the_newest_of_torchs_version_is_found(nvrtc: Nvrtc) -> None:
     assert find_nvrtc() is nvrtc and device_kernels.can_compile()
 
 
+def test_nvrtc_is_of_torchs_cuda_or_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The major version of torch's CUDA comes first, wherever it is found, and no later version is used:
+    NVRTC 13 writes code that a driver for CUDA 12 refuses.
+    """
+    wheels = {
+        12: "cuda_nvrtc/lib/libnvrtc.so.12",
+        13: "cu13/lib/libnvrtc.so.13",
+        11: "old/lib/libnvrtc.so.11.2",
+    }
+    for name in wheels.values():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(device_kernels, "_wheels", lambda: [tmp_path])
+
+    def found(cuda: str | None) -> list[str]:
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        return [library for library, _ in device_kernels._candidates()]
+
+    def of(*majors: int) -> list[str]:
+        return [each for major in majors for each in (str(tmp_path / wheels[major]), f"libnvrtc.so.{major}")]
+
+    assert found("12.4") == of(12, 11)
+    assert found("13.0") == found(None) == of(13, 12, 11)
+    (tmp_path / wheels[12]).unlink()
+    assert found("12.4") == ["libnvrtc.so.12", *of(11)]
+
+
 def test_a_source_is_assembled_from_files_without_a_library() -> None:
     text, headers = source(ADAMW)
     assert "INFINITY_UPDATE(kAdamW, kBf16, kSplit, kInt8)" in text

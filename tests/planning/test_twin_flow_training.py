@@ -29,9 +29,7 @@ from infinity.aio import Faults
 from infinity.config import Budget
 from infinity.cpu_adam.page import GRAD_DTYPES
 from infinity.device_update import kernels as device_kernels
-from infinity.device_update.kernels import UpdateKind
 from infinity.errors import NonFiniteGradient, StorageError
-from infinity.pages import store
 from infinity.planning import twin_flow
 
 __all__ = ["kernels", "updated"]
@@ -111,25 +109,15 @@ def test_every_bit_is_that_of_the_cpus_updates(
 @pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 def test_gradients_that_rest_as_they_come_change_no_bit(
-    compute: str, part: bool, updated: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compute: str, part: bool, updated: list[int], tmp_path: Path
 ) -> None:
     """With accumulation=1, gradients are stored in the parameters' dtype, two bytes an element, instead of
     fp32. Losses, gradients, parameters and optimizer states have the same bits either way.
 
     part: whether only some pages rest on the device.
     """
-    asked: list[str] = []
-    kinds_of = device_kernels.kinds_of
-
-    def noted(*arguments: Any) -> set[UpdateKind]:
-        found = kinds_of(*arguments)
-        asked.extend(device_kernels.DTYPES[each.gradient] for each in found)
-        return found
-
-    monkeypatch.setattr(store, "kinds_of", noted)
 
     def train(accumulation: int | None) -> Any:
-        asked.clear()
         directory = tmp_path / str(accumulation)
         with opened(directory, part=part, compute=compute, accumulation=accumulation) as (model, runtime):
             loss_of(model, 9).backward()
@@ -138,7 +126,8 @@ def test_gradients_that_rest_as_they_come_change_no_bit(
             losses = [step(model, runtime, number % 2, clip=0.5) for number in range(4)]
             state = tensors_copied(runtime.optimizer.state_dict())
             dtypes = {page.dtype(0) for page in runtime._components.gradients.pages.values()}
-            return (losses, gradients, copied(model.state_dict()), state), dtypes, set(asked)
+            asked = {device_kernels.DTYPES[each.gradient] for each in runtime.plan.update_kinds}
+            return (losses, gradients, copied(model.state_dict()), state), dtypes, asked
 
     wide, single = train(None), train(1)
     assert updated
