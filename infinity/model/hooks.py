@@ -24,6 +24,7 @@ from infinity.layout.names import named_modules
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import OpenCalls, Pager
 from infinity.model.transforms import admit
+from infinity.tiers.device import is_capturing
 
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 """torch.compiler.is_exporting, which torch 2.6 does not have."""
@@ -117,6 +118,7 @@ class ModuleHooks:
         self._recomputed = OpenCalls()
         """The calls of modules that a backward has begun (torch.utils.checkpoint) and that have not ended."""
         self._casts_in_backward = False
+        self._on_gpu = torch.cuda.is_available()  # asked once: each module's call would pay for it
         self._check_copy = check_copy
         self._forward_done = forward_done
         self._tree = _tree(model)
@@ -154,14 +156,14 @@ class ModuleHooks:
         wanted = list(units)
 
         def access(module: nn.Module, args: Any) -> None:
-            _refuse_tracing()  # also of a child that is called alone
+            self._refuse_graphs()  # also of a child that is called alone
             self._pager.access(wanted)
 
         return Hook(access)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._pager.refuse()
-        _refuse_tracing()
+        self._refuse_graphs()
         if not _same(self._tree, _tree(self._model)):
             check_unsharded(self._model)
             raise ConfigError(
@@ -181,6 +183,17 @@ class ModuleHooks:
         self._pager.end_forward()
         if not self._pager.forwards:
             self._forward_done()
+
+    def _refuse_graphs(self) -> None:
+        """Raise ConfigError if operations are recorded into a graph that would run without the hooks."""
+        _refuse_tracing()
+        if self._on_gpu and is_capturing():
+            raise ConfigError(
+                "An offloaded model was called while a CUDA graph is captured, whose replay would run no "
+                "hook: pages would not come, and gradients would not be taken.",
+                "Leave out the capture (torch.cuda.graph, make_graphed_callables, CUDA graphs of "
+                "torch.compile), or capture a plain copy of the model (copy.deepcopy(model)).",
+            )
 
     def _casts(self) -> CastOperands:
         return CastOperands(PagedParameter, self._inputs.dtype)

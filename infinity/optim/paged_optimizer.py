@@ -16,6 +16,7 @@ from torch import Tensor
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Rule
 from infinity.optim.state_copies import StateCopies, plain
+from infinity.tiers.device import is_capturing
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -243,11 +244,11 @@ class PagedOptimizer(torch.optim.Optimizer):
         Raises ConfigError or UnsupportedOptimizer for a group with options that cannot be used, and
         NonFiniteGradient for a gradient that is not finite. This call has then updated nothing.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise ConfigError(
                 "optimizer.step() was called while a CUDA graph is captured, but updates of pages are not "
                 "kernels of one stream.",
-                "Capture forward and backward only, and call step() outside.",
+                "Leave out the capture: an offloaded model cannot be in a CUDA graph.",
             )
         if self._accumulating:
             return None

@@ -65,6 +65,11 @@ def partly_used_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on torch's current stream."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class CudaTier(MemoryTier):
     """The device tier in CUDA memory: one block of exactly `nbytes` bytes from torch's allocator.
 

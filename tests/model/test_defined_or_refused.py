@@ -550,3 +550,19 @@ def test_safetensors_is_given_copies_alone(home: str, tmp_path: Path) -> None:
         assert not path.exists()
         save_file(model.state_dict(), path)
         assert differences(load_file(path), plain) == []
+
+
+def test_a_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also the capture of a part of the model that is called alone. Training goes on afterwards."""
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    model = two_layers()
+    with opened(model, tmp_path, home="unified") as runtime:
+        for part in (model, model[0]):
+            capturing = True
+            with pytest.raises(ConfigError, match=r"CUDA graph is captured.*copy\.deepcopy"):
+                part(torch.ones(2, 64))
+            capturing = False
+        model(torch.ones(2, 64)).sum().backward()
+        runtime.optimizer.step()
