@@ -21,6 +21,7 @@ import torch._dynamo  # the first optimizer imports it, and tests would go throu
 import warm_python
 from alone import Machine
 from cover import chosen_of
+from homes import NEEDS_CUDA
 from tiny_job import TinyJob, make_tiny
 
 from infinity.planning import twin_flow
@@ -84,7 +85,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the combinations of parameters that a test with the mark `sweep` leaves out by default."""
+    """Mark as slow the combinations of parameters that a test with the mark `sweep` leaves out by default,
+    and as cuda the tests that are skipped without a GPU.
+    """
+    for item in items:
+        if any(each.kwargs.get("reason") == NEEDS_CUDA for each in item.iter_markers("skipif")):
+            item.add_marker("cuda")
     sweeps: dict[tuple[pytest.Item | None, str], list[pytest.Function]] = {}
     for item in items:
         of = item.get_closest_marker("sweep") and isinstance(item, pytest.Function)
@@ -125,6 +131,16 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def no_gpu_for_tests_of_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide GPUs from all tests without the mark `cuda`, and from the processes that they start: a GPU is the
+    default device where there is one, and most tests were written for the CPU.
+    """
+    if request.node.get_closest_marker("cuda") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture

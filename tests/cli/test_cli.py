@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity import __version__, cli
 
@@ -20,6 +21,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         text=True,
         env={**os.environ, **environment},
     )
+
+
+def test_commands_find_no_gpu_in_tests_for_the_cpu() -> None:
+    """Neither in this process nor in another one, so that no default device is a GPU."""
+    assert not torch.cuda.is_available()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_doctor_examines_this_machine(warm: None, tmp_path: Path) -> None:

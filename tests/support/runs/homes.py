@@ -48,7 +48,9 @@ both_homes = pytest.mark.parametrize("home", ["nvme", "unified"])
 pages in RAM, where the CPU computes).
 """
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NEEDS_CUDA = "needs a CUDA device"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_CUDA)
+"""Marks a test that needs a GPU. tests/conftest.py hides GPUs from all tests without the mark."""
 
 
 def places(*homes: str, cuda: Sequence[str]) -> pytest.MarkDecorator:
