@@ -150,6 +150,32 @@ def test_gpu_idle_says_why_there_is_no_figure_without_a_gpu(
     assert list(disk.iterdir()) == []
 
 
+def test_gpu_probe_times_the_parts_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU, whose steps have the same parts."""
+    words = [
+        "step",
+        "10m",
+        "--on",
+        "cpu",
+        "--host",
+        "512MiB",
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+        "--clip",
+        "1.0",
+        "--steps",
+        "2",
+    ]
+    assert importlib.import_module("gpu_probe").main(words) == 0
+    first, *steps, last = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first["units"] > 0 and len(steps) == 2 and all(each["loss"] > 0 for each in steps)
+    parts = ["forward_call", "forward_rest", "backward_call", "drain", "clip", "update"]
+    assert [f"{each}_s" for each in parts] == list(last["median"])
+    assert last["step_s"] == sum(last["median"].values()) and last["tokens"] == 16
+
+
 def test_overhead(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run("overhead", disk, capsys)
     assert {(each["update"], each["home"]) for each in report["results"]} == {
