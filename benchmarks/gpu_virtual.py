@@ -13,10 +13,11 @@ take. For these the report counts calls, and gives the seconds of CPU that this 
     python benchmarks/gpu_virtual.py [--model 7b] [--batch 4] [--seq 1024] [--update lazy eager] [--json]
 
 All parameters are on the device with mirrors in RAM, gradients and states in RAM, as in ZeRO-Offload. Each
-case is a way of updating; eager updates are not clipped. A row's terms are seconds of the trainer's thread in
-the last step: calls of forward and backward, the wait until all gradients are in RAM, the norm, and `step()`
-with zero_grad(). With lazy updates, the forward waits for them. `limit`: the time if each phase were as long
-as its busiest resource's work. `busy`: seconds in which each resource worked.
+case is a way of updating; eager updates are not clipped. All figures are of one step, the mean of some. The
+terms are seconds of the trainer's thread: calls of forward and backward, the wait until all gradients are in
+RAM, the norm, and `step()` with zero_grad(). With lazy updates, the forward waits for them. `limit`: the time
+if each phase were as long as its busiest resource's work. `busy`: seconds in which each resource worked. A
+wait counts as 64 calls of cuEventQuery, however long it is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +58,6 @@ from infinity.checkpoint.initial_pages import InitialPages
 from infinity.lm.decoder import PRESETS, Decoder
 from infinity.pages.gradient_ring import GradientRing, RingJob
 from infinity.planning.fake_step import _flop_formulas
-from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier, arena, device
 from infinity.tiers.pool import adopt
@@ -154,7 +155,8 @@ class NoArithmetic(TorchDispatchMode):
         if func._schema.is_mutable:
             result = args[0] if func._schema.returns else None
         else:
-            like = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            there = {name: torch.device("meta") for name in ("device",) if name in kwargs}
+            like = tree_map_only(torch.Tensor, _meta, (args, kwargs | there))
             result = tree_map_only(torch.Tensor, _real, func(*like[0], **like[1]))
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
@@ -263,24 +265,29 @@ class TimedPool:
 
 
 class TimedRing(GradientRing):
-    """A ring whose worker hands its time to windows that get the bytes of earlier ones, and to waiters."""
+    """A ring whose worker hands its time over: to those who wait, and to windows. These wait for the windows
+    that were in the ring before them, whatever is free on this machine.
+    """
 
     emulated: EmulatedDevice
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
-        self._places: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=4096)
+        self._inside: collections.deque[tuple[int, int]] = collections.deque()
+        self._bytes = self._last = self._left = 0
 
     def wait(self, number: int | None = None) -> None:
         super().wait(number)
-        last = self._places[-1][2] if self._places else 0
-        self.emulated.acquire(last if number is None else number)
+        self.emulated.acquire(self._last if number is None else number)
 
     def _take(self, job: RingJob, nbytes: int) -> None:
         super()._take(job, nbytes)
-        before = (end for start, stop, end in reversed(self._places) if start < job.end and job.start < stop)
-        self.emulated.acquire(next(before, 0))
-        self._places.append((job.start, job.end, job.number))
+        self._inside.append((job.number, nbytes))
+        self._bytes, self._last = self._bytes + nbytes, job.number
+        while self._bytes > self._size:
+            self._left, gone = self._inside.popleft()
+            self._bytes -= gone
+        self.emulated.acquire(self._left)
 
     def _bring_down(self, count: int) -> None:
         numbers = [self._jobs[index].number for index in range(count)]
@@ -298,14 +305,22 @@ class PackageCalls:
         self.here = self.elsewhere = 0
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count in this thread and, from Python 3.12 on, in all others."""
-        install = getattr(threading, "setprofile_all_threads", sys.setprofile)
-        install(self._event)
+    def elsewhere_too(self) -> Iterator[None]:
+        """Count in all threads that Python starts, too."""
+        threading.setprofile(self._event)
         try:
             yield
         finally:
-            install(None)
+            threading.setprofile(None)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count in this thread."""
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(self._root):
@@ -345,6 +360,7 @@ class Bench:
         self.mode = NoArithmetic(self.clock, self.emulated)
         TimedRing.emulated = self.emulated
         with contextlib.ExitStack() as cleanup:
+            cleanup.enter_context(warnings.catch_warnings())
             cleanup.callback(self.emulated.reset, 0)
             cleanup.enter_context(self.emulated.in_use())
             for module in (arena, device):
@@ -354,6 +370,7 @@ class Bench:
             cleanup.enter_context(mock.patch.object(InitialPages, "fill", lambda *_: None))
             budget = self._budget(optimizer)
             runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
+            warnings.filterwarnings("ignore", "Saved activations take", UserWarning)
             with runtime:
                 check(runtime.plan)
                 # As on a GPU, the trainer's thread does not take part in updates.
@@ -371,12 +388,13 @@ class Bench:
 
     def _budget(self, optimizer: torch.optim.Optimizer) -> infinity.Budget:
         """The budgets with which all parameters fit the device, and nothing else of the model."""
-        near = 1 << 40
-        for _ in range(2):  # the ring's bytes follow from the budget
+        near, before = 1 << 40, 0
+        while near != before:  # the ring's bytes follow from the budget
             budget = infinity.Budget(device=near, host=self.options.host)
             plan = infinity.plan(self.model, optimizer, budget=budget, **self._facts)
+            before = near
             near = sum(unit.nbytes for unit in plan.layout.units) + plan.ring_bytes + plan.resident_bytes
-        return infinity.Budget(device=near, host=self.options.host)
+        return budget
 
     def _make_pool(self, *arguments: Any) -> TimedPool:
         self.pool = TimedPool(self.clock, *arguments)
@@ -390,46 +408,40 @@ def check(plan: Plan) -> None:
 
 
 TERMS = ("forward", "backward", "drain", "norm", "step")
+_WARM_UP = 2
+"""Number of first steps, which are not measured."""
 
 
 class Meter:
-    """What has been done since the start, for differences."""
+    """What has been done so far, for differences."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, runtime: infinity.Runtime) -> None:
         assert bench.pool is not None
-        self.found: collections.Counter[str] = collections.Counter()
-        self.found.update({call: bench.emulated.count(call) for call in CALLS})
-        self.found.update({f"{kind} jobs": count for kind, count in bench.pool.jobs.items()})
-        self.found.update({f"{kind} bytes": nbytes for kind, nbytes in bench.pool.bytes.items()})
-        self.found.update({"flops": bench.mode.flops, "device bytes": bench.mode.nbytes})
+        self.now = bench.clock.now
         trainer = time.thread_time()
         self.seconds = {
             "trainer": trainer - bench.mode.cpu_seconds,
             "other threads": time.process_time() - trainer,
         }
-
-    def since(self, earlier: Meter) -> dict[str, int]:
-        return dict(self.found - earlier.found)
+        self.edges = {edge.value: each.bytes for edge, each in runtime.stats.edges.items() if each.bytes}
+        self.done = {call: bench.emulated.count(call) for call in CALLS}
+        self.done |= {f"{kind} jobs": count for kind, count in bench.pool.jobs.items()}
+        self.done |= {f"{kind} bytes": nbytes for kind, nbytes in bench.pool.bytes.items()}
+        self.done |= {"flops": bench.mode.flops, "device bytes": bench.mode.nbytes}
 
 
 def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
-    """Train some steps, and return the figures of the last one. One more step counts Python's calls."""
-    options, clock, calls = bench.options, bench.clock, PackageCalls()
-    tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    """Train some steps, and return the figures of a step. One more step counts the calls of Python."""
+    clock, calls = bench.clock, PackageCalls()
+    tokens = torch.zeros(bench.options.batch, bench.options.seq, dtype=torch.int64)
     gradients = runtime._components.gradients
     assert gradients is not None
-    marks: list[int] = []
-    lengths: list[int] = []
-    python: list[tuple[int, int]] = []
+    marks: list[tuple[int, int, int]] = []
 
     def mark() -> None:
-        marks.append(clock.now)
-        lengths.append(bench.mode.length)
-        python.append((calls.here, calls.elsewhere))
+        marks.append((clock.now, bench.mode.length, calls.here))
 
     def step() -> None:
-        for each in (marks, lengths, python):
-            each.clear()
         mark()
         loss = bench.model(tokens, tokens)
         mark()
@@ -442,51 +454,59 @@ def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
         mark()
         runtime.optimizer.step()
         runtime.optimizer.zero_grad()
-        mark()
 
-    with bench.mode:
-        for _ in range(options.steps - 1):
+    def terms(kind: int, steps: int) -> dict[str, float]:
+        """The mean differences between marks, by the name of the term that ends with the later mark."""
+        mark()
+        found = [later[kind] - earlier[kind] for earlier, later in itertools.pairwise(marks)]
+        return {name: sum(found[index :: len(TERMS)]) / steps for index, name in enumerate(TERMS)}
+
+    with bench.mode, calls.elsewhere_too():
+        for _ in range(_WARM_UP):
             step()
-        earlier = Meter(bench)
-        step()
-        later = Meter(bench)
-        times, begin, end = _differences(marks), marks[0], marks[-1]
-        computed = [length / SECOND for length in _differences(lengths)]
+        marks.clear()
+        steps, earlier = bench.options.steps, Meter(bench, runtime)
+        for _ in range(steps):
+            step()
+        later = Meter(bench, runtime)
+        times, computed = terms(0, steps), terms(1, steps)
+        marks.clear()
+        elsewhere = calls.elsewhere
         with calls.counted():
             step()
-        called = {
-            name: after[0] - before[0] for name, before, after in zip(TERMS, python, python[1:], strict=True)
-        }
-    done = later.since(earlier)
-    edges = {edge.value: stats.bytes for edge, stats in runtime.stats.last_step.edges.items() if stats.bytes}
+        called = terms(2, 1)
+
+    def each(name: str) -> dict[str, Any]:
+        """The differences of the meters, of a step."""
+        before, after = getattr(earlier, name), getattr(later, name)
+        return {key: (after[key] - before.get(key, 0)) / steps for key in after}
+
+    done = each("done")
     return {
         "case": str(bench.case),
-        "seconds": (end - begin) / SECOND,
-        "limit": limit(bench, runtime.plan, done["update bytes"], computed[0], computed[1]),
-        "terms": {name: each / SECOND for name, each in zip(TERMS, times, strict=True)},
-        "busy": {each: clock.busy(each, begin, end) / SECOND for each in RESOURCES},
-        "gpu": {"forward": computed[0], "backward": computed[1]},
-        "edges": edges,
-        "parameter_bytes": sum(unit.nbytes for unit in runtime.plan.layout.units),
+        "seconds": (later.now - earlier.now) / steps / SECOND,
+        "limit": limit(bench, runtime.plan, done["update bytes"], computed),
+        "terms": {name: time / SECOND for name, time in times.items()},
+        "busy": {name: clock.busy(name, earlier.now, later.now) / steps / SECOND for name in RESOURCES},
+        "gpu": {name: computed[name] / SECOND for name in ("forward", "backward")},
+        "edges": each("edges"),
+        "page_bytes": sum(unit.nbytes for unit in runtime.plan.layout.units),
         "done": done,
-        "python_calls": called | {"other threads": python[-1][1] - python[0][1]},
-        "cpu_seconds": {name: later.seconds[name] - earlier.seconds[name] for name in later.seconds},
+        "python_calls": called | {"other threads": calls.elsewhere - elsewhere},
+        "cpu_seconds": each("seconds"),
     }
 
 
-def _differences(values: list[int]) -> list[int]:
-    return [later - earlier for earlier, later in itertools.pairwise(values)]
-
-
-def limit(bench: Bench, plan: Plan, updates: int, forward: float, backward: float) -> float:
+def limit(bench: Bench, plan: Plan, updates: float, computed: dict[str, float]) -> float:
     """The seconds of a step whose phases are each as long as their busiest resource's work.
 
-    updates: bytes of host memory that updates move. forward, backward: seconds of the device. With clipping,
-    updates begin when all gradients have come down, and overlap with the next forward.
+    updates: bytes of host memory that updates move. computed: the device's time in forward and backward. With
+    clipping, updates begin when all gradients have come down, and overlap with the next forward.
     """
-    link = sum(plan.page_bytes(unit, Kind.PARAMETER) for unit in plan.mirrored)
+    link = plan.mirror_bytes
     once = link / H200.host_memory  # over the link goes as much, each way
     updating = updates / H200.host_memory + once
+    forward, backward = computed["forward"] / SECOND, computed["backward"] / SECOND
     if bench.case.clip is None and bench.case.update == "eager":
         return max(link / H200.link_down, forward + backward, updating + once)
     return max(link / H200.link_down, backward) + max(link / H200.link_up, forward, updating)
@@ -496,20 +516,16 @@ def show(row: dict[str, Any]) -> None:
     """Print a case's figures as a table."""
     seconds, least = row["seconds"], row["limit"]
     print(f"\n{row['case']}: {seconds:.3f} s, {seconds / least:.2f} times the limit of {least:.3f} s")
-    for title, figures in (
-        ("trainer's thread, s", row["terms"]),
-        ("busy, s", row["busy"]),
-        ("GPU alone, s", row["gpu"]),
-        ("bytes over edges", row["edges"]),
-        ("done", row["done"]),
-        ("Python calls of the package", row["python_calls"]),
-        ("CPU seconds of this machine", row["cpu_seconds"]),
+    for title, figures, form in (
+        ("trainer's thread, s", row["terms"], ".3f"),
+        ("busy, s", row["busy"], ".3f"),
+        ("GPU alone, s", row["gpu"], ".3f"),
+        ("bytes over edges", row["edges"], ",.0f"),
+        ("done", row["done"], ",.0f"),
+        ("Python calls of the package", row["python_calls"], ",.0f"),
+        ("CPU seconds of this machine", row["cpu_seconds"], ".3f"),
     ):
-        texts = [
-            f"{name} {each:.3f}" if isinstance(each, float) else f"{name} {each:,}"
-            for name, each in figures.items()
-        ]
-        print(f"  {title}: {', '.join(texts)}")
+        print(f"  {title}: {', '.join(f'{name} {each:{form}}' for name, each in figures.items())}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -522,7 +538,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--host", default="94GiB", help="budget of host memory")
     parser.add_argument("--update", choices=("lazy", "eager"), nargs="+", default=("lazy", "eager"))
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of lazy updates' gradients")
-    parser.add_argument("--steps", type=int, default=3, help="number of steps, of which the last counts")
+    parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--quick", action="store_true", help="a smoke test: the smallest model, few tokens")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args(argv)

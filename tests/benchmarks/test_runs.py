@@ -176,6 +176,23 @@ def test_gpu_probe_times_the_parts_of_a_step(capsys: pytest.CaptureFixture[str])
     assert last["step_s"] == sum(last["median"].values()) and last["tokens"] == 16
 
 
+def test_gpu_virtual(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("gpu_virtual").main(["--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [row["case"] for row in rows] == ["lazy, clipped at 1", "eager, unclipped"]
+    for row in rows:
+        assert row["seconds"] == pytest.approx(sum(row["terms"].values()))
+        assert row["seconds"] >= row["limit"] > row["page_bytes"] / 50e9
+        elements = PRESETS["10m"].decoder.parameters
+        assert row["edges"]["device->host"] == 2 * elements
+        assert row["busy"]["link_down"] == pytest.approx(2 * elements / 50e9)
+        assert row["python_calls"]["backward"] > 0
+    lazy = rows[0]
+    assert lazy["edges"]["host->device"] == lazy["page_bytes"]
+    assert lazy["busy"]["link_up"] == pytest.approx(lazy["page_bytes"] / 50e9)
+    assert lazy["done"]["update bytes"] == 26 * elements
+
+
 def test_overhead(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = run("overhead", disk, capsys)
     assert {(each["update"], each["home"]) for each in report["results"]} == {
