@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -20,6 +21,7 @@
 
 #include "device.hpp"
 #include "errors.hpp"
+#include "exact_sum.hpp"
 #include "isa.hpp"
 #include "jobs.hpp"
 #include "python_typed_errors.hpp"
@@ -211,6 +213,21 @@ nb::class_<JobTicket<J>> bind_ticket(nb::module_& m, const char* name) {
             "timeout"_a.none());
 }
 
+using Float64View = nb::ndarray<const double, nb::ndim<1>, nb::device::cpu>;
+
+// The exact sum of all elements: bytes of an integer, the lowest first, and the sum of what is not
+// finite.
+std::pair<nb::bytes, double> add_exactly(const std::vector<Float64View>& arrays) {
+    ExactSum sum;
+    {
+        nb::gil_scoped_release release;
+        for (const Float64View& each : arrays) sum.add(each.data(), each.shape(0), each.stride(0));
+    }
+    const auto units = sum.units();
+    static_assert(std::endian::native == std::endian::little);
+    return {nb::bytes(units.data(), sizeof(units)), sum.nonfinite()};
+}
+
 void translate(const std::exception_ptr& caught, void*) {
     try {
         std::rethrow_exception(caught);
@@ -326,6 +343,7 @@ NB_MODULE(_cpu_adam, m) {
             return nb::bytes(&folded, sizeof(folded));
         },
         "hyper"_a, "scale"_a);
+    m.def("add_exactly", add_exactly, "arrays"_a);
     m.attr("PIECE_BYTES") = sizeof(DevicePiece);
     m.attr("FOLDED_BYTES") = sizeof(Folded);
     m.attr("TILE") = kTile;

@@ -1,8 +1,9 @@
 """Exact sums: sums of float64 values without rounding, so that they do not depend on any order.
 
 Every finite float64 is a multiple of 2**-1074, the smallest subnormal number. So a sum of such values is an
-integer number of these units, and Python's integers hold it exactly. Only the conversion of the whole sum
-to a float rounds, once. Values may thus be divided among partial sums in any way and merged in any order.
+integer number of these units. The native core adds such integers, and Python's integers hold the sum. Only
+the conversion of the whole sum to a float rounds, once. Values may thus be divided among partial sums in any
+way and merged in any order.
 """
 
 from __future__ import annotations
@@ -13,14 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from infinity import _cpu_adam
+
 _UNITS_OF_ONE = 1 << 1074
 """The number of units in 1.0."""
-_AT_ONCE = 1 << 20
-"""Number of values whose halves are added at once. At most 2**26 sums of halves, each below 2**27, are exact
-in float64; fewer values at once also keep the temporary arrays small.
-"""
-_HALF = 26
-"""Number of bits in the lower half of a significand of 53 bits."""
 
 
 @dataclass(slots=True)
@@ -34,16 +31,11 @@ class ExactSum:
     no such values.
     """
 
-    def add(self, values: npt.NDArray[np.float64]) -> None:
-        """Add each element of `values`, float64 (n,)."""
-        for start in range(0, len(values), _AT_ONCE):
-            some = values[start : start + _AT_ONCE]
-            finite = np.isfinite(some)
-            if not finite.all():
-                with np.errstate(invalid="ignore"):  # the sum of inf and -inf is nan, without a warning
-                    self.nonfinite += float(some[~finite].sum())
-                some = some[finite]
-            self.units += _units(some)
+    def add(self, *arrays: npt.NDArray[np.float64]) -> None:
+        """Add each element of all `arrays`, float64 (n,)."""
+        units, nonfinite = _cpu_adam.add_exactly(arrays)
+        self.units += int.from_bytes(units, "little", signed=True)
+        self.nonfinite += nonfinite
 
     def merge(self, other: ExactSum) -> None:
         """Add the values that `other` has added up."""
@@ -62,23 +54,3 @@ class ExactSum:
             return self.units / _UNITS_OF_ONE  # Python divides integers with one correct rounding
         except OverflowError:
             return math.inf if self.units > 0 else -math.inf
-
-
-def _units(values: npt.NDArray[np.float64]) -> int:
-    """The exact sum of `values`, at most _AT_ONCE finite values, in units of 2**-1074.
-
-    A value is its significand, an integer below 2**53, times 2**shift units. The significands are added in
-    halves, in float64, separately for each shift.
-    """
-    bits = np.ascontiguousarray(values, np.float64).view(np.uint64)
-    exponent = (bits >> np.uint64(52)).astype(np.int64) & 0x7FF
-    significand = (bits & np.uint64((1 << 52) - 1)).astype(np.int64)
-    significand |= (exponent > 0).astype(np.int64) << 52  # subnormal numbers have no leading 1
-    shift = np.maximum(exponent, 1) - 1
-    sign = np.where(np.signbit(values), -1, 1)
-    low = np.bincount(shift, sign * (significand & ((1 << _HALF) - 1)))
-    high = np.bincount(shift, sign * (significand >> _HALF))
-    return sum(
-        ((int(high[each]) << _HALF) + int(low[each])) << each
-        for each in np.flatnonzero((low != 0) | (high != 0)).tolist()
-    )

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.gradients import exact_sum
 from infinity.gradients.exact_sum import ExactSum
 
 LARGEST = float(np.finfo(np.float64).max)
@@ -63,12 +62,14 @@ def test_a_sum_of_many_values_is_rounded_once(exponents: int) -> None:
     assert of(*values[::-1]) == of(*values)
 
 
-def test_more_values_than_are_added_at_once_are_exact() -> None:
-    """Each value has 53 bits of 1, so that sums of halves are as large as they can be."""
-    count = exact_sum._AT_ONCE + 3
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_of_equal_values_with_all_bits_is_exact(sign: int) -> None:
+    """Each value has 53 bits of 1, so that each digit of the sum grows as fast as it can."""
+    count = (1 << 20) + 3
     found = ExactSum()
-    found.add(np.full(count, 2.0 - 2.0**-52))
-    assert Fraction(found.units, 2**1074) == count * Fraction(2.0 - 2.0**-52)
+    found.add(np.full(count, sign * (2.0 - 2.0**-52)), np.array([sign * TINIEST]))
+    expected = count * Fraction(2.0 - 2.0**-52) + Fraction(TINIEST)
+    assert Fraction(found.units, 2**1074) == sign * expected
 
 
 def test_the_sum_of_nothing_is_zero() -> None:
