@@ -79,6 +79,8 @@ class Gradients:
         """The latest error by which gradients of this step were lost: one may be missing, or may be added or
         written home in part only.
         """
+        self._sums: dict[tuple[int, int] | None, ExactSum] = {}
+        """What `squares` has returned since a gradient was last added or forgotten, by its argument."""
         self.staged = StagedChunks(pages, store, self.lose, ring=ring)
         self._on_device = on_device
 
@@ -172,6 +174,7 @@ class Gradients:
         `check` raises an error until `clear` is called.
         """
         page = self.check_addition(unit, parameter)
+        self._sums.clear()
         try:
             if parameter in page.as_they_come:
                 page.check_single(parameter, dtype)
@@ -215,6 +218,7 @@ class Gradients:
         inside the context, the gradients of this step are lost; see `adding`.
         """
         page = self.pages[unit]
+        self._sums.clear()
         try:
             yield page
         except Exception as error:
@@ -347,25 +351,28 @@ class Gradients:
 
     def squares(self, only: tuple[int, int] | None = None) -> ExactSum:
         """Wait until all gradients have been added, and return the exact sum of the sums of squares of all
-        blocks of the stored gradients, without the factor `unscale`.
+        blocks of the stored gradients, without the factor `unscale`. The sum is kept until a gradient is
+        added or forgotten.
 
         only: (unit, index) of the one parameter that counts; None: all do. Raises the errors of `check`.
         """
         self.await_arrivals()
         self.check()
-        if self._on_device is not None:
-            self._on_device.copy_to_host()
-        keys = self.having() if only is None else [only]
-        sums = [
-            each
-            for unit, index in keys
-            if index in self.pages[unit].content
-            for each in self.pages[unit].squares(index)
-        ]
-        found = ExactSum()
-        if sums:
-            found.add(np.concatenate(sums))
-        return found
+        if only not in self._sums:
+            if self._on_device is not None:
+                self._on_device.copy_to_host()
+            keys = self.having() if only is None else [only]
+            found = ExactSum()
+            found.add(
+                *(
+                    each
+                    for unit, index in keys
+                    if index in self.pages[unit].content
+                    for each in self.pages[unit].squares(index)
+                )
+            )
+            self._sums[only] = found
+        return self._sums[only]
 
     def norm(self) -> float:
         """Wait until all gradients have been added, and return their 2-norm as the optimizer would see it:
@@ -502,6 +509,7 @@ class Gradients:
         gradients in this step.
         """
         self._failure = None
+        self._sums.clear()
         self.factors.clear()
         self.factor = 1.0
 
@@ -552,6 +560,7 @@ class Gradients:
         """Forget the stored gradient of one parameter."""
         if unit in self.pages:
             page = self.pages[unit]
+            self._sums.clear()
             page.content.discard(parameter)
             for chunk_index, piece in page.pieces(parameter):  # these are what ranks ask each other for
                 page.forget_piece(chunk_index, piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from small_runtime import TIED, gradients, loss_of, opened
 from torch import nn
 
 from infinity.cpu_adam import BLOCK
+from infinity.gradients.exact_sum import ExactSum
 from infinity.planning import twin_flow
 
 __all__ = ["kernels"]
@@ -87,6 +89,48 @@ def test_the_norm_is_of_all_blocks_of_all_gradients(tmp_path: Path) -> None:
         assert held.norm() == math.sqrt(math.fsum(blocks))
         held.clip(held.norm() / 2, held.norm())
         assert held.squares().value() == math.fsum(blocks)  # clipping changes `unscale` alone
+
+
+def test_a_norm_is_added_up_once_until_a_gradient_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, counted = TIED.make(), list[int]()
+    add = ExactSum.add
+
+    def adding(self: ExactSum, *arrays: Any) -> None:
+        counted.append(len(arrays))
+        add(self, *arrays)
+
+    def added() -> int:
+        found = len(counted)
+        counted.clear()
+        return found
+
+    monkeypatch.setattr(ExactSum, "add", adding)
+    with opened(model, tmp_path) as runtime:
+        first, *_ = model.parameters()
+        loss_of(model).backward()
+        norm = runtime.clip_grad_norm_(1.0)
+        assert runtime.clip_grad_norm_(1.0) <= min(1.0, norm)
+        runtime.optimizer.step()
+        assert added() == 1
+        runtime.optimizer.zero_grad()
+        loss_of(model).backward()
+        again = runtime.clip_grad_norm_(1e9)
+        assert added() == 1 and again != norm
+        for _ in range(2):
+            assert first.grad.norm() < again
+        assert added() == 1, "of one parameter"
+        first.grad = None
+        without = runtime.clip_grad_norm_(1e9)
+        assert added() == 1 and without < again
+        runtime.optimizer.zero_grad()
+        norms = set()
+        for number in range(2):
+            loss_of(model, number).backward()
+            norms.add(runtime._components.gradients.norm())
+            assert added() == 1
+        assert len(norms) == 2
 
 
 @pytest.mark.parametrize("home", ["host", "unified"])
