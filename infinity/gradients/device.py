@@ -150,7 +150,9 @@ class DeviceUnits:
         assert self._store.workspace is not None
         self._updates.measure()
         there = self._updates.table.squares(self._store.workspace)
-        here = torch.empty(there.shape, dtype=there.dtype, device="cpu")
+        # Also where the CPU can use the device's memory, as the next sums take the place of these.
+        kept = self._store.squares
+        here = torch.empty_like(there) if kept is None else kept[: len(there)]
         self._store.link.uses(User.COMPUTE, there, writes=True, label="sums of squares")
         self._store.copy_down(here, there).wait()
         self._store.link.uses(User.HOST, here, writes=False, label="sums of squares")

@@ -116,6 +116,10 @@ class Store:
             """The buffers of the gradient ring, on the device and in host RAM, each uint8
             (plan.ring_bytes,). Both are None if the plan has no ring.
             """
+            self.squares = self._open_squares()
+            """Host RAM, float64 (plan.squares_bytes / 8,), for the sums of squares that a device with its own
+            memory computes; None if the plan has none.
+            """
             self.nvme: NvmeTier | None = None
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""
@@ -135,7 +139,7 @@ class Store:
         self.bounce = None
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
-        self.workspace = self.kernels = self.ring = self.landing = None
+        self.workspace = self.kernels = self.ring = self.landing = self.squares = None
         self._cleanup.close()
 
     def _open_nvme(
@@ -227,6 +231,13 @@ class Store:
         pools = self.device.pool("ring", nbytes), self.host.pool("landing", nbytes)
         with pools[0].lease(nbytes) as ring, pools[1].lease(nbytes) as landing:
             return ring.residency(), landing.residency()
+
+    def _open_squares(self) -> torch.Tensor | None:
+        nbytes = self.plan.squares_bytes
+        if not nbytes or self.link.direct:
+            return None
+        with self.host.pool("squares", nbytes).lease(nbytes) as lease:
+            return lease.residency().view(torch.float64)
 
     def mirror(self, home: Home) -> torch.Tensor:
         """Copy a home in host RAM to new device memory, and return that memory, uint8 (nbytes,)."""

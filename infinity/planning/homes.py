@@ -35,6 +35,7 @@ import torch
 
 from infinity.config import round_up
 from infinity.cpu_adam import BLOCK
+from infinity.device_update.table import largest_workspace
 from infinity.formats.muon import bytes_in_ram
 from infinity.formats.optimizer_rules import Rule, StateFormat
 from infinity.layout.chunks import Division, RegionSize, build, page_bytes, region_sizes
@@ -106,6 +107,7 @@ class _Buffers(NamedTuple):
     transit_buffer: int
     transit: int
     ring: int
+    squares: int
     exchange_block: int
     exchange: int
     in_ram: int
@@ -131,6 +133,7 @@ class Candidate:
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
         self._has_ring = search.ring and rule is not None
+        self._squares = search.squares_bytes(chunk_elements) if self._has_ring else 0
         shards = [region.shard_elements for unit in units for region in unit] if ranks > 1 else []
         self._longest_shard = round_up(max(shards, default=0) * _LARGEST_ITEM, PAGE_ALIGNMENT)
         """Bytes of the longest shard of a region in float32; 0 with one rank."""
@@ -199,8 +202,9 @@ class Candidate:
         transit_buffer = max(self._transit_buffer, 0 if device is None or least else block)
         transit = transit_buffer * (1 + level.transit_buffers * (device is not None))
         exchange = (2 if least else _EXCHANGE_BUFFERS) * block
-        in_ram = staging + transit + ring + exchange + self._matrix_bytes
-        return _Buffers(staging, transit_buffer, transit, ring, block, exchange, in_ram)
+        squares = 0 if device is None else self._squares
+        in_ram = staging + transit + ring + squares + exchange + self._matrix_bytes
+        return _Buffers(staging, transit_buffer, transit, ring, squares, block, exchange, in_ram)
 
     def _exchange_block(self, host: int, *, least: bool) -> int:
         """Bytes of the longest payload between ranks: a chunk's gradients at least, for these are added as a
@@ -362,6 +366,7 @@ class Candidate:
             transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             ring_bytes=buffers.ring,
+            squares_bytes=buffers.squares,
             exchange_block_bytes=buffers.exchange_block,
             exchange_bytes=buffers.exchange,
         )
@@ -407,6 +412,12 @@ class Search:
 
     def _regions(self, members: tuple[int, ...]) -> tuple[RegionSize, ...]:
         return region_sizes([self.surveyed.parameters[index] for index in members], self.share.ranks)
+
+    def squares_bytes(self, chunk_elements: int) -> int:
+        """Bytes of the sums of squares of all gradients that this rank keeps, wherever chunks cut them."""
+        trained = [each.numel for each in self.surveyed.parameters if each.trainable]
+        ranks = 1 if self.share.whole_gradients else self.share.ranks
+        return round_up(largest_workspace(trained, chunk_elements, ranks).lengths[0], PAGE_ALIGNMENT)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

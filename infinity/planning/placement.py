@@ -53,6 +53,10 @@ class Placement:
     """Bytes of the ring, a buffer in device memory through which gradients leave the device. A buffer of the
     same size in host RAM receives them. 0 where the CPU can use the device's memory.
     """
+    squares_bytes: int
+    """Bytes of host RAM to which a device with its own memory copies the sums of squares of gradients, one
+    float64 for each block of cpu_adam.BLOCK elements; 0 where the CPU can use the device's memory.
+    """
     exchange_block_bytes: int
     """The most bytes of a page or a gradient that one rank asks of another at once; 0 with one rank."""
     exchange_bytes: int

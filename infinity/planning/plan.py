@@ -288,7 +288,7 @@ class Plan(Placement):
 
     @property
     def _working_in_ram(self) -> int:
-        buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes
+        buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes + self.squares_bytes
         return buffers + self.exchange_bytes + self.node_cache_bytes + self.matrix_bytes
 
     @functools.cached_property

@@ -53,7 +53,7 @@ def test_a_plan_has_a_ring_of_at_least_two_blocks(budget: dict[str, str]) -> Non
     pages = apart.home_bytes[Tier.DEVICE] + apart.mirror_bytes
     assert apart.device_bytes == pages + apart.resident_bytes + apart.ring_bytes
     assert apart.smallest[Tier.DEVICE] == direct.smallest[Tier.DEVICE] + RING
-    assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING
+    assert apart.smallest[Tier.HOST] == direct.smallest[Tier.HOST] + RING + apart.squares_bytes
 
 
 @settings(max_examples=60, deadline=None)
