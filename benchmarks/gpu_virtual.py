@@ -129,9 +129,11 @@ class NoArithmetic(TorchDispatchMode):
     the time of their FLOPs, and other operations that of the bytes which they read and write.
     """
 
-    def __init__(self, clock: VirtualClock, emulated: EmulatedDevice) -> None:
+    clock: VirtualClock
+
+    def __init__(self, emulated: EmulatedDevice) -> None:
         super().__init__()
-        self._clock, self._compute = clock, emulated.compute
+        self._compute = emulated.compute
         self._formulas = _flop_formulas()
         self.flops = self.nbytes = self.length = 0
         self.cpu_seconds = 0.0
@@ -172,7 +174,7 @@ class NoArithmetic(TorchDispatchMode):
             self.nbytes += nbytes
             length = nbytes * SECOND // H200.device
         self.length += length
-        self._clock.computes(self._compute, length)
+        self.clock.computes(self._compute, length)
         return result
 
 
@@ -351,13 +353,12 @@ class Bench:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[infinity.Runtime]:
-        """Offload the decoder in virtual time, from 0 on."""
+        """Offload the decoder. Virtual time begins meanwhile."""
         decoder = PRESETS[self.options.model].decoder
         with torch.device("meta"):
             self.model = Decoder(decoder)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-        self.clock = VirtualClock(H200, copies=False)
-        self.mode = NoArithmetic(self.clock, self.emulated)
+        self.mode = NoArithmetic(self.emulated)
         TimedRing.emulated = self.emulated
         with contextlib.ExitStack() as cleanup:
             cleanup.enter_context(warnings.catch_warnings())
@@ -367,7 +368,7 @@ class Bench:
                 cleanup.enter_context(mock.patch.object(module, "map_ram", absent))
             cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
             cleanup.enter_context(mock.patch.object(build, "GradientRing", TimedRing))
-            cleanup.enter_context(mock.patch.object(InitialPages, "fill", lambda *_: None))
+            cleanup.enter_context(mock.patch.object(InitialPages, "fill", self._start))
             budget = self._budget(optimizer)
             runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
             warnings.filterwarnings("ignore", "Saved activations take", UserWarning)
@@ -395,6 +396,10 @@ class Bench:
             before = near
             near = sum(unit.nbytes for unit in plan.layout.units) + plan.ring_bytes + plan.resident_bytes
         return budget
+
+    def _start(self, *_: Any) -> None:
+        """Start the clock, once the tiers are open and have tried their copies, in place of filling pages."""
+        self.clock = self.mode.clock = VirtualClock(H200, copies=False)
 
     def _make_pool(self, *arguments: Any) -> TimedPool:
         self.pool = TimedPool(self.clock, *arguments)
