@@ -234,11 +234,15 @@ def _device() -> Iterator[Finding]:
         text = f"{name}: {format_size(free)} free of {format_size(total)}"
         figures = {"available": True, "name": name, "free": free, "total": total}
         yield Finding("device", f"cuda:{index}", text, figures)
-    link, pinned = arena_link()
+        yield _link(torch.device("cuda", index))
+
+
+def _link(device: torch.device) -> Finding:
+    link, pinned = arena_link(device)
     slow = min(link.to_device, link.to_host) < _SLOW_LINK
-    yield Finding(
+    return Finding(
         "device",
-        "device link",
+        f"{device} link",
         f"{link.to_device / 1e9:.1f} GB/s to the device, {link.to_host / 1e9:.1f} GB/s back; "
         f"host arena {pinned.reason}",
         {"to_device": link.to_device, "to_host": link.to_host, "registered": pinned.done},

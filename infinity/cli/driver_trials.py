@@ -13,7 +13,9 @@ import torch
 
 from infinity.cli.finding import Finding
 from infinity.cli.trial import Trial
-from infinity.errors import DeviceError, InfinityError
+from infinity.device_update.kernels import UpdateKind, can_compile, kinds_of
+from infinity.device_update.trial import refusal
+from infinity.errors import DeviceError, InfinityError, KernelError
 from infinity.tiers.arena import REGISTER_CURE
 from infinity.tiers.driver import Driver, Event, Stream, compute_stream, current, driver_of
 from infinity.tiers.pool import adopt, tensor_over
@@ -117,6 +119,17 @@ class _Trials:
             raise InfinityError(f"{wrong} bytes of memory that is mapped twice are wrong.", _WRONG_CURE)
         return "one chunk of memory is mapped at two places"
 
+    def kernels(self) -> str:
+        """The kernels that most trainings need, which the user's cache keeps."""
+        reason: str | None = "NVRTC was not found."
+        if self.device.type == "cpu" or can_compile():
+            fp32, bf16 = torch.float32, torch.bfloat16
+            both = (kinds_of("AdamW", fp32, parameter, fp32) for parameter in (fp32, bf16))
+            reason = refusal(self.device, frozenset[UpdateKind]().union(*both))
+        if reason is not None:
+            raise KernelError(reason, _OPTIONAL["update kernels"][1])
+        return "updates have the CPU's bits"
+
     def _up(self, stream: Stream) -> Event:
         return stream.transfer(self.there.data_ptr(), self.sent.data_ptr(), _BYTES)
 
@@ -134,6 +147,10 @@ _OPTIONAL = {
     "registered RAM": ("Copies are staged by the driver and do not overlap compute.", REGISTER_CURE),
     "stream priorities": ("Urgent copies queue behind prefetches.", "Update the NVIDIA driver."),
     "event times": ("Timelines have no copies.", "Update the NVIDIA driver."),
+    "update kernels": (
+        "The CPU does all updates.",
+        "Use a build of torch whose CUDA knows this device, with NVIDIA's wheel of NVRTC.",
+    ),
     "sharing": (
         "What ranks of this node have on their devices goes through RAM and messages.",
         "Give all ranks the same user and IPC namespace (docker: --ipc=host), and leave "
@@ -148,7 +165,7 @@ def trials() -> list[Trial]:
     ends = multiprocessing.Pipe()
     sharing = [functools.partial(_on_gpu, try_sharing, end is ends[0], end) for end in ends]
     return [
-        Trial(SECTION, "driver", [functools.partial(_on_gpus, try_driver)]),
+        Trial(SECTION, "driver", [functools.partial(_on_gpus, try_driver)], seconds=30.0),
         Trial(SECTION, "sharing", sharing),
     ]
 
@@ -177,6 +194,7 @@ def try_driver(device: torch.device) -> Iterator[Finding]:
             "stream priorities": trials.priorities,
             "order of kernels": trials.compute,
             "repeated memory": trials.repeated,
+            "update kernels": trials.kernels,
         }
         for name, trial in tried.items():
             yield _tried(device, name, trial)
@@ -233,8 +251,7 @@ def _tried(device: torch.device, name: str, trial: Callable[[], str]) -> Finding
     try:
         found = trial()
     except InfinityError as error:
-        if name not in _OPTIONAL or not isinstance(error, DeviceError):
+        if name not in _OPTIONAL or not isinstance(error, DeviceError | KernelError):
             return Finding.of(error, SECTION, place, "fails")
-        refused = {"refused": error.call, "code": error.name}
-        return Finding(SECTION, place, error.cause, refused, True, *_OPTIONAL[name])
+        return Finding(SECTION, place, error.cause, {"refused": type(error).__name__}, True, *_OPTIONAL[name])
     return Finding(SECTION, place, found, {"seconds": time.perf_counter() - begun})

@@ -63,7 +63,6 @@ def run(trials: Iterable[Trial], *, seconds: float) -> Iterator[Finding]:
 
 def _run(context: Any, trial: Trial, seconds: float) -> Iterator[Finding]:
     waiting: dict[Connection, Any] = {}
-    begun = time.monotonic()
     with _log() as (log, place):
         try:
             for function in trial.functions:
@@ -73,6 +72,7 @@ def _run(context: Any, trial: Trial, seconds: float) -> Iterator[Finding]:
                 process.start()
                 sender.close()
                 waiting[receiver] = process
+            begun = time.monotonic()  # the first start waits until what is forked has been imported
             while waiting:
                 ready = wait([*waiting], max(0.0, begun + seconds + _AFTER - time.monotonic()))
                 if not ready:

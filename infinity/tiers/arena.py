@@ -156,16 +156,16 @@ def ram_budget(free: int) -> int:
     return less_margin(free, max(LEAST_MARGIN, free // _MARGIN_SHARE))
 
 
-def arena_link() -> tuple[LinkSpeed, Registration]:
-    """Measure the speed of copies between a temporary arena and the current CUDA device.
+def arena_link(device: torch.device) -> tuple[LinkSpeed, Registration]:
+    """Measure the speed of copies between a temporary arena and a device with a driver.
 
     Returns (speed, whether CUDA has registered the arena).
     """
     with (
-        HostArena(_LINK_BYTES, device="cuda", populate=True) as arena,
+        HostArena(_LINK_BYTES, device=device, populate=True) as arena,
         arena.pool("link", _LINK_BYTES).lease(_LINK_BYTES) as lease,
     ):
-        return link_speed(torch.device("cuda"), lease.residency()), arena.cuda_registration
+        return link_speed(device, lease.residency()), arena.cuda_registration
 
 
 def register_with_cuda(region: _tiers.Region, driver: Driver, device: torch.device) -> Registration:

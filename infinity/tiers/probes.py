@@ -6,11 +6,11 @@ import math
 import os
 import statistics
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity.system.io_settings import IoSettings, open_engine
+from infinity.tiers.driver import compute_stream, current, driver_of
 from infinity.tiers.trial_file import Memory, TestFile
 
 _BUFFERS = 32 << 20
@@ -45,24 +45,24 @@ class LinkSpeed:
 def link_speed(device: torch.device, host: torch.Tensor, *, repeats: int = 5) -> LinkSpeed:
     """Measure the link's speed: the median of `repeats` copies of `host` in each direction.
 
-    device: a CUDA device. host: a page-locked uint8 tensor, such as `Lease.residency` makes over bytes of an
-    arena. CUDA events time the copies.
+    device: a device with a driver. host: a page-locked uint8 tensor, such as `Lease.residency` makes over
+    bytes of an arena. Events of the device time the copies. Raises DeviceError.
     """
-    there = torch.empty_like(host, device=device)
-    cuda: Any = torch.cuda  # torch.cuda.Event has no type annotations
+    driver = driver_of(device)
+    assert driver is not None, "the device has a driver"
+    with current(device):
+        there, stream = torch.empty_like(host, device=device), driver.stream()
+        stream.wait(compute_stream(device).record())  # kernels may still use the memory
 
-    def copies(target: torch.Tensor, source: torch.Tensor) -> float:
-        rates: list[float] = []
-        for _ in range(repeats + 1):  # the first copy warms up and is left out
-            start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            target.copy_(source, non_blocking=True)
-            end.record()
-            end.synchronize()
-            rates.append(host.nbytes / (start.elapsed_time(end) / 1e3))
-        return statistics.median(rates[1:])
+        def copies(into: torch.Tensor, source: torch.Tensor) -> float:
+            rates: list[float] = []
+            for _ in range(repeats + 1):  # the first copy warms up and is left out
+                start = stream.record(timing=True)
+                end = stream.transfer(into.data_ptr(), source.data_ptr(), host.nbytes, timing=True)
+                end.synchronize()
+                rates.append(host.nbytes / (end.milliseconds_since(start) / 1e3))
+            return statistics.median(rates[1:])
 
-    with torch.cuda.device(device):
         return LinkSpeed(to_device=copies(there, host), to_host=copies(host, there))
 
 

@@ -145,7 +145,7 @@ def tune(
     stream = stream_speed()
     disks, stripes = _sweep(paths, sizes, backends, progress)
     stream = max(stream, stream_speed())  # other processes can only make the rate lower
-    link = arena_link()[0] if torch.cuda.is_available() else None
+    link = arena_link(torch.device("cuda"))[0] if torch.cuda.is_available() else None
     profile = Profile()
     note = profile.note
     saved = _keep(profile, disks, stripes)

@@ -1,6 +1,5 @@
 """Tests that `infinity doctor` names the cost and the cure of each thing that a machine can lack."""
 
-import contextlib
 import dataclasses
 import io
 from collections.abc import Iterable
@@ -8,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_device import EmulatedDevice
+from virtual_clock import Rates, VirtualClock
 
 from infinity import aio
 from infinity.cli import doctor
 from infinity.errors import StorageFull
 from infinity.system import machine
-from infinity.tiers import probes
+from infinity.tiers import arena, probes
 
 
 def named(findings: Iterable[doctor.Finding], name: str) -> doctor.Finding:
@@ -75,7 +76,7 @@ def test_no_gpu() -> None:
 def test_a_gpu_and_its_link() -> None:
     findings = list(doctor._device())
     assert not named(findings, "cuda:0").missing
-    link = named(findings, "device link")
+    link = named(findings, "cuda:0 link")
     assert link.figures["registered"]
     assert min(link.figures["to_device"], link.figures["to_host"]) > 1e8
 
@@ -124,27 +125,19 @@ def test_a_disk_too_full_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert finding.figures == {"error": "StorageFull"}
 
 
-def test_link_speed_counts_bytes_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe of a link computes its speed as bytes divided by the time between two CUDA events.
-
-    The CUDA events here are fakes that are always 10 ms apart.
-    """
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None: ...
-
-        def synchronize(self) -> None: ...
-
-        def elapsed_time(self, end: "Event") -> float:
-            return 10.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    link = probes.link_speed(torch.device("cpu"), torch.zeros(1000, dtype=torch.uint8))
-    assert link.to_device == link.to_host == pytest.approx(1000 / 0.01)
+def test_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link of an emulated device is timed by its events, in virtual time."""
+    monkeypatch.setattr(arena, "_LINK_BYTES", 1 << 20)
+    for rate, slow in ((10**9, True), (25 * 10**9, False)):
+        device = EmulatedDevice()
+        VirtualClock(Rates(link_up=2 * rate, link_down=rate, device=10**12, host_memory=10**11))
+        with device.in_use():
+            finding = doctor._link(torch.device("cpu"))
+        device.reset(0)
+        assert finding.missing is slow and not finding.failed
+        assert ("16 lanes" in finding.cure) is slow
+        assert finding.figures["to_device"] == pytest.approx(2 * rate, rel=1e-3)
+        assert finding.figures["to_host"] == pytest.approx(rate, rel=1e-3)
 
 
 def test_printing_shows_every_finding(capsys: pytest.CaptureFixture[str]) -> None:

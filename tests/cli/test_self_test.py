@@ -27,14 +27,13 @@ from infinity.cli import doctor, driver_trials, self_test, trial
 from infinity.cli.finding import Finding
 from infinity.cli.self_test import Home
 from infinity.cli.trial import Trial
+from infinity.device_update.kernels import KERNELS, Kernels, Launch, host_library
 from infinity.model.pager import Pager
 from infinity.system.directory import free_bytes
 from infinity.system.disk_files import injected
 from infinity.tiers import Tier
-from infinity.tiers.arena import Registration
 from infinity.tiers.driver import Driver, emulated
 from infinity.tiers.pool import tensor_over
-from infinity.tiers.probes import LinkSpeed
 
 CPU = torch.device("cpu")
 FAILED = 719
@@ -92,6 +91,9 @@ OPTIONAL = {
     "cuMemHostUnregister": "registered RAM",
     "cuCtxGetStreamPriorityRange": "stream priorities",
     "cuEventElapsedTime": "event times",
+    "cuModuleLoadData": "update kernels",
+    "cuModuleGetFunction": "update kernels",
+    "cuLaunchKernel": "update kernels",
 }
 """Driver call without which training is slower -> the facility that is missing then."""
 
@@ -103,13 +105,21 @@ def on_driver(*calls: str, times: int = 1000) -> Iterator[Finding]:
         for _ in range(times):
             device.fail(call, FAILED)
     driver = Driver.load(str(LIBRARY))
-    with emulated(driver, driver.foreign(COMPUTE)):
+    compute = driver.foreign(COMPUTE)
+
+    def loaded(kernels: Kernels, kinds: Any) -> dict[str, Launch]:
+        module = driver.module(b"infinity-host-kernels:" + str(host_library()).encode())
+        launches = {name: module.function(name).launch for name in KERNELS}
+        return {name: functools.partial(launch, compute) for name, launch in launches.items()}
+
+    Kernels._loaded = loaded  # type: ignore[method-assign]
+    with emulated(driver, compute):
         yield from driver_trials.try_driver(CPU)
 
 
 def test_every_facility_of_a_whole_driver_works() -> None:
     findings = tried(on_driver)
-    assert len(findings) == 7
+    assert len(findings) == 8
     assert not [each for each in findings if each.missing], text_of(findings)
 
 
@@ -128,9 +138,8 @@ def test_a_facility_that_is_refused_is_named_and_no_failure(call: str) -> None:
     assert failures(findings) == []
     (missing,) = [each for each in findings if each.missing]
     assert missing.name == f"cpu: {OPTIONAL[call]}" and missing.cost and missing.cure
-    assert (
-        missing.figures["refused"] == call.removesuffix("_v2") and missing.figures["refused"] in missing.found
-    )
+    kind = "KernelError" if "kernels" in missing.name else "DeviceError"
+    assert missing.figures["refused"] == kind and call.removesuffix("_v2") in missing.found
 
 
 def with_wrong_bytes() -> Iterator[Finding]:
@@ -150,6 +159,23 @@ def test_a_copy_that_brings_other_bytes_is_named() -> None:
     findings = failures(tried(with_wrong_bytes))
     assert {each.name for each in findings} >= {"cpu: copies", "cpu: registered RAM", "cpu: events"}
     assert "1 of 1048576 bytes are wrong" in findings[0].cost
+
+
+def with_a_wrong_kernel() -> Iterator[Finding]:
+    launch = Kernels.launch
+
+    def twice(self: Kernels, name: str, *given: Any) -> None:
+        launch(self, name, *given)
+        launch(self, name, *given)
+
+    Kernels.launch = twice  # type: ignore[method-assign]
+    yield from on_driver()
+
+
+def test_a_kernel_that_computes_other_bits_is_named() -> None:
+    (missing,) = [each for each in tried(with_a_wrong_kernel) if each.missing]
+    assert missing.name == "cpu: update kernels" and "other bits than the CPU" in missing.found
+    assert missing.figures["refused"] == "KernelError" and missing.cost and missing.cure
 
 
 def sharing(call: str | None, lends: bool, end: Any) -> Iterator[Finding]:
@@ -178,7 +204,7 @@ def test_a_process_reads_the_device_memory_of_another_one() -> None:
 def test_memory_that_cannot_be_shared_is_named(call: str) -> None:
     (finding,) = shared(call)
     assert finding.missing and not finding.failed
-    assert finding.figures["refused"] == call.removesuffix("_v2")
+    assert finding.figures["refused"] == "DeviceError" and call.removesuffix("_v2") in finding.found
     assert "RAM and messages" in finding.cost and finding.cure
 
 
@@ -337,16 +363,6 @@ def test_a_rank_that_is_gone_is_named(number: signal.Signals) -> None:
 
 
 # --- the command -------------------------------------------------------------------------------------------
-
-
-def test_a_link_of_one_gigabyte_per_second_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = LinkSpeed(to_device=1e9, to_host=1e9), Registration(True, "registered")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(doctor, "arena_link", lambda: slow)
-    (finding,) = doctor._device()
-    assert finding.missing and not finding.failed
-    assert "1.0 GB/s" in finding.found and "16 lanes" in finding.cure
 
 
 @pytest.mark.slow
