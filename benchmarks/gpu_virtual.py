@@ -8,7 +8,8 @@ results of the right shape, and the threads that update do nothing. So 7B parame
 machine, and the times are exact however busy it is.
 
 The clock knows bytes and FLOPs. It knows nothing of the time that Python, launches and waking of threads
-take. For these the report counts calls, and gives the seconds of CPU that this machine took.
+take. For these the report counts calls, and gives the seconds of CPU that this machine took, less those that
+the model alone takes.
 
     python benchmarks/gpu_virtual.py [--model 7b] [--batch 4] [--seq 1024] [--update lazy eager] [--json]
 
@@ -412,6 +413,29 @@ def check(plan: Plan) -> None:
     assert plan.home_bytes[Tier.DEVICE] == 0 == plan.nvme_bytes, plan
 
 
+def plain_seconds(options: argparse.Namespace) -> dict[str, float]:
+    """CPU seconds that forward and backward of the model alone take in this thread, without infinity."""
+    emulated = EmulatedDevice(0)
+    mode = NoArithmetic(emulated)
+    mode.clock = VirtualClock(H200)
+    with torch.device("meta"):
+        model = Decoder(PRESETS[options.model].decoder).to(PRECISION.compute_dtype)
+    model.to_empty(device="cpu")  # nobody writes to this memory
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    found: dict[str, float] = {}
+    with mode:
+        for _ in range(_WARM_UP):
+            model.zero_grad()
+            started = time.thread_time() - mode.cpu_seconds
+            loss = model(tokens, tokens)
+            between = time.thread_time() - mode.cpu_seconds
+            loss.backward()
+            ended = time.thread_time() - mode.cpu_seconds
+            found = {"forward": between - started, "backward": ended - between}
+    emulated.reset(0)
+    return found
+
+
 TERMS = ("forward", "backward", "drain", "norm", "step")
 _WARM_UP = 2
 """Number of first steps, which are not measured."""
@@ -423,11 +447,7 @@ class Meter:
     def __init__(self, bench: Bench, runtime: infinity.Runtime) -> None:
         assert bench.pool is not None
         self.now = bench.clock.now
-        trainer = time.thread_time()
-        self.seconds = {
-            "trainer": trainer - bench.mode.cpu_seconds,
-            "other threads": time.process_time() - trainer,
-        }
+        self.others = {"other threads": time.process_time() - time.thread_time()}
         self.edges = {edge.value: each.bytes for edge, each in runtime.stats.edges.items() if each.bytes}
         self.done = {call: bench.emulated.count(call) for call in CALLS}
         self.done |= {f"{kind} jobs": count for kind, count in bench.pool.jobs.items()}
@@ -435,16 +455,19 @@ class Meter:
         self.done |= {"flops": bench.mode.flops, "device bytes": bench.mode.nbytes}
 
 
-def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
-    """Train some steps, and return the figures of a step. One more step counts the calls of Python."""
+def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) -> dict[str, Any]:
+    """Train some steps, and return the figures of a step. One more step counts the calls of Python.
+
+    plain: the result of `plain_seconds`, which is subtracted.
+    """
     clock, calls = bench.clock, PackageCalls()
     tokens = torch.zeros(bench.options.batch, bench.options.seq, dtype=torch.int64)
     gradients = runtime._components.gradients
     assert gradients is not None
-    marks: list[tuple[int, int, int]] = []
+    marks: list[tuple[float, ...]] = []
 
     def mark() -> None:
-        marks.append((clock.now, bench.mode.length, calls.here))
+        marks.append((clock.now, bench.mode.length, calls.here, time.thread_time() - bench.mode.cpu_seconds))
 
     def step() -> None:
         mark()
@@ -462,7 +485,6 @@ def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
 
     def terms(kind: int, steps: int) -> dict[str, float]:
         """The mean differences between marks, by the name of the term that ends with the later mark."""
-        mark()
         found = [later[kind] - earlier[kind] for earlier, later in itertools.pairwise(marks)]
         return {name: sum(found[index :: len(TERMS)]) / steps for index, name in enumerate(TERMS)}
 
@@ -473,12 +495,14 @@ def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
         steps, earlier = bench.options.steps, Meter(bench, runtime)
         for _ in range(steps):
             step()
+        mark()
         later = Meter(bench, runtime)
-        times, computed = terms(0, steps), terms(1, steps)
+        times, computed, cpu_seconds = terms(0, steps), terms(1, steps), terms(3, steps)
         marks.clear()
         elsewhere = calls.elsewhere
         with calls.counted():
             step()
+        mark()
         called = terms(2, 1)
 
     def each(name: str) -> dict[str, Any]:
@@ -486,35 +510,38 @@ def trained(bench: Bench, runtime: infinity.Runtime) -> dict[str, Any]:
         before, after = getattr(earlier, name), getattr(later, name)
         return {key: (after[key] - before.get(key, 0)) / steps for key in after}
 
-    done = each("done")
+    done, edges = each("done"), each("edges")
     return {
         "case": str(bench.case),
         "seconds": (later.now - earlier.now) / steps / SECOND,
-        "limit": limit(bench, runtime.plan, done["update bytes"], computed),
+        "limit": limit(bench, done["update bytes"], edges, computed),
         "terms": {name: time / SECOND for name, time in times.items()},
         "busy": {name: clock.busy(name, earlier.now, later.now) / steps / SECOND for name in RESOURCES},
         "gpu": {name: computed[name] / SECOND for name in ("forward", "backward")},
-        "edges": each("edges"),
+        "edges": edges,
         "page_bytes": sum(unit.nbytes for unit in runtime.plan.layout.units),
         "done": done,
         "python_calls": called | {"other threads": calls.elsewhere - elsewhere},
-        "cpu_seconds": each("seconds"),
+        "cpu_seconds": {name: spent - plain.get(name, 0) for name, spent in cpu_seconds.items()}
+        | each("others"),
     }
 
 
-def limit(bench: Bench, plan: Plan, updates: float, computed: dict[str, float]) -> float:
+def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[str, float]) -> float:
     """The seconds of a step whose phases are each as long as their busiest resource's work.
 
-    updates: bytes of host memory that updates move. computed: the device's time in forward and backward. With
-    clipping, updates begin when all gradients have come down, and overlap with the next forward.
+    updates: bytes of host memory that updates move. edges: bytes over the link. computed: the device's time
+    in forward and backward. With clipping, updates begin when all gradients have come down, and overlap with
+    the next forward.
     """
-    link = plan.mirror_bytes
-    once = link / H200.host_memory  # over the link goes as much, each way
-    updating = updates / H200.host_memory + once
+    down, up = edges["device->host"], edges["host->device"]
     forward, backward = computed["forward"] / SECOND, computed["backward"] / SECOND
+    updating = (updates + up) / H200.host_memory
     if bench.case.clip is None and bench.case.update == "eager":
-        return max(link / H200.link_down, forward + backward, updating + once)
-    return max(link / H200.link_down, backward) + max(link / H200.link_up, forward, updating)
+        return max(
+            up / H200.link_up, down / H200.link_up, forward + backward, updating + down / H200.host_memory
+        )
+    return max(down / H200.link_up, backward) + max(up / H200.link_up, forward, updating)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -528,7 +555,7 @@ def show(row: dict[str, Any]) -> None:
         ("bytes over edges", row["edges"], ",.0f"),
         ("done", row["done"], ",.0f"),
         ("Python calls of the package", row["python_calls"], ",.0f"),
-        ("CPU seconds of this machine", row["cpu_seconds"], ".3f"),
+        ("CPU seconds of this machine beyond the model's own", row["cpu_seconds"], ".3f"),
     ):
         print(f"  {title}: {', '.join(f'{name} {each:{form}}' for name, each in figures.items())}")
 
@@ -554,11 +581,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    rows = []
+    rows, plain = [], plain_seconds(options)
     for update in options.update:
         bench = Bench(options, Case(update, options.clip if update == "lazy" else None))
         with bench.opened() as runtime:
-            rows.append(trained(bench, runtime))
+            rows.append(trained(bench, runtime, plain))
         show(rows[-1])
     if options.json:
         settings = {"model": options.model, "batch": options.batch, "seq": options.seq, "flops": FLOPS}
