@@ -118,8 +118,11 @@ def train_alone(home: Home) -> Iterator[Finding]:
         ours, off = _paged(home, directory, "fp32", range(_RANKS))
         _check(ours, _plain(home.device))
         rounded, _ = _paged(home, directory, "bf16", range(_RANKS))
+        if directory is not None and _resumed(home, directory) != ours.digest:
+            raise InfinityError("A run that goes on from a commit there has other bits.", _NO_MATCH)
     took = time.perf_counter() - begun
-    text = f"{_STEPS} steps as plain PyTorch, and in bf16, in {took:.1f} s"
+    more = "" if directory is None else ", and go on from a commit"
+    text = f"{_STEPS} steps as plain PyTorch, and in bf16{more}, in {took:.1f} s"
     figures = {
         "seconds": took,
         "device": home.device,
@@ -243,10 +246,11 @@ def _trained(
     *,
     clip: Callable[[float], object],
     gradient: Callable[[nn.Parameter], Tensor | None],
+    steps: range = range(_STEPS),
 ) -> _Run:
-    """Train in an ordinary loop. micros: the numbers of the micro-batches of a step."""
+    """Train in an ordinary loop. micros: the numbers of the micro-batches of a step. steps: their numbers."""
     run = _Run()
-    for step in range(_STEPS):
+    for step in steps:
         for micro in micros:
             loss = model(*_batch(step, micro, device))
             (loss / len(micros)).backward()
@@ -300,13 +304,29 @@ def _paged(
         return run, runtime.plan.off
 
 
+def _resumed(home: Home, directory: str) -> str:
+    """Train at a home on disk in fp32, commit after half of the steps, and go on from the commit with another
+    model. Returns the digest.
+    """
+    half, micros, commits = _STEPS // 2, range(_RANKS), os.path.join(directory, "commits")
+    for steps in (range(half), range(half, _STEPS)):
+        model, optimizer = _made()
+        budget = Budget(device=_ample(home), host=_ROOMY, nvme={directory: _ROOMY})
+        where = {"resume": commits} if steps.start else {"checkpoint": commits}
+        options: dict[str, Any] = {"precision": Precision(compute="fp32", states="fp32"), **where}
+        with offload(model, optimizer, budget=budget, device=home.device, **options) as runtime:
+            clip, gradient = runtime.clip_grad_norm_, runtime.grad
+            given = (model, runtime.optimizer, home.device, micros)
+            run = _trained(*given, clip=clip, gradient=gradient, steps=steps)
+            if not steps.start:
+                runtime.save().wait()
+    return run.digest
+
+
 def _budget(home: Home, directory: str | None, planned: Callable[[Budget], Plan]) -> Budget:
     """A budget under which pages rest at the home. planned: makes a plan for a budget."""
     nvme: dict[str | os.PathLike[str], int | str] | None = None if directory is None else {directory: _ROOMY}
-    apart = None
-    if home.apart:
-        target = usable_device(home.device)
-        apart = _ROOMY + (Headroom.of(target).beside(_ROOMY) if target.type == "cuda" else 0)
+    apart = _ample(home)
     if home.tier is Tier.DEVICE:
         try:
             planned(Budget(device=apart, host=PAGE_ALIGNMENT))
@@ -316,6 +336,14 @@ def _budget(home: Home, directory: str | None, planned: Callable[[Budget], Plan]
     least = planned(Budget(device=apart, host=_ROOMY, nvme=nvme)).smallest
     near = least[Tier.DEVICE] if home.apart else None
     return Budget(device=near, host=_ROOMY if home.tier is Tier.HOST else least[Tier.HOST], nvme=nvme)
+
+
+def _ample(home: Home) -> int | None:
+    """A device budget with room for all pages; None for a device without memory of its own."""
+    if not home.apart:
+        return None
+    target = usable_device(home.device)
+    return _ROOMY + (Headroom.of(target).beside(_ROOMY) if target.type == "cuda" else 0)
 
 
 def _check(ours: _Run, plain: _Run) -> None:

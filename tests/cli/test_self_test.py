@@ -241,11 +241,12 @@ def broken(faults: Faults, path: Path) -> list[Finding]:
         ("write", errno.EIO, "StorageError"),
         ("write", errno.ENOSPC, "StorageFull"),
         ("read", errno.ETIMEDOUT, "StorageError"),
+        ("sync", errno.EIO, "StorageError"),
     ],
 )
 def test_a_disk_that_fails_is_named(kind: str, code: int, error: str, tmp_path: Path) -> None:
     faults = Faults()
-    faults.fail(kind, 5, code, times=None)
+    faults.fail(kind, 1 if kind == "sync" else 5, code, times=None)
     (finding,) = broken(faults, tmp_path)
     assert finding.figures["error"] == error
     assert errno.errorcode[code] in finding.cost and str(tmp_path) in finding.cost and finding.cure
@@ -330,6 +331,20 @@ def with_another_rate(paged: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             return paged(*given)
 
     return changed
+
+
+def test_a_resumed_run_with_other_bits_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trained = self_test._trained
+
+    def other(model: Any, *given: Any, **options: Any) -> Any:
+        if options.get("steps", range(1)).start:
+            with torch.no_grad():
+                model.norm.weight[0] += 1e-6
+        return trained(model, *given, **options)
+
+    monkeypatch.setattr(self_test, "_trained", other)
+    (finding,) = tried(functools.partial(self_test.train_alone, on_disk(tmp_path)))
+    assert finding.failed and "goes on from a commit" in finding.cost
 
 
 def test_homes_whose_bits_differ_are_named() -> None:
