@@ -17,6 +17,7 @@ from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
 from infinity.config import Budget
+from infinity.cpu_adam import default_cpus
 from infinity.layout.names import named_parameters, transformers_model
 from infinity.layout.shards import PageShard
 from infinity.layout.strides import part_in_memory_order
@@ -30,6 +31,11 @@ from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.ranks import Given, SingleRank, Take
 from infinity.tiers import Tier
+
+_DRAWN_SHARE = 32
+"""The RAM budget divided by this number is for tensors whose initial values are drawn while those of others
+are written to their pages.
+"""
 
 
 def weights_for(model: nn.Module, path: str | os.PathLike[str]) -> Weights:
@@ -108,7 +114,9 @@ class InitialPages:
             load(self.model, weights_for(self.model, weights), put, self.plan.device)
             return
         if any(each.is_meta for each in (*self.model.parameters(), *self.model.buffers())):
-            materialize(self.model, self.plan.device, put)
+            threads = len(self.ranks.node_share(default_cpus()))
+            room = self.plan.ram_budget // _DRAWN_SHARE
+            materialize(self.model, self.plan.device, put, threads=threads, room=room)
         for parameters in self.parameters:
             for parameter in parameters:
                 if not parameter.is_meta:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.layout.adapters import base_names
 from infinity.layout.names import named_modules
+from infinity.model.draws import Draws
 from infinity.model.paged_parameter import Place, release
 from infinity.model.pager import Pager
 from infinity.system import machine
@@ -86,7 +88,13 @@ def _refuse_adapters(model: nn.Module, wanted: Collection[int]) -> None:
 
 
 def materialize(
-    model: nn.Module, device: torch.device, fill: Fill, *, only: Iterable[torch.Tensor] | None = None
+    model: nn.Module,
+    device: torch.device,
+    fill: Fill,
+    *,
+    only: Iterable[torch.Tensor] | None = None,
+    threads: int = 1,
+    room: int = 0,
 ) -> None:
     """Initialise the parameters and buffers of `model` that are on the meta device.
 
@@ -94,9 +102,9 @@ def materialize(
     tensors on the CPU: its `reset_parameters` or `_reset_parameters`, or the `_init_weights(module)` of the
     nearest enclosing model that has this method (transformers). Children come before their parents, in the
     order of registration, which is the order of construction. So with the same seed, a stack of torch.nn
-    modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, and those of its
+    modules gets the same bits as on the CPU. At any time RAM holds one module's own tensors, those of its
     descendants that its initialiser writes as well (out_proj of nn.MultiheadAttention; all of
-    nn.Transformer).
+    nn.Transformer), and tensors of at most `room` bytes whose numbers `threads` threads draw meanwhile.
 
     fill: function (parameter, values), called once for each parameter on the meta device, even if it is tied.
     `parameter` is the model's Parameter, which stays on the meta device; a substitute is registered in the
@@ -114,13 +122,13 @@ def materialize(
         return
     _refuse_adapters(model, wanted)
     buffers = {}
-    with torch.device("cpu"), torch.no_grad():
-        substitutes = _Substitutes(tensors)
+    with torch.device("cpu"), torch.no_grad(), Draws(threads) as draws:
+        substitutes = _Substitutes(tensors, draws)
         try:
             substitutes.place()
             steps = _steps(model, substitutes, wanted)
             _check_all_written(tensors, wanted, steps)
-            for key, values in _run(steps, substitutes, wanted):
+            for key, values in _run(steps, substitutes, wanted, room):
                 tensor = tensors[key].tensor
                 if isinstance(tensor, nn.Parameter):
                     fill(tensor, values)
@@ -140,8 +148,9 @@ class _Substitutes:
     tensor's substitute.
     """
 
-    def __init__(self, tensors: dict[int, Registered]) -> None:
+    def __init__(self, tensors: dict[int, Registered], draws: Draws) -> None:
         self.tensors = tensors
+        self.draws = draws
         self._placed: dict[int, tuple[torch.Tensor, int]] = {}
         self._keys: dict[int, int] = {}
 
@@ -172,17 +181,22 @@ class _Substitutes:
         own: keys of the tensors of the initialiser's module. A tensor of these that the initialiser replaced
         by another one counts as written.
         """
-        with _Writes() as writes:
+        with _Writes(self.draws) as writes:
             call()
         written = {self._keys[storage] for storage in writes.storages & self._keys.keys()}
         return written | {key for key in own if self._replaced(key)}
 
     def values(self, key: int) -> torch.Tensor:
-        """The values that initialisers gave tensor `key`, in the shape, strides and dtype of that tensor."""
+        """The values that initialisers gave tensor `key`, in the shape, strides and dtype of that tensor.
+
+        Its numbers may still be drawn; `draws.wait` tells when they are there.
+        """
         placed = self._placed[key][0]
         for place, name in self.tensors[key].places:
             left = place[name]
             if left is not None and left is not placed:
+                self.draws.wait(placed)
+                self.draws.wait(left)
                 placed.copy_(left)
         return placed.detach()
 
@@ -206,11 +220,14 @@ class _Substitutes:
 
 
 class _Writes(TorchDispatchMode):
-    """A mode that records the storages to which operations write, directly or through views and `.data`."""
+    """A mode that records the storages to which operations write, directly or through views and `.data`, and
+    that hands fills over to `draws`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
+        self._draws = draws
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -223,7 +240,7 @@ class _Writes(TorchDispatchMode):
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(tensor, torch.Tensor):
                     self.storages.add(_storage(tensor))
-        return function(*args, **kwargs)
+        return args[0] if self._draws.take(function, args, kwargs) else function(*args, **kwargs)
 
 
 class _AsIfReal(TorchFunctionMode):
@@ -374,11 +391,13 @@ def listed(names: list[str]) -> str:
 
 
 def _run(
-    steps: list[_Step], substitutes: _Substitutes, wanted: set[int]
+    steps: list[_Step], substitutes: _Substitutes, wanted: set[int], room: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Run the initialisers in `steps`. Yield (key, values) of a tensor after the last step that writes it.
-    wanted: keys (see _Substitutes) of the tensors to yield.
+
+    wanted: keys (see _Substitutes) of the tensors to yield. room: as in `materialize`.
     """
+    drawn: deque[tuple[int, torch.Tensor]] = deque()
     last = {key: index for index, step in enumerate(steps) for key in step.writes}
     order = {key: index for index, key in enumerate(substitutes.tensors)}
     written: set[int] = set()
@@ -399,10 +418,13 @@ def _run(
             ) from error
         if unwritten := [substitutes.tensors[key].names[0] for key, _ in done if key not in written]:
             raise _unwritten(unwritten)
-        for key, values in done:
+        for key, _ in done:
             opened.discard(key)
             substitutes.shut(key)
-            yield key, values
+        drawn += done
+        while sum(values.nbytes for _, values in drawn) > room or (drawn and step is steps[-1]):
+            substitutes.draws.wait(drawn[0][1])
+            yield drawn.popleft()
     for key in wanted - last.keys():  # tensors without elements, which no step writes
         substitutes.open(key)
         yield key, substitutes.values(key)
