@@ -93,7 +93,8 @@ class Runtime(Closing):
         measured bytes of activations if the planner did not know them.
         """
         plan, last = self._components.plan, self._components.meter.snapshot().last_step
-        plan = replace(plan, unreached=self._components.ranks.unreached, off=self._components.store.off)
+        store, ranks = self._components.store, self._components.ranks
+        plan = replace(plan, unreached=ranks.unreached, off=store.off, pinned=store.host.pinned)
         if last is None:
             return plan
         activations = (

@@ -22,8 +22,9 @@ from torch import nn
 import infinity
 from infinity import build
 from infinity.config import format_size
-from infinity.errors import ConfigError
-from infinity.tiers import Tier
+from infinity.errors import BudgetError, ConfigError
+from infinity.pages import store
+from infinity.tiers import HostArena, Tier
 
 FP32 = infinity.Precision(compute="fp32")
 
@@ -228,6 +229,29 @@ def test_activations_that_have_room_are_not_warned_of() -> None:
             warnings.simplefilter("error")
             model(x).sum().backward()
             runtime.optimizer.step()
+
+
+@pytest.mark.parametrize("failing", ["check_room", "_open_nvme"])
+def test_what_does_not_fit_is_said_before_ram_is_taken(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU all RAM of the plan is page-locked when it is taken, which can take a minute."""
+    taken: list[int] = []
+
+    def short(*_: Any, **__: Any) -> Any:
+        raise BudgetError("It does not fit.", "Give more.")
+
+    def arena(nbytes: int, **options: Any) -> HostArena:
+        taken.append(nbytes)
+        return HostArena(nbytes, **options)
+
+    monkeypatch.setattr(store, "HostArena", arena)
+    offloaded(layers(), tmp_path).close()
+    assert len(taken) == 1
+    monkeypatch.setattr(store if failing == "check_room" else store.Store, failing, short)
+    with pytest.raises(BudgetError, match="does not fit"):
+        offloaded(layers(), tmp_path)
+    assert len(taken) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_commits_are_off_without_a_directory_for_them(tmp_path: Path) -> None:

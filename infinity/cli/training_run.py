@@ -65,6 +65,7 @@ def carry_out_job(
     _load_operators(job)
     machine.restart_peak()
     base = machine.process_memory().resident
+    started = time.perf_counter()
     with out.console.status("filling the model"):
         runtime = carry_out(
             job.plan,
@@ -76,6 +77,8 @@ def carry_out_job(
             ranks=job.ranks,
         )
     with runtime, ending_together(job.ranks, options):
+        filled = f"the model was filled in {time.perf_counter() - started:.1f} s"
+        out.say(" · ".join(each for each in (filled, runtime.plan.pinned) if each))
         if options.export is not None:  # before the long run, and when the pages have taken their room
             check_export(runtime._source(), options.export)
         run = TrainingRun(job, runtime, out, log, timeline)

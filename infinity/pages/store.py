@@ -34,7 +34,7 @@ from infinity.telemetry.meter import Meter
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers import PAGE_ALIGNMENT, HostArena, NvmeTier, Pool, Tier, open_device
 from infinity.tiers.copy_streams import open_link
-from infinity.tiers.device import MemoryShare, capped
+from infinity.tiers.device import DeviceTier, MemoryShare, capped, check_room
 from infinity.tiers.driver import Event
 from infinity.tiers.link import ARRIVED, After, DeviceLink, Joined, Lane, Transfer, User, watcher_of
 from infinity.tiers.path_lock import PathLock
@@ -82,10 +82,12 @@ class Store:
         self.meter = meter
         self._opened: list[Home] = []
         self._writes: deque[tuple[Home, InFlightRequest]] = deque()
-        with contextlib.ExitStack() as cleanup:
-            self.host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device, shared=shared))
-            self.device = open_device(plan.device, None if plan.unified else plan.device_bytes, self.host)
-            cleanup.callback(self.device.close)
+        self.files = injected_files()
+        with contextlib.ExitStack() as cleanup, contextlib.ExitStack() as early:
+            self.nvme: NvmeTier | None = None
+            if plan.nvme_bytes:
+                self.nvme = early.enter_context(self._open_nvme(budget, adopted, locks))
+            self.host, self.device = self._open_memory(cleanup, shared=shared)
             if plan.device.type == "cuda":
                 share = MemoryShare(plan.budgets[Tier.DEVICE], plan.device_bytes)
                 cleanup.enter_context(capped(plan.device, share, others=others))
@@ -120,14 +122,12 @@ class Store:
             """Host RAM, float64 (plan.squares_bytes / 8,), for the sums of squares that a device with its own
             memory computes; None if the plan has none.
             """
-            self.nvme: NvmeTier | None = None
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""
             self.durable: DurableIO | None = None
             """Reads and writes the slots of durable pages; None if commits are off."""
-            self.files = injected_files()
-            if plan.nvme_bytes:
-                self.nvme = cleanup.enter_context(self._open_nvme(budget, adopted, locks))
+            if self.nvme is not None:
+                cleanup.push(early.pop_all())
                 self.nvme.register(self.host)
             if plan.commits:
                 assert self.nvme is not None
@@ -141,6 +141,15 @@ class Store:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
         self.workspace = self.kernels = self.ring = self.landing = self.squares = None
         self._cleanup.close()
+
+    def _open_memory(self, cleanup: contextlib.ExitStack, *, shared: bool) -> tuple[HostArena, DeviceTier]:
+        """Open the tiers in memory, which `cleanup` closes. shared: as in the constructor."""
+        plan = self.plan
+        check_room(plan.device, plan.device_bytes)  # RAM is page-locked next, which can take a minute
+        host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device, shared=shared))
+        device = open_device(plan.device, None if plan.unified else plan.device_bytes, host)
+        cleanup.callback(device.close)
+        return host, device
 
     def _open_nvme(
         self, budget: Budget, adopted: VolumeRecord | None, locks: Mapping[Path, PathLock] | None

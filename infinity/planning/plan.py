@@ -138,6 +138,8 @@ class Plan(Placement):
     """
     messages: str = field(default="", compare=False)
     """How the ranks' messages travel, and the RAM that they take beside all pools; empty for one rank."""
+    pinned: str = field(default="", compare=False)
+    """How long it took to page-lock RAM, in the plan of a runtime with a device that needs it; else empty."""
     replan: Callable[[int], Plan | None] | None = field(default=None, compare=False, repr=False)
     """Function (budget of the tier that computes, in bytes) that makes a plan with otherwise the same inputs,
     or returns None if the model does not fit.

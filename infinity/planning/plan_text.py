@@ -78,6 +78,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"updates: {part:.0%} on the device"
     elif plan.no_updates_there and plan.rule is not None:
         yield f"updates: all on the CPU. {plan.no_updates_there}"
+    if plan.pinned:
+        yield plan.pinned
     yield from _limits(plan)
     for facility in plan.off:
         yield f"off: {facility}"

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import statistics
 import time
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from infinity import _tiers
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import DeviceError
 from infinity.system import machine
 from infinity.tiers.driver import Driver, compute_stream, current, driver_of, has_driver
@@ -32,6 +35,11 @@ from infinity.tiers.tier import (
     usable_device,
 )
 
+_PINNED_AT_ONCE = 2 << 30
+"""Each thread that registers memory with CUDA gets at least this number of bytes."""
+_MOST_PINNING = 8
+"""Number of threads that register memory at most. More would wait for the kernel's and the driver's locks."""
+_HUGE_PAGE = 2 << 20
 _PROBE_BYTES = 64 << 20
 _LINK_BYTES = 256 << 20
 
@@ -88,6 +96,8 @@ class Registration:
 
     done: bool
     reason: str
+    seconds: float = 0.0
+    """Seconds that the registration took."""
 
 
 class HostArena(MemoryTier):
@@ -126,6 +136,7 @@ class HostArena(MemoryTier):
             huge_pages = probe is not None and probe.helps
             if probe is not None and not probe.helps:
                 self.off.append(f"huge pages ({probe.reason})")
+        started = time.perf_counter()
         region = map_ram(
             Tier.HOST,
             nbytes,
@@ -136,6 +147,8 @@ class HostArena(MemoryTier):
         )
         super().__init__(Tier.HOST, region, nbytes)
         self.huge_pages = huge_pages
+        self.mapped_seconds = time.perf_counter() - started
+        """Seconds in which the memory was mapped and, if it is populated, faulted in."""
         self.cuda_registration = Registration(False, "no CUDA device is used")
         driver = driver_of(target)
         if driver is not None:
@@ -144,6 +157,17 @@ class HostArena(MemoryTier):
             if not self.cuda_registration.done:
                 say_slow_copies(self.cuda_registration.reason, nbytes)
                 self.off.append(f"registration of RAM with CUDA ({self.cuda_registration.reason})")
+
+    @property
+    def pinned(self) -> str:
+        """The seconds that page-locking the memory took, as text; empty if CUDA has not registered it."""
+        found = self.cuda_registration
+        if not found.done:
+            return ""
+        return (
+            f"{format_size(self.budget)} of RAM: faulted in within {self.mapped_seconds:.1f} s, page-locked "
+            f"within {found.seconds:.1f} s"
+        )
 
 
 def available_ram() -> int:
@@ -172,31 +196,55 @@ def register_with_cuda(region: _tiers.Region, driver: Driver, device: torch.devi
     """Page-lock a region for DMA by every CUDA device, for as long as the region is mapped.
 
     device: one of `driver`, to which bytes of the region are copied and back. Where they do not come back,
-    the region does not stay page-locked. A failure is returned and not raised, because copies work without
-    registration, only slower. The CUDA driver is called directly, because the CUDA runtime would report the
-    failure again at the next kernel launch.
+    the region does not stay page-locked. Large regions are registered in pieces, by several threads at once,
+    or as a whole where copies over the seam of two pieces fail. A failure is returned and not raised, because
+    copies work without registration, only slower. The CUDA driver is called directly, because the CUDA
+    runtime would report the failure again at the next kernel launch.
     """
-    try:
-        driver.register_host(region.address, region.nbytes)
-    except DeviceError as error:
-        return Registration(False, f"{error.call}: {error.name}; copies are staged and slower")
-    reason = _lost(region, device)
-    if reason is not None:
-        for undo in (driver.synchronize, functools.partial(driver.unregister_host, region.address)):
-            with contextlib.suppress(DeviceError):  # the copies may be under way
-                undo()
-        return Registration(False, f"{reason}; copies are staged and slower")
-    region.before_release(functools.partial(driver.unregister_host, region.address))
-    return Registration(True, "registered")
+    started = time.perf_counter()
+    threads = min(region.nbytes // _PINNED_AT_ONCE, _MOST_PINNING, len(os.sched_getaffinity(0)))
+    length = round_up(-(-region.nbytes // max(1, threads)), _HUGE_PAGE)
+    found = _register(region, driver, device, length)
+    if not found.done and length < region.nbytes:
+        found = _register(region, driver, device, region.nbytes)
+    return replace(found, seconds=time.perf_counter() - started)
 
 
-def _lost(region: _tiers.Region, device: torch.device) -> str | None:
-    """Copy the first bytes of a region to the device, and from there to the region's last bytes. Returns why
-    they have not arrived; None if they have.
+def _register(region: _tiers.Region, driver: Driver, device: torch.device, length: int) -> Registration:
+    """Page-lock a region in pieces of `length` bytes, each by a thread of its own, and copy bytes over the
+    first seam to `device` and back. After a failure nothing is page-locked.
+    """
+    end = region.address + region.nbytes
+    starts = range(region.address, end, length)
+    with ThreadPoolExecutor(len(starts)) as pool:
+        registered = [pool.submit(driver.register_host, start, min(length, end - start)) for start in starts]
+    errors = [each.exception() for each in registered]
+    pieces = [start for start, error in zip(starts, errors, strict=True) if error is None]
+    reason: str | None = None
+    for error in filter(None, errors):
+        if not isinstance(error, DeviceError):
+            raise error
+        reason = f"{error.call}: {error.name}"
+    if reason is None:
+        reason = _lost(region, device, 0 if len(pieces) == 1 else length - PAGE_ALIGNMENT // 2)
+    undo: list[Callable[[], None]] = [functools.partial(driver.unregister_host, each) for each in pieces]
+    if reason is None:
+        for call in undo:
+            region.before_release(call)
+        return Registration(True, "registered")
+    for call in (driver.synchronize, *undo) if undo else ():
+        with contextlib.suppress(DeviceError):  # the copies may be under way
+            call()
+    return Registration(False, f"{reason}; copies are staged and slower")
+
+
+def _lost(region: _tiers.Region, device: torch.device, start: int) -> str | None:
+    """Copy bytes of a region to the device, and from there to the region's last bytes. Returns why they have
+    not arrived; None if they have. start: index of the first byte.
     """
     memory = tensor_over(region)
     count = min(PAGE_ALIGNMENT, memory.nbytes // 2)
-    sent, back = memory[:count], memory[-count:]
+    sent, back = memory[start : start + count], memory[-count:]
     sent.copy_(torch.arange(count, device="cpu") % 251)
     back.zero_()
     try:

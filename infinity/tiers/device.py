@@ -158,6 +158,14 @@ def open_device(device: torch.device | str, budget: int | None, host: HostArena)
     return UnifiedTier(host) if budget is None else CpuDeviceTier(budget)
 
 
+def check_room(device: torch.device, nbytes: int) -> None:
+    """Raise BudgetError if a CUDA device does not have `nbytes` bytes free for its tier. They are allocated
+    and freed, which leaves them with torch's allocator.
+    """
+    if device.type == "cuda":
+        CudaTier(device, nbytes).close()
+
+
 @dataclass(frozen=True)
 class MemoryShare:
     """One runtime's share of a device's memory."""

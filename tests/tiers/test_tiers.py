@@ -275,6 +275,40 @@ def test_registration_with_cuda_lasts_as_long_as_the_mapping(code: int) -> None:
     assert device.left == []
 
 
+def in_three_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have arenas of at least 6 MiB registered by three threads."""
+    monkeypatch.setattr(arena_module, "_PINNED_AT_ONCE", 2 * MIB)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
+
+
+def test_a_large_arena_is_registered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_three_pieces(monkeypatch)
+    device = EmulatedDevice()
+    arena = HostArena(6 * MIB + PAGE)
+    with device.in_use():
+        found = register_with_cuda(arena.region, device.driver, torch.device("cpu"))
+    assert found.done and found.seconds > 0
+    assert [int(each.split()[0]) for each in device.left] == [4 * MIB, 2 * MIB + PAGE]
+    assert device.count("cuMemcpyAsync") == 2, "over the seam, to the device and back"
+    del arena
+    gc.collect()
+    assert device.left == [] and device.count("cuMemHostUnregister") == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"), [("cuMemcpyAsync", 1), ("cuMemcpyAsync", 2), ("cuMemHostRegister_v2", 2)]
+)
+def test_pieces_that_cannot_be_used_give_way_to_the_whole(
+    call: str, nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_three_pieces(monkeypatch)
+    device = EmulatedDevice()
+    with HostArena(6 * MIB) as arena, device.in_use():
+        device.fail(call, 1, nth=nth)
+        assert register_with_cuda(arena.region, device.driver, torch.device("cpu")).done
+        assert [int(each.split()[0]) for each in device.left] == [6 * MIB]
+
+
 def test_a_registration_that_fails_says_why() -> None:
     device = EmulatedDevice()
     device.fail("cuMemHostRegister_v2", 2)
@@ -352,7 +386,7 @@ def test_a_registration_that_fails_is_said_once_with_its_cure(monkeypatch: pytes
     monkeypatch.setattr(arena_module, "_said", set())
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(arena_module, "driver_of", lambda device: emulated.driver)
-    monkeypatch.setattr(arena_module, "_lost", lambda region, device: None)
+    monkeypatch.setattr(arena_module, "_lost", lambda *_: None)
     emulated.fail("cuMemHostRegister_v2", 2)
     with pytest.warns(UserWarning, match="memlock") as caught, HostArena(5 * PAGE, device=device) as arena:
         assert arena.region.resident_bytes() == 5 * PAGE
