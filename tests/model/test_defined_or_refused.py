@@ -566,3 +566,34 @@ def test_a_capture_of_a_cuda_graph_is_refused(monkeypatch: pytest.MonkeyPatch, t
             capturing = False
         model(torch.ones(2, 64)).sum().backward()
         runtime.optimizer.step()
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_gradients_are_accumulated_on_the_stream_of_their_forward(compute: str, tmp_path: Path) -> None:
+    """No AccumulateGrad node outlives its step, and none was made by offload.
+
+    A node belongs to the CUDA stream that is current when it is made. So a model that was offloaded on one
+    stream and trains on another one, within torch.cuda.stream(s), has nodes of that stream, and torch does
+    not warn.
+    """
+
+    def leaves(node: Any) -> Iterator[Any]:
+        if type(node).__name__ == "AccumulateGrad":
+            yield node
+        for following, _ in node.next_functions:
+            if following is not None:
+                yield from leaves(following)
+
+    model = two_layers()
+    made = {name for name, _ in model.named_parameters()}
+    with opened(model, tmp_path, home="unified", compute=compute) as runtime:
+        for _ in range(3):
+            loss = model(torch.ones(2, 64)).float().square().mean()
+            found = list(leaves(loss.grad_fn))
+            assert len(found) == len(made) and not any("an earlier step" in each.metadata for each in found)
+            for each in found:
+                each.metadata["an earlier step"] = True
+            loss.backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            del found, each, loss
