@@ -72,9 +72,12 @@ def offload(
     update: the time when parameters are updated. A unit is a group of parameters that move together. "sync":
     all units before `step` returns. "lazy": each unit before its next use, while earlier units compute.
     "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py says
-    what this needs. "auto": chosen by infinity, at present "lazy".
+    what this needs. "speculative": as "eager", but exact with clipping and with the loss scaling of fp16: an
+    update that turns out to be wrong is undone and done again. What updates change then takes a second place
+    in its tier. "auto": chosen by infinity, at present "lazy".
 
-    accumulation: the number of backwards in a step; None: unknown. Eager updates need this number. Lazy
+    accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
+    number. Lazy
     updates use it to read their first states during the last backward. With accumulation=1 gradients move
     less, so the plan puts optimizer states before gradients into the nearer tiers. A gradient is then stored
     in its parameter's dtype, which changes no bit of the training results. A second gradient of a parameter
@@ -261,7 +264,7 @@ def plan_for(
         commits=commits is None,
         average=average,
     )
-    chosen = _update_time(update, accumulation, precision)
+    chosen = _update_time(update, accumulation, precision, ranks.place.ranks)
     other = None if machine is None else Machine.read(machine)
     if other is None:
         target = usable_device(ranks.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -272,17 +275,17 @@ def plan_for(
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
     if average is not None and optimizer is None:
         raise ConfigError("Running averages were asked for without an optimizer.", "Leave average= out.")
-    if average is not None and chosen == "eager":
+    if average is not None and chosen in ("eager", "speculative"):
         raise ConfigError(
-            "Running averages were asked for with eager updates, for which they are not implemented.",
+            f"Running averages were asked for with {chosen} updates, for which they are not implemented.",
             'Give update="lazy", or leave average= out.',
         )
     rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
     if rule is not None:
         precision = replace(precision, states=rule.states)  # an 8-bit optimizer chooses them
-        if rule.matrix and chosen == "eager":
+        if rule.matrix and chosen in ("eager", "speculative"):
             raise ConfigError(
-                f"Eager updates were asked for with {rule.name}, which updates whole matrices.",
+                f'update="{chosen}" was asked for with {rule.name}, which updates whole matrices.',
                 'Give update="lazy".',
             )
     if commits is not None:
@@ -370,27 +373,37 @@ def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bu
     return budget or Budget(), precision or Precision()
 
 
-def _update_time(update: str, accumulation: int | None, precision: Precision) -> UpdateTime:
+def _update_time(update: str, accumulation: int | None, precision: Precision, ranks: int) -> UpdateTime:
     """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
 
-    update: the time when a step's updates run: "auto", "lazy", "eager" or "sync". accumulation: number of
+    update: the time when a step's updates run: "auto", or a value of `UpdateTime`. accumulation: number of
     backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an
-    `accumulation` that is not a positive integer, and for eager updates without `accumulation` or with
-    fp16.
+    `accumulation` that is not a positive integer, for eager and speculative updates without `accumulation`,
+    for eager ones with fp16, and for speculative ones with several ranks.
     """
-    if update not in ("auto", "lazy", "eager", "sync"):
-        raise ConfigError(f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager" or "sync".')
+    if update not in ("auto", "lazy", "eager", "speculative", "sync"):
+        raise ConfigError(
+            f"The update {update!r} is not known.", 'Give "auto", "lazy", "eager", "speculative" or "sync".'
+        )
     if accumulation is not None and (not isinstance(accumulation, int) or accumulation < 1):
         raise ConfigError(
             f"accumulation={accumulation!r} was declared.", "Give how many backwards a step has: at least 1."
         )
-    if update != "eager":
+    if update not in ("eager", "speculative"):
         return "sync" if update == "sync" else "lazy"
     if accumulation is None:
         raise ConfigError(
-            "Eager updates run in the last backward of a step, and accumulation= does not say which that is.",
+            f'With update="{update}" updates run in the last backward of a step, and accumulation= does not '
+            "say which that is.",
             "Declare how many backwards a step has: accumulation=1, or more.",
         )
+    if update == "speculative":
+        if ranks > 1:
+            raise ConfigError(
+                "Speculative updates were asked for with several ranks, for which they are not implemented.",
+                'Give update="lazy".',
+            )
+        return "speculative"
     if precision.compute_dtype == torch.float16:
         raise ConfigError(
             "Eager updates were asked for with fp16, whose steps are skipped where any gradient overflows.",

@@ -23,7 +23,7 @@ from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
 from infinity.layout.strides import in_memory_order
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
-from infinity.optim.decision import EagerStep, StepOptions
+from infinity.optim.decision import EagerStep, Speculation, StepOptions
 from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
 from infinity.ranks import GRADIENT_CURE, SingleStep
@@ -96,6 +96,10 @@ class TrainingStep:
                 parts.states.rule,
                 accumulation=parts.plan.accumulation,
             )
+        self._speculation: Speculation | None = None
+        if parts.plan.speculative:
+            assert parts.plan.accumulation is not None
+            self._speculation = Speculation(parts.pages, parts.gradients, parts.plan.accumulation)
 
     def attach(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Set the param groups of the user's optimizer. Called once, by `infinity.offload`."""
@@ -530,6 +534,8 @@ class TrainingStep:
         order = parts.prefetch_engine.next_step()
         exposed = parts.prefetch_engine.exposed()  # before an update begins, which has views of pages, too
         options = StepOptions(self._param_groups, self._group_of(), self._states.rule, self._states.averaged)
+        if self._speculation is not None:
+            self._speculation.stepped()
         try:
             if self._states.rule.matrix:
                 self._update_matrices()
@@ -610,11 +616,17 @@ class TrainingStep:
 
     def _update_complete(self) -> None:
         """Begin the eager updates of units that have got the last gradients of all ranks."""
-        for unit in self._ranks.take_complete() if self._eager is not None else ():
-            self._update_early(unit)
+        if self._eager is not None:
+            for unit in self._ranks.take_complete():
+                self._update_early(unit)
+        elif self._speculation is not None:
+            for unit in self._ranks.take_complete():
+                if self._speculation.admits(unit):
+                    self._update_tentatively(unit)
 
     def _forget_stored(self) -> None:
         """Forget all stored gradients, so that the next step can begin."""
+        self._scheduler.undo_all()
         self._ranks.clear()
         self._times_forgotten += 1
         self.open = False
@@ -684,6 +696,18 @@ class TrainingStep:
             parts.health.lose(error)
             raise
         self._edits.updated(unit)
+
+    def _update_tentatively(self, unit: int) -> None:
+        """Begin the speculative update of a unit that has all gradients of the step."""
+        parts = self._components
+        options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
+        parts.prefetch_engine.land(unit, for_host=True)
+        self._edits.write_back(parts.pages[unit])
+        try:
+            self._scheduler.begin_tentatively(unit, options, self._edits.exposed)
+        except Exception as error:
+            parts.health.lose(error)
+            raise
 
     def _group_of(self) -> Mapping[tuple[int, int], int]:
         """Bring `_groups` up to date with user code's changes of the param groups, and return it."""

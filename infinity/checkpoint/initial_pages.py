@@ -74,7 +74,8 @@ class InitialPages:
         self.homes: list[Home] = [self.home(unit, Kind.PARAMETER) for unit in range(len(plan.layout.units))]
         if plan.slab_layout is not None:
             for home, shard, images in zip(self.homes, self.shards, plan.slab_layout.parameters, strict=True):
-                home.parts = parameter_parts(shard, images, home)
+                if self._has_slots(home.tier, Kind.PARAMETER):
+                    home.parts = parameter_parts(shard, images, home)
         self.states: States | None = None
         if plan.rule is not None:
             self.states = States(self._state_pages(), store, plan.rule, remote=self.remote)
@@ -192,17 +193,24 @@ class InitialPages:
         if places is not None:
             for unit, page in pages.items():
                 images = places.states[unit]
-                page.home.parts = state_parts(
-                    page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
-                )
+                if self._has_slots(page.home.tier, Kind.OPTIMIZER):
+                    page.home.parts = state_parts(
+                        page.layout, page.formats, images, page.home, begun=page.begun, kept=page.kept
+                    )
         return pages
+
+    def _has_slots(self, tier: Tier, kind: Kind) -> bool:
+        """Whether a page at home in `tier` has slots in the slabs."""
+        if kind is Kind.GRADIENT or self.plan.slab_layout is None:
+            return False
+        return self.plan.commits or tier is Tier.NVME
 
     def home(self, unit: int, kind: Kind) -> Home:
         tier = self.plan.homes[unit][kind]
         if tier is None:
             return Home.of_nothing()
-        durable = self.plan.commits and kind is not Kind.GRADIENT
-        home = self.store.home(tier, self.plan.page_bytes(unit, kind), durable=durable)
+        nbytes = self.plan.page_bytes(unit, kind)
+        home = self.store.home(tier, nbytes, durable=self._has_slots(tier, kind))
         copied = kind is Kind.PARAMETER and tier is Tier.DEVICE and not self.plan.share.whole_parameters
         home.computed = copied or unit in self.plan.updated_on_device
         home.describe = functools.partial(content_at, self.plan, unit, kind)

@@ -8,13 +8,20 @@ whether it is resident or still arriving. So the parameters are read once for bo
 [Note: back and lost] A read that fails changes nothing. The update is READY again (or IDLE, if it was not
 decided), and its bytes are read again when a caller waits for the unit. A write that fails loses the only
 copy of its bytes. The update is LOST then, and the runtime cannot be used any more.
+
+[Note: speculative updates] An update that is decided before all gradients are known may be wrong: clipping
+may scale its gradient, and an overflow may skip the step. So it leaves what it changes as it was, too. On
+NVMe its results go to another slot (`Part.tentative`). What it changes at home in host RAM is first copied to
+a second place. Bytes in the memory where the model computes can be brought from home again. `step()` then
+confirms the update, and nothing is moved, or undoes it, and the update is decided again with the right scale.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +35,7 @@ from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.parts import Part
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Joined, Transfer, User
@@ -62,6 +70,8 @@ class UpdateState(enum.Enum):
     """The writes of the results to the homes of their pages have begun. The staging is given up, and the
     writes keep it until they end.
     """
+    TENTATIVE = "tentative"
+    """The writes of a speculative update have begun, and `step()` has not confirmed the update yet."""
     LOST = "lost"
     """The results could not be written: the only copy of the chunk's new parameters or states is gone."""
 
@@ -75,7 +85,8 @@ _NEXT = {
     UpdateState.READING: (UpdateState.AHEAD, UpdateState.COMPUTING, UpdateState.READY, UpdateState.IDLE),
     UpdateState.AHEAD: (UpdateState.READING, UpdateState.IDLE),
     UpdateState.COMPUTING: (UpdateState.WRITING, UpdateState.LOST, UpdateState.IDLE),
-    UpdateState.WRITING: (UpdateState.IDLE, UpdateState.LOST),
+    UpdateState.WRITING: (UpdateState.IDLE, UpdateState.TENTATIVE, UpdateState.LOST),
+    UpdateState.TENTATIVE: (UpdateState.IDLE, UpdateState.LOST),
     UpdateState.LOST: (UpdateState.IDLE,),
 }
 """State of an update -> the states that may follow. When the runtime ends, IDLE may follow any state."""
@@ -95,8 +106,18 @@ class ChunkUpdate:
     `cancel` gives the staging of such an update up: READING or AHEAD -> IDLE. Nothing has been changed by
     then, so nothing is lost. A failed read of a decided update leads back by `put_back`: READING -> READY.
 
+    A speculative update that is written waits as TENTATIVE for `confirm`, or for `undo`, which leads from any
+    state to IDLE.
+
     What is equal in all computations of a chunk is described to the update threads once (`UpdateForm`).
     """
+
+    speculative = False
+    """Whether the update was decided before all gradients were known, and is not confirmed yet."""
+    numel = 0
+    """Number of parameter elements that the update submitted last changes."""
+    _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """(bytes at home in host RAM, their copy before a speculative update), each uint8."""
 
     def __init__(
         self,
@@ -121,8 +142,6 @@ class ChunkUpdate:
         """While COMPUTING, the ticket by which to wait for the running update; else None."""
         self.copy: Transfer = ARRIVED
         """While WRITING, the copy of new parameters to the device; ARRIVED, an ended transfer, if none."""
-        self.numel = 0
-        """Number of parameter elements that the update submitted last changes."""
         self._states_of_all = states
         self._state_page = states.pages[page.index]
         self._gradient_page = gradients
@@ -234,6 +253,27 @@ class ChunkUpdate:
         return self._state_page.home.nvme_lease is not None
 
     @property
+    def can_be_undone(self) -> bool:
+        """Whether a speculative update can leave what it changes as it is, too: each changed page is at home
+        in host RAM, or on NVMe with a slot that is free.
+        """
+        homes = [self.page.home, *([self._state_page.home] if self.state_bytes else [])]
+        slots = [part.slot_beside() for part in self._parts()]
+        return None not in slots and all(
+            home.tier is Tier.HOST or (home.nvme_lease is not None and home.parts) for home in homes
+        )
+
+    def _parts(self) -> Iterator[Part]:
+        """The parts of the chunk on NVMe that have slots there."""
+        ranges = (
+            (self.page.home, self._home_start, self.parameter_bytes),
+            (self._state_page.home, self._state_offset, self.state_bytes),
+        )
+        for home, start, nbytes in ranges:
+            if home.nvme_lease is not None and nbytes:
+                yield from home.parts.over(start, start + nbytes)
+
+    @property
     def can_read_ahead(self) -> bool:
         """Whether the chunk has moments, which can be read, and no update of it is under way."""
         return self.state is UpdateState.IDLE and self._state_page.begun[self.chunk_index]
@@ -251,14 +291,16 @@ class ChunkUpdate:
 
     # --- transitions ------------------------------------------------------------------------------------
 
-    def make_ready(self, decision: Decision) -> bool:
+    def make_ready(self, decision: Decision, *, speculative: bool = False) -> bool:
         """Fix what to compute: IDLE -> READY, or READING or AHEAD -> READING.
 
-        decision: the update to compute. If the states that were read ahead cannot be used any more, they are
+        decision: the update to compute. speculative: whether the update may be undone; see
+        [Note: speculative updates]. If the states that were read ahead cannot be used any more, they are
         given up with their staging, and the update is READY. Returns True if it is READY, so that it still
         needs staging, and False if it is READING.
         """
         assert self.decision is None
+        self.speculative = speculative
         if self.in_ram:
             self.decision = decision
             self._to(UpdateState.READY)
@@ -367,18 +409,32 @@ class ChunkUpdate:
             link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
             link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
         memory = (self._parameter, self._gradient, self._states)
+        if self.speculative:
+            self._keep()
         self.ticket = self._submit(self.decision, memory, awaited)
         self._to(UpdateState.COMPUTING)
         return self.ticket
 
+    def _keep(self) -> None:
+        """Copy what the update changes at home in host RAM to a second place."""
+        kept = []
+        for home, memory in ((self.page.home, self._parameter), (self._state_page.home, self._states)):
+            if home.in_place and memory.nbytes:
+                with self._store.second.lease(memory.nbytes) as lease:
+                    copy = lease.residency()
+                copy.copy_(memory)
+                kept.append((memory, copy))
+        self._kept = kept
+
     def write(self) -> None:
         """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST."""
         store, page = self._store, self.page
+        write = functools.partial(store.write, lost=self._lose, tentative=self.speculative)
         try:
             if not self._state_page.home.in_place and self._states.nbytes:
-                store.write(self._state_page.home, self._state_offset, self._states, self._lose)
+                write(self._state_page.home, self._state_offset, self._states)
             if not page.home.in_place:
-                store.write(page.home, self._home_start, self._parameter, self._lose)
+                write(page.home, self._home_start, self._parameter)
             living = page.living() if self._has_copy else None
             if living is not None:
                 into = living[self._start : self._start + self._parameter.nbytes]
@@ -391,14 +447,38 @@ class ChunkUpdate:
         self._let_go()
         self._to(UpdateState.WRITING)
 
+    def confirm(self) -> None:
+        """Make the results of a speculative update, or those that it will have, the chunk's own: TENTATIVE ->
+        IDLE, or no change of an update under way.
+        """
+        if self.state is UpdateState.TENTATIVE:
+            self._to(UpdateState.IDLE)
+        self.speculative, self._kept = False, ()
+        for part in self._parts():
+            part.confirm()
+
+    def undo(self) -> None:
+        """Make a speculative update undone, after it has ended: any state -> IDLE.
+
+        All bytes at home are those before the update. Bytes in the memory where the model computes, beside
+        those at home there, are not.
+        """
+        self.end()
+        for part in self._parts():
+            part.tentative = None
+        for home, copy in self._kept:
+            self._store.link.uses(User.HOST, home, writes=True, label="undone")
+            home.copy_(copy)
+        self._drop()
+
     def finish(self) -> Transfer:
-        """Be available for the next step: WRITING -> IDLE.
+        """Be available for the next step, or for `confirm` or `undo`: WRITING -> IDLE or TENTATIVE.
 
         Returns the copy of the new parameters to the device, which may still be under way. The caller orders
         later computation after it.
         """
         copy, self.copy = self.copy, ARRIVED
-        self._to(UpdateState.IDLE)
+        self._to(UpdateState.TENTATIVE if self.speculative else UpdateState.IDLE)
         return copy
 
     def abandon(self) -> None:
@@ -408,9 +488,12 @@ class ChunkUpdate:
         """
         self.end()
         self._at_home = self._addresses = None  # the homes may move
+        self._drop()
+
+    def _drop(self) -> None:
         self._let_go()
         self.ticket = self.decision = self.taken = None
-        self.copy = ARRIVED
+        self.copy, self.speculative, self._kept = ARRIVED, False, ()
         self.state = UpdateState.IDLE
 
     def end(self) -> None:
@@ -611,6 +694,8 @@ class UnitUpdate:
     """
     left: int = 0
     """Number of updates that are decided and whose results the model cannot use yet."""
+    tentative: Decision | None = None
+    """What the unit's speculative update computes, while `step()` has not confirmed it; else None."""
     unread: bool = False
     """Whether a read for one of the updates failed. It is repeated when a caller waits for the unit."""
     unqueued: Sequence[ChunkUpdate] = ()

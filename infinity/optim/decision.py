@@ -9,6 +9,13 @@ backward, not only during the next forward. Updates that are not done when the b
 the next forward. A unit that the device updates is left to `step()`: it needs no staging, and an eager update
 of it would have to wait for the device, to check that the gradients are finite.
 
+[Note: when to speculate] A speculative update is decided like an eager one, by the unit's last gradient, with
+the factor that gradients have if they are not clipped. It leaves gradients and everything else as they are
+until `step()` knows the factor ([Note: speculative updates] in infinity/optim/chunk_update.py). So nothing
+is refused: not clipping, not the loss scaling of fp16, and not one more gradient. An update that was wrong
+costs time. So after steps in a row whose gradients were clipped nothing is begun, until a norm is below its
+limit again.
+
 The runtime cannot tell which gradient is the last of a step, so the trainer declares how many backwards a
 step has. Features that need all gradients before the first update are refused: clipping, and the loss
 scaling of fp16. An update cannot be undone, so a step whose updates have begun must call step().
@@ -17,7 +24,7 @@ scaling of fp16. An update cannot be undone, so a step whose updates have begun 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,13 +39,14 @@ from infinity.pages.parameter_page import ParameterPage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The update of one unit, as `step()` or an eager update decided it.
+    """The update of one unit, as `step()`, an eager or a speculative update decided it.
 
-    Changes that user code makes later, to gradients or options, do not affect the update.
+    Changes that user code makes later, to gradients or options, do not affect the update. Equal decisions
+    for the same gradients have results of equal bits.
     """
 
     hypers: Sequence[cpu_adam.Hyper]
-    native: Sequence[cpu_adam.NativeHyper]
+    native: Sequence[cpu_adam.NativeHyper] = field(compare=False)
     """The hyper-parameters of `hypers`, in the same order, in the form that the native code takes."""
     parameters: Mapping[int, tuple[int, int]]
     """Index in the unit of each updated parameter -> (index into `hypers`, seed of its stochastic
@@ -272,6 +280,37 @@ class EagerStep:
     def done(self) -> str:
         """A clause for an error message: how many units this step had updated before the error came."""
         return f"{self._updated} of {len(self._pages)} units were updated before it came"
+
+
+_MOST_WRONG = 3
+"""Number of clipped steps in a row after which no update is begun before `step()`."""
+
+
+class Speculation:
+    """Says which units to update before all gradients of a step are known; see [Note: when to speculate]."""
+
+    def __init__(self, pages: Sequence[ParameterPage], gradients: Gradients, accumulation: int) -> None:
+        """accumulation: number of gradients that each parameter gets in a step, as declared by the user."""
+        self._pages = pages
+        self._gradients = gradients
+        self._accumulation = accumulation
+        self._wrong = 0
+        """Number of steps in a row, up to the last one, whose gradients were clipped."""
+
+    def admits(self, unit: int) -> bool:
+        """Whether to begin the update of a unit now: it has all gradients of the step, they are finite, and
+        no gradient of the step is scaled.
+        """
+        gradients = self._gradients.pages[unit]
+        if self._wrong >= _MOST_WRONG or self._gradients.factors:
+            return False
+        if not gradients.complete(self._pages[unit].parameters, self._accumulation):
+            return False
+        return all(gradients.finite(index) for index in gradients.content)
+
+    def stepped(self) -> None:
+        """Note the factor of the gradients in the step that is decided now."""
+        self._wrong = 0 if self._gradients.factor == 1.0 else self._wrong + 1
 
 
 def _frozen(groups: Sequence[Group]) -> list[Group]:

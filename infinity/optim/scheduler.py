@@ -84,6 +84,7 @@ class UpdateScheduler(Updates):
         self._states = states
         self._store = store
         self._pool = store.staging
+        self._health = health
         self._on_device = on_device
         self._lazy = store.plan.update != "sync"
         """Whether updates may end after `step` has returned."""
@@ -137,7 +138,7 @@ class UpdateScheduler(Updates):
             {unit: each.chunks for unit, each in enumerate(self._units)},
             [page.parameters for page in self._pages],
             self._gradients,
-            eager=plan.update == "eager",
+            eager=plan.update in ("eager", "speculative"),
             accumulation=plan.accumulation,
             room=plan.staging_bytes // 2,
         )
@@ -216,7 +217,12 @@ class UpdateScheduler(Updates):
         has views of the unit's bytes. Such a unit is updated before this call returns. If StorageError is
         raised, some chunks have been updated and others have not.
         """
-        later = [page.index for page in self._pages if not self._gradients.pages[page.index].consumed]
+        confirmed = self._confirm(options)
+        later = [
+            page.index
+            for page in self._pages
+            if page.index not in confirmed and not self._gradients.pages[page.index].consumed
+        ]
         for unit in later:
             self.complete(unit)  # the unit may not have been used since the last step
         self.complete_awaited()
@@ -264,6 +270,84 @@ class UpdateScheduler(Updates):
             self._complete_for_user(unit)
         self._begin_updates((unit,))
 
+    def begin_tentatively(self, unit: int, options: StepOptions, exposed: Callable[[int], bool]) -> None:
+        """Begin the speculative update of a unit with its present gradients, during backward, if it can be
+        undone; see [Note: speculative updates] in infinity/optim/chunk_update.py.
+
+        `step` confirms the update if it would decide the same one, and else undoes it. A call that needs the
+        unit before undoes it, too. The unit's parameter page must not be on its way. options, exposed: as in
+        `step`; the update of an exposed unit is left to `step`. So is that of a unit in RAM where the CPU
+        computes, which would gain nothing.
+        """
+        self.complete(unit)
+        self.complete_awaited()
+        group = self._units[unit]
+        if (group.in_ram and self._store.device.shares_host) or exposed(unit):
+            return
+        if not all([update.can_be_undone for update in group.chunks]):
+            return
+        decision = decide(unit, options, self._gradients, self._states)
+        if decision is None:
+            return
+        self._store.link.follow_compute()  # as in `begin_early`
+        self._queue(unit, decision, speculative=True)
+        group.tentative = decision
+        self._begin_updates((unit,))
+
+    def undo_all(self) -> None:
+        """Undo all speculative updates that `step` has not confirmed."""
+        for unit, group in enumerate(self._units):
+            if group.tentative is not None:
+                self._undo(unit)
+
+    def tentative(self, unit: int) -> bool:
+        return self._units[unit].tentative is not None
+
+    def _confirm(self, options: StepOptions) -> Set[int]:
+        """Confirm the speculative updates that the step would decide, and undo the others. Returns the units
+        of those that are confirmed.
+        """
+        confirmed = set()
+        for unit, group in enumerate(self._units):
+            if group.tentative is None:
+                continue
+            decision = decide(unit, options, self._gradients, self._states)
+            if decision != group.tentative:
+                self._undo(unit)
+                continue
+            group.tentative = None
+            for update in group.chunks:
+                if update.speculative:
+                    update.confirm()
+                    if update.state is UpdateState.IDLE:
+                        group.left -= 1
+            with torch._C.DisableTorchFunctionSubclass():
+                count_step(self._pages[unit], self._states, decision.parameters.keys(), options)
+            confirmed.add(unit)
+            self._store.meter.confirmed()
+        return confirmed
+
+    def _undo(self, unit: int) -> None:
+        """Undo the speculative update of a unit, so that its pages have the values before."""
+        group, page = self._units[unit], self._pages[unit]
+        self._ready.pop(unit, None)
+        group.unqueued, group.tentative, group.left = (), None, 0
+        undone = [update for update in group.chunks if update.speculative]
+        for update in undone:
+            update.undo()
+        self._active = [each for each in self._active if each not in undone]
+        for copied in [each for each in self._copies if each[0] == unit]:
+            copied[1].wait()
+            self._copies.remove(copied)
+        living = page.living()
+        if living is not None and not (page.permanent and self._store.device.shares_host):
+            try:
+                self._store.bring(page.home, living)
+            except InfinityError as error:
+                self._health.lose(error)  # the model has values of an update that never was
+                raise
+        self._store.meter.undone()
+
     def _count_elsewhere(self, options: StepOptions) -> None:
         """Count the step for parameters that other ranks update, in units that were updated early. The early
         update could not count it: their gradients may not have been known on this rank when it began.
@@ -297,6 +381,8 @@ class UpdateScheduler(Updates):
         """
         group = self._units[unit]
         group.unread = False
+        if group.tentative is not None:
+            self._undo(unit)
         if group.unqueued:
             self._update_unqueued(group)
         while group.left:
@@ -381,7 +467,7 @@ class UpdateScheduler(Updates):
         self._ready.clear()
         self._active.clear()
         for each in self._units:
-            each.left, each.unqueued = 0, ()
+            each.left, each.unqueued, each.tentative = 0, (), None
             for update in each.chunks:
                 update.abandon()
 
@@ -396,28 +482,30 @@ class UpdateScheduler(Updates):
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
             return frozenset()
-        group = self._units[unit]
         if self._on_device is not None and unit in self._on_device:
             self._update_on_device(self._on_device, unit, decision)
         else:
-            chosen = group.changed_by(decision)
-            for update in chosen:
-                if update.is_ahead and self._held_up(update):
-                    self._cancel(update)  # it must not hold staging until the commit has ended
-            if group.in_ram and self._shares_cpu:
-                for update in chosen:
-                    update.make_ready(decision)
-                group.unqueued = chosen
-            else:
-                ready = deque([update for update in chosen if update.make_ready(decision)])
-                self._active = [each for each in self._active if each.state is not UpdateState.READY]
-                if ready:
-                    self._ready[unit] = ready
-            group.left = len(chosen)
+            self._queue(unit, decision)
         counted = decision.parameters.keys()
         with torch._C.DisableTorchFunctionSubclass():
             count_step(self._pages[unit], self._states, counted, options, decision.averaged)
         return counted
+
+    def _queue(self, unit: int, decision: Decision, *, speculative: bool = False) -> None:
+        """Make the updates of a unit's chunks READY (READING, if they have read states ahead)."""
+        group = self._units[unit]
+        chosen = group.changed_by(decision)
+        for update in chosen:
+            if update.is_ahead and self._held_up(update):
+                self._cancel(update)  # it must not hold staging until the commit has ended
+        ready = deque([each for each in chosen if each.make_ready(decision, speculative=speculative)])
+        if group.in_ram and self._shares_cpu:
+            group.unqueued = chosen
+        else:
+            self._active = [each for each in self._active if each.state is not UpdateState.READY]
+            if ready:
+                self._ready[unit] = ready
+        group.left = len(chosen)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device's stream, without waiting for it."""
@@ -598,8 +686,11 @@ class UpdateScheduler(Updates):
         self._deliver(update)
 
     def _deliver(self, update: ChunkUpdate) -> None:
-        """Let the model use the results of an update, behind their copy to the device if there is one."""
-        self._units[update.unit].left -= 1
+        """Let the model use the results of an update, behind their copy to the device if there is one. Those
+        of a speculative update wait to be confirmed.
+        """
+        if not update.speculative:
+            self._units[update.unit].left -= 1
         copy = update.finish()
         if copy is not ARRIVED:
             self._store.link.fence(copy)

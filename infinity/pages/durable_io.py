@@ -1,6 +1,7 @@
 """Durable I/O: reads and writes of pages whose parts have slots on disk (infinity/pages/parts.py).
 
-A write of a whole part goes to the slot that no commit holds, and the checksums of its blocks are noted.
+A write of a whole part goes to the slot that no commit holds, and the checksums of its blocks are noted if
+commits are on.
 Before a write to only some bytes of a part, the part is copied to its other slot if a commit holds the slot
 with its newest bytes. Bytes that an earlier process has written are compared with their checksums when they
 are first read.
@@ -36,15 +37,17 @@ class DurableIO:
     `copy_out`, which the thread of a commit calls, too.
     """
 
-    def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter, ledger: Ledger) -> None:
+    def __init__(self, nvme: NvmeTier, nbytes: int, meter: Meter, ledger: Ledger, *, commits: bool) -> None:
         """nvme: the tier with the slabs, from which nothing was leased yet. nbytes: size of the durable
-        range, which begins at byte 0 of the volume. ledger: knows what the pending commit holds.
+        range, which begins at byte 0 of the volume. ledger: knows what the pending commit holds. commits:
+        whether there are commits.
         """
         self.nvme = nvme
         self.lease = nvme.lease(nbytes)
         assert self.lease.offset == 0
         self.ledger = ledger
         self._meter = meter
+        self._commits = commits
 
     def read(self, home: Home, offset: int, into: torch.Tensor, deadline: float | None) -> Transfer:
         """Begin to read bytes of a home on NVMe. home, offset, into, deadline: as in `Store.read`.
@@ -70,12 +73,19 @@ class DurableIO:
             return transfers[0]
         return Joined(transfers, lambda: self._check(unchecked))
 
-    def write(self, home: Home, offset: int, source: torch.Tensor) -> Transfer:
-        """Begin to write bytes to a home on NVMe. home, offset, source: as in `Store.write`.
+    def write(self, home: Home, offset: int, source: torch.Tensor, *, tentative: bool = False) -> Transfer:
+        """Begin to write bytes to a home on NVMe. home, offset, source, tentative: as in `Store.write`.
 
         Waits for the end of the pending commit if commits hold both slots of a part. Raises ConfigError for a
         frozen part that a commit holds.
         """
+        if tentative:
+            return Joined(
+                [
+                    self._write_beside(part, offset, source)
+                    for part in home.parts.over(offset, offset + source.nbytes)
+                ]
+            )
         end = offset + source.nbytes
         transfers = []
         for part in home.parts.over(offset, end):
@@ -121,10 +131,23 @@ class DurableIO:
         memory: uint8 (part.nbytes,); it must not change until the transfer has ended.
         """
         slot = self._free_slot(part)
-        checksums = crc32c_blocks(memory, part.segments).astype(np.int64)
+        checksums = self._checksums(part, memory)
         transfer = self._write(part.slots[slot], memory)
         part.newest, part.checksums, part.verified = slot, checksums, True
         return transfer
+
+    def _write_beside(self, part: Part, offset: int, source: torch.Tensor) -> Transfer:
+        """Begin to write a whole part to a slot without its newest bytes, as its `tentative` bytes."""
+        slot, memory = part.slot_beside(), source[part.start - offset :][: part.nbytes]
+        assert slot is not None
+        part.tentative = slot, self._checksums(part, memory)
+        return self._write(part.slots[slot], memory)
+
+    def _checksums(self, part: Part, memory: torch.Tensor) -> npt.NDArray[np.int64]:
+        """The checksums of a part's blocks in memory, or UNKNOWN without commits, where nobody needs them."""
+        if not self._commits:
+            return np.full_like(part.checksums, UNKNOWN)
+        return crc32c_blocks(memory, part.segments).astype(np.int64)
 
     def copy_out_piece(
         self, part: Part, offset: int, memory: torch.Tensor, checksums: npt.NDArray[np.int64]

@@ -3,11 +3,15 @@
 [Note: slots A and B]
 With commits on, a page consists of parts: a chunk's slice of the parameter page, a chunk's optimizer states,
 or a region of frozen parameters. A part of trained parameters owns two slots in the slabs, A and B, whatever
-the home of its page, and a bit (`Part.newest`) that says which slot holds its newest bytes. The slot that the
-last durable commit holds is never written, nor the slot that a pending commit holds. All other bytes go to
-the slot that is left, and later bytes overwrite them there. A frozen part has slot A alone, which the first
-commit holds for good. So there is nothing to allocate and nothing to collect, and the room on disk follows
-from the layout alone (infinity/planning/slab_layout.py).
+the home of its page, and a number (`Part.newest`) that says which slot holds its newest bytes. The slot that
+the last durable commit holds is never written, nor the slot that a pending commit holds. All other bytes go
+to the slot that is left, and later bytes overwrite them there. A frozen part has slot A alone, which the
+first commit holds for good. So there is nothing to allocate and nothing to collect, and the room on disk
+follows from the layout alone (infinity/planning/slab_layout.py).
+
+The results of a speculative update go to a slot that is neither held nor the newest (`Part.tentative`). Once
+`step()` has confirmed them, this slot is the newest; else it is free again. So a run with speculative updates
+has one slot more.
 
 [Note: parts of others]
 The home of one of several ranks may have whole pages, of which other ranks update their shards. Another
@@ -77,6 +81,7 @@ class Part:
         "segments",
         "slots",
         "start",
+        "tentative",
         "verified",
     )
 
@@ -93,8 +98,8 @@ class Part:
         begun: Sequence[bool] | None = None,
         masters: int = 0,
     ) -> None:
-        """start, end: the part's range of bytes in the home. slots: offsets of slots A and B in the volume,
-        or of A alone for a frozen part and for a part of another rank. rows: the rows of `segments` with
+        """start, end: the part's range of bytes in the home. slots: offsets of its slots in the volume, of A
+        alone for a frozen part and for a part of another rank. rows: the rows of `segments` with
         their meaning. home: the page's home. chunk_index: index of the chunk that this rank updates; None
         for a frozen part and for a part of another rank. committed: whether this rank's commits hold the
         part; see [Note: parts of others].
@@ -114,6 +119,10 @@ class Part:
         """The home of the part's page."""
         self.newest = 0
         """Index in `slots` of the slot with the newest bytes on disk: 0 for A, 1 for B."""
+        self.tentative: tuple[int, npt.NDArray[np.int64]] | None = None
+        """(index of the slot with the results of a speculative update, checksums of its blocks); None if
+        there is none that `step()` has yet to confirm.
+        """
         self.durable: int | None = None
         """Index of the slot that the last durable commit holds; None if no commit holds the part."""
         self.pending: int | None = None
@@ -129,7 +138,7 @@ class Part:
 
     @property
     def trained(self) -> bool:
-        """Whether the part has two slots."""
+        """Whether the part has several slots."""
         return len(self.slots) > 1
 
     @property
@@ -168,11 +177,22 @@ class Part:
 
     def free_slot(self) -> int | None:
         """Index of the slot to which new bytes go; None if commits hold all slots."""
+        others = (slot for slot in range(len(self.slots)) if slot != self.newest)
+        return self._not_held((self.newest, *others))
+
+    def slot_beside(self) -> int | None:
+        """Index of a slot that neither commits hold nor has the newest bytes; None if there is none."""
+        return self._not_held(slot for slot in range(len(self.slots)) if slot != self.newest)
+
+    def _not_held(self, slots: Iterable[int]) -> int | None:
         held = (self.durable, self.pending)
-        for slot in (self.newest, 1 - self.newest):
-            if slot not in held and slot < len(self.slots):
-                return slot
-        return None
+        return next((slot for slot in slots if slot not in held), None)
+
+    def confirm(self) -> None:
+        """Make the results of a speculative update, if there are any, the newest bytes."""
+        if self.tentative is not None:
+            (self.newest, self.checksums), self.verified = self.tentative, True
+            self.tentative = None
 
 
 class PageParts(tuple[Part, ...]):
@@ -220,14 +240,14 @@ def parameter_parts(shard: PageShard, images: PageImages, home: Home) -> PagePar
     """
     layout = shard.layout
     parts: list[Part] = []
-    second = images.second
+    offset = 0
     for number in range(len(layout.regions)):
         for start, nbytes, chunk_index, committed in _cuts(shard, number):
             for held in shard.pieces(start, nbytes):
                 slots: tuple[int, ...] = (images.first + held.home_start,)
                 if chunk_index is not None:
-                    slots = (*slots, second)
-                    second += nbytes
+                    slots = (*slots, *(each + offset for each in images.others))
+                    offset += nbytes
                 rows = _value_rows(layout, number, held)
                 stop = held.home_start + held.nbytes
                 parts.append(
@@ -321,7 +341,7 @@ def state_parts(
                 masters = len(rows)
         end = start + form.nbytes
         if form.nbytes:
-            slots = (images.first + start, images.second + start)
+            slots = (images.first + start, *(each + start for each in images.others))
             parts.append(
                 Part(
                     start,

@@ -99,6 +99,8 @@ class Store:
             near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
             self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
+            self.second: Pool = self.host.pool("second places", plan.second_bytes)
+            """For what speculative updates change at home in host RAM, until `step()` confirms them."""
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self.bounce: torch.Tensor | None = lease.residency()
@@ -106,10 +108,10 @@ class Store:
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
             self.exchange = self._open_exchange()
             """None with one rank."""
-            self.node_cache: Pool | None = None
+            self.node_cache: Pool | None = (
+                self.host.pool("node cache", plan.node_cache_bytes) if plan.node_cache_bytes else None
+            )
             """Room for parameters of other nodes that this rank keeps for its node; None if it keeps none."""
-            if plan.node_cache_bytes:
-                self.node_cache = self.host.pool("node cache", plan.node_cache_bytes)
             self.workspace, self.kernels = self._open_workspace()
             """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
             the device computes. Both are None if the plan has no such updates.
@@ -125,13 +127,15 @@ class Store:
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""
             self.durable: DurableIO | None = None
-            """Reads and writes the slots of durable pages; None if commits are off."""
+            """Reads and writes the slots of pages; None if no page has slots."""
             if self.nvme is not None:
                 cleanup.push(early.pop_all())
                 self.nvme.register(self.host)
-            if plan.commits:
+            if plan.slab_layout is not None and plan.nvme_bytes:
                 assert self.nvme is not None
-                self.durable = DurableIO(self.nvme, plan.durable_bytes, meter, self.ledger)
+                self.durable = DurableIO(
+                    self.nvme, plan.durable_bytes, meter, self.ledger, commits=plan.commits
+                )
             self._cleanup = cleanup.pop_all()
 
     def release(self) -> None:
@@ -297,6 +301,7 @@ class Store:
         lost: Callable[[InfinityError], None] | None = None,
         *,
         spare: bool = False,
+        tentative: bool = False,
     ) -> None:
         """Begin to write host memory to a home.
 
@@ -305,9 +310,10 @@ class Store:
         error. offset: bytes from the home's start. source: contiguous uint8; it must not change until the
         write has ended. spare: whether the caller keeps a copy of the bytes. If it does not, a failed write
         loses the home: later uses of the home raise the error too. lost: function that is called with the
-        error when the home is lost.
+        error when the home is lost. tentative: whether the bytes go beside the newest ones of whole parts,
+        which stay the home's bytes until `Part.confirm`; the home is on NVMe and its parts have slots.
         """
-        transfer = self._begin_write(home, offset, source, lost, spare)
+        transfer = self._begin_write(home, offset, source, lost, spare=spare, tentative=tentative)
         if home.nvme_lease is None:
             transfer.wait()  # else the lease of `source` might return while a copy to the device is under way
 
@@ -316,7 +322,7 @@ class Store:
 
         Raises StorageError if the write fails. Later calls do not raise the error again.
         """
-        transfer = self._begin_write(home, offset, source, None, spare)
+        transfer = self._begin_write(home, offset, source, None, spare=spare)
         if home.nvme_lease is None:
             transfer.wait()
         else:
@@ -328,7 +334,9 @@ class Store:
         offset: int,
         source: torch.Tensor,
         lost: Callable[[InfinityError], None] | None,
+        *,
         spare: bool,
+        tentative: bool = False,
     ) -> Transfer:
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -337,7 +345,7 @@ class Store:
             assert self.nvme is not None
             transfer: Transfer
             if durable:
-                transfer = durable.write(home, offset, source)
+                transfer = durable.write(home, offset, source, tentative=tentative)
             else:
                 transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
                 self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)

@@ -15,6 +15,9 @@ With commits, the NVMe tier holds images of all parameter and optimizer pages, w
 home (infinity/planning/slab_layout.py). Behind the second cut only gradient pages then take further bytes of
 the tier. These bytes, too, never grow as the cut moves along the line, so that all of the above still holds.
 
+Speculative updates need a second place for the trained bytes of parameter and optimizer pages. A page takes
+its second place in the tier of its home, but none on the device, where no update is speculative.
+
 With several ranks the line consists of the homes on one rank, which hold whole pages or only the rank's part
 (infinity/layout/shards.py). If the homes of parameters hold parts, the model can use none of them in place.
 The pool of resident pages then has room for whole pages, wherever the cut is. That is the same number of
@@ -140,6 +143,8 @@ class Candidate:
         self._whole = [page_bytes(unit) for unit in units]
         """Bytes of each unit's whole parameter page, of which this rank's home may hold only some chunks."""
         self._pages: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        self._second: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        """For each kind and unit, the bytes of the page's second place; 0 unless updates are speculative."""
         for unit in units:
             self._measure(unit)
         self._durable = sum(map(self._images, range(len(units)), units)) if search.commits else 0
@@ -147,8 +152,14 @@ class Candidate:
         self._line = list(itertools.product(search.kinds, range(len(units))))
         self._ends = [0, *itertools.accumulate(self._pages[kind][unit] for kind, unit in self._line)]
         """Item n is the bytes of the first n pages of the line."""
+        placed = [self._pages[kind][unit] + self._second[kind][unit] for kind, unit in self._line]
+        self._in_ram = [0, *itertools.accumulate(placed)]
+        """Item n is the bytes of the first n pages of the line in host RAM, with their second places."""
         own = (Kind.GRADIENT,) if search.commits else tuple(Kind)
-        backwards = (self._pages[kind][unit] * (kind in own) for kind, unit in reversed(self._line))
+        backwards = (
+            nbytes * (kind in own)
+            for nbytes, (kind, _) in zip(reversed(placed), reversed(self._line), strict=True)
+        )
         self._sunk = [*itertools.accumulate(backwards, initial=self._durable)][::-1]
         """Item n is the bytes that the NVMe tier needs if all pages but the first n of the line are at home
         there. It never grows with n.
@@ -177,13 +188,22 @@ class Candidate:
         self._pages[Kind.PARAMETER].append(page_bytes(unit) if share.whole_parameters else part)
         self._pages[Kind.GRADIENT].append(gradient)
         self._pages[Kind.OPTIMIZER].append(optimizer)
+        trained = self._trained(unit) if self._search.speculative else 0
+        self._second[Kind.PARAMETER].append(trained)
+        self._second[Kind.GRADIENT].append(0)
+        self._second[Kind.OPTIMIZER].append(optimizer * self._search.speculative)
         self._largest_unit = max(self._largest_unit, together)
 
     def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
         """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
+        others = 1 + self._search.speculative
+        trained, states = self._trained(unit), self._pages[Kind.OPTIMIZER][index]
+        return self._pages[Kind.PARAMETER][index] + states + others * (trained + states)
+
+    def _trained(self, unit: Sequence[RegionSize]) -> int:
+        """Bytes of a unit's parameter page that this rank updates."""
         trainable = sum(region.nbytes for region in unit if region.trainable)
-        trained = self._share.kept(trainable, whole=self._share.whole_states)
-        return self._pages[Kind.PARAMETER][index] + trained + 2 * self._pages[Kind.OPTIMIZER][index]
+        return self._share.kept(trainable, whole=self._share.whole_states)
 
     def _buffers(self, level: WorkingRoom, room: Room) -> _Buffers:
         host, device, least = room.host, room.device, level.transit_buffers == 1
@@ -252,13 +272,14 @@ class Candidate:
             self._residents[pages] = found
         return self._residents[pages]
 
-    def _near(self, cut: int, pages: int) -> int:
+    def _near(self, cut: int, pages: int, *, unified: bool = False) -> int:
         """Return the bytes of the computing tier that are taken when the first `cut` pages of the line have
         their homes there: those of these homes and of the pool of resident pages. Never falls as `cut` grows.
 
-        pages: as in `_resident`, the number of parameter pages for which the pool has room.
+        pages: as in `_resident`, the number of parameter pages for which the pool has room. unified: whether
+        that tier is host RAM.
         """
-        return self._ends[cut] + self._resident(pages)[cut]
+        return (self._in_ram if unified else self._ends)[cut] + self._resident(pages)[cut]
 
     def _cuts(self, room: Room, level: WorkingRoom) -> tuple[int, int] | None:
         """Cut the line of all pages at two places, each as far along the line as `room` allows.
@@ -273,10 +294,10 @@ class Candidate:
             return None
         if room.device is None:
             near = 0
-            far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
+            far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
             near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
-            far = self._last(lambda cut: self._ends[cut] - self._ends[max(near, 0)], room.host - working)
+            far = self._last(lambda cut: self._in_ram[cut] - self._in_ram[max(near, 0)], room.host - working)
         if min(near, far) < 0 or self._sunk[far] > room.nvme:
             return None
         if self._ends[far] < self._ends[-1] and not level.nvme:
@@ -310,19 +331,19 @@ class Candidate:
         if tier is Tier.DEVICE:
             if working > room.host:
                 return None
-            near = bisect.bisect_left(self._ends, self._ends[bottom] - (room.host - working))
+            near = bisect.bisect_left(self._in_ram, self._in_ram[bottom] - (room.host - working))
             return self._near(near, level.pages) + buffers.ring
         if room.device is None:
             if tier is Tier.HOST:
-                return working + self._near(bottom, level.pages)
-            far = self._last(lambda cut: self._near(cut, level.pages), room.host - working)
+                return working + self._near(bottom, level.pages, unified=True)
+            far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
             near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
             if near < 0:
                 return None
             if tier is Tier.HOST:
-                return working + max(0, self._ends[bottom] - self._ends[near])
-            far = self._last(lambda cut: self._ends[cut] - self._ends[near], room.host - working)
+                return working + max(0, self._in_ram[bottom] - self._in_ram[near])
+            far = self._last(lambda cut: self._in_ram[cut] - self._in_ram[near], room.host - working)
         return None if far < 0 else self._sunk[far]
 
     def _last(self, need: Callable[[int], int], room: int) -> int:
@@ -345,7 +366,7 @@ class Candidate:
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
-            homes[unit][kind] = _first_fit(self._pages[kind][unit], left)
+            homes[unit][kind] = _first_fit(self._pages[kind][unit], left, self._second[kind][unit])
         away = [
             0 if home[Kind.PARAMETER] is computes_in and self._share.whole_parameters else nbytes
             for nbytes, home in zip(self._whole, homes, strict=True)
@@ -389,6 +410,8 @@ class Search:
     """Whether the device has memory that the CPU cannot use, so that gradients leave it through a ring."""
     commits: bool
     """Whether the NVMe tier holds the durable images of pages."""
+    speculative: bool
+    """Whether updates are speculative, so that trained bytes need a second place."""
     share: Share
     prefer: Division | None = None
     """A division to try before all others; ignored if it is of another model."""
@@ -509,12 +532,13 @@ class Search:
         return None if grouping is None else Candidate(self, grouping, division.chunk_elements)
 
 
-def _first_fit(nbytes: int, left: dict[Tier, int]) -> Tier | None:
+def _first_fit(nbytes: int, left: dict[Tier, int], second: int) -> Tier | None:
+    """Take a page's bytes from the nearest tier that has them, and in RAM those of its second place."""
     if nbytes == 0:
         return None
-    for tier in (Tier.DEVICE, Tier.HOST):
-        if nbytes <= left.get(tier, -1):
-            left[tier] -= nbytes
+    for tier, needed in ((Tier.DEVICE, nbytes), (Tier.HOST, nbytes + second)):
+        if needed <= left.get(tier, -1):
+            left[tier] -= needed
             return tier
     return Tier.NVME
 

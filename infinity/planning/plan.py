@@ -291,7 +291,8 @@ class Plan(Placement):
     @property
     def _working_in_ram(self) -> int:
         buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes + self.squares_bytes
-        return buffers + self.exchange_bytes + self.node_cache_bytes + self.matrix_bytes
+        others = self.node_cache_bytes + self.matrix_bytes + self.second_bytes
+        return buffers + self.exchange_bytes + others
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
@@ -318,27 +319,46 @@ class Plan(Placement):
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that slab files hold. Without commits, these are the pages at home on NVMe. With commits,
-        they are the images of all parameter and optimizer pages, wherever the slab files lie, and the
-        gradient pages at home on NVMe.
+        """Bytes that slab files hold: the images of parameter and optimizer pages, wherever the slab files
+        lie, and the gradient pages at home on NVMe. Without images, these are the pages at home on NVMe.
         """
-        if not self.commits:
+        if self.slab_layout is None:
             return self.home_bytes[Tier.NVME]
         gradients = self.page_sizes[Kind.GRADIENT]
         return self.durable_bytes + sum(gradients) - self._bytes_off_disk(Kind.GRADIENT, gradients)
 
     @functools.cached_property
     def slab_layout(self) -> SlabLayout | None:
-        """The layout of all page images in the slab files; None without commits."""
-        return (
-            slab_layout(self.layout.units, self.share, self.page_sizes[Kind.OPTIMIZER])
-            if self.commits
-            else None
+        """The layout of all page images in the slab files; None without commits and speculative updates."""
+        images = 1 + self.commits + self.speculative
+        if images == 1 or not (self.commits or Tier.NVME in self.budgets):
+            return None
+        states, homes = self.page_sizes[Kind.OPTIMIZER], None if self.commits else self.homes
+        return slab_layout(self.layout.units, self.share, states, images, homes)
+
+    @property
+    def speculative(self) -> bool:
+        """Whether updates begin before all gradients are known, and are done again if they were wrong."""
+        return self.update == "speculative"
+
+    @functools.cached_property
+    def second_bytes(self) -> int:
+        """Bytes of host RAM in which speculative updates keep what they change at home in host RAM; 0 if
+        updates are not speculative.
+        """
+        if not self.speculative:
+            return 0
+        return sum(
+            trained_bytes(layout, self.share) * (home[Kind.PARAMETER] is Tier.HOST)
+            + states * (home[Kind.OPTIMIZER] is Tier.HOST)
+            for layout, home, states in zip(
+                self.layout.units, self.homes, self.page_sizes[Kind.OPTIMIZER], strict=True
+            )
         )
 
     @property
     def durable_bytes(self) -> int:
-        """Bytes of the images of all pages in the slab files; 0 without commits."""
+        """Bytes of the images of pages in the slab files."""
         return self.slab_layout.nbytes if self.slab_layout else 0
 
     @functools.cached_property

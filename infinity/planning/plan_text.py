@@ -80,16 +80,33 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"updates: all on the CPU. {plan.no_updates_there}"
     if plan.pinned:
         yield plan.pinned
+    if plan.speculative:
+        yield from _speculation(plan)
     yield from _limits(plan)
     for facility in plan.off:
         yield f"off: {facility}"
     if plan.commits:
         place = "on nvme" if Tier.NVME in plan.budgets else f"in {plan.slab_directory or 'its directory'}"
-        line = f"commits: {format_size(plan.durable_bytes)} {place} (two places for each trained byte)"
+        places = "three" if plan.speculative else "two"
+        line = f"commits: {format_size(plan.durable_bytes)} {place} ({places} places for each trained byte)"
         written = f" · a commit writes {format_size(plan.commit_bytes)}"
         yield line + written * bool(plan.commit_bytes)
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
     yield f"smallest budgets that would do: {smallest}"
+
+
+def _speculation(plan: Plan) -> Iterator[str]:
+    """The line on updates that begin before all gradients are known."""
+    states = plan.page_sizes[Kind.OPTIMIZER]
+    there = sum(
+        nbytes
+        for nbytes, home in zip(states, plan.homes, strict=True)
+        if Tier.DEVICE not in (home[Kind.PARAMETER], home[Kind.OPTIMIZER])
+        and not (plan.unified and Tier.NVME not in home.values())
+    )
+    share = there / sum(states) if any(states) else 1.0
+    room = format_size(plan.second_bytes)
+    yield f"speculative updates: {share:.0%}, with {room} of RAM for what a clipped step undoes"
 
 
 def _writes(plan: Plan) -> str:

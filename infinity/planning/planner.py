@@ -143,6 +143,7 @@ def make_plan(
         accumulation=accumulation,
         ring=not (unified or is_direct(device)),
         commits=commits and paths > 0,
+        speculative=update == "speculative",
         share=share,
         prefer=prefer,
     )
@@ -224,7 +225,9 @@ class _Planner:
         share, rule = self.search.share, self.search.rule
         found = self._planned(placement, facts)
         if not self.unified:
-            if self.device_updates and (rule is None or (rule.average is None and not rule.matrix)):
+            speculative = self.search.speculative
+            there = rule is None or (rule.average is None and not rule.matrix)
+            if self.device_updates and there and not speculative:
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
             over_a_link = found.device.type == "cuda" or found.no_updates_there
             if over_a_link and not found.updated_on_device and not (rule is not None and rule.matrix):
@@ -233,8 +236,12 @@ class _Planner:
                 found = replace(found, homes=homes)
             if share.whole_parameters:
                 host_free = self.budgets[Tier.HOST] - found.host_bytes - self._wanted_by_cache(found)
+                sizes = found.page_sizes[Kind.PARAMETER]
                 homes, units = twin_flow.mirrored(
-                    found.homes, found.page_sizes, host_free, updated_on_device=found.updated_on_device
+                    found.homes,
+                    [nbytes * (1 + speculative) for nbytes in sizes],
+                    host_free,
+                    updated_on_device=found.updated_on_device,
                 )
                 found = replace(found, homes=homes, mirrored=units)
         if share.caches_for_node:

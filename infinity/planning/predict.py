@@ -46,9 +46,10 @@ class Work:
         return products + self.nbytes / rates.compute_memory
 
 
-UpdateTime = Literal["lazy", "eager", "sync"]
+UpdateTime = Literal["lazy", "eager", "speculative", "sync"]
 """The time when the optimizer's updates run: "lazy" during the next forward, "eager" during a step's last
-backward, "sync" after the last backward.
+backward, "speculative" there too, to be done again if a later gradient shows that they were wrong, "sync"
+after the last backward.
 """
 
 

@@ -102,18 +102,18 @@ def pays(spared: int, before: Mapping[Tier, int], after: Mapping[Tier, int]) -> 
 
 def mirrored(
     homes: Homes,
-    sizes: Mapping[Kind, Sequence[int]],
+    pages: Sequence[int],
     host_free: int,
     *,
     updated_on_device: Collection[int],
 ) -> tuple[Homes, frozenset[int]]:
     """Choose the units to mirror (see [Note: mirrors]), as many as host RAM has room for. Returns the new
-    homes and the indices of the chosen units. sizes, host_free: as in `gathered`.
+    homes and the indices of the chosen units. pages: bytes that each unit's parameters take in RAM.
+    host_free: as in `gathered`.
 
     The copy on the device takes the room of the page's old home. Units without pages on NVMe are chosen
     first, because their updates then read nothing from disk.
     """
-    pages = sizes[Kind.PARAMETER]
     found = [
         unit
         for unit, home in enumerate(homes)

@@ -82,6 +82,12 @@ class Updates:
     def begun(self, unit: int) -> bool:
         return False
 
+    def tentative(self, unit: int) -> bool:
+        """Whether a speculative update of the unit is not confirmed. Its page should not be fetched then: the
+        bytes at home are to be replaced, or `complete` undoes the update.
+        """
+        return False
+
     def complete(self, unit: int) -> None:
         """Finish the unit's pending update. Raises StorageError."""
 
@@ -473,6 +479,7 @@ class PrefetchEngine:
             if page.presence is not Presence.AWAY:
                 continue
             outdated = not self.store.device.shares_host and self.updates.pending(unit)
+            outdated = outdated or self.updates.tentative(unit)
             if outdated or page.home.busy(0, page.nbytes, writing=False):
                 self._deferred = True
                 continue

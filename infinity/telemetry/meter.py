@@ -35,6 +35,8 @@ class _Tally:
     misses: int = 0
     steps: int = 0
     skipped_steps: int = 0
+    confirmed_updates: int = 0
+    undone_updates: int = 0
     seconds: float = 0.0
     update_seconds: float = 0.0
     rank_seconds: float = 0.0
@@ -268,6 +270,16 @@ class Meter:
         """Count the current step as skipped. It ends by `stepped`, like any other step."""
         with self._lock:
             self._now.skipped_steps += 1
+
+    def confirmed(self) -> None:
+        """Count the speculative update of a unit as confirmed."""
+        with self._lock:
+            self._now.confirmed_updates += 1
+
+    def undone(self) -> None:
+        """Count the speculative update of a unit as undone."""
+        with self._lock:
+            self._now.undone_updates += 1
 
     def stepped(self, seconds: float) -> None:
         """End the current step, which began at the end of the previous one."""

@@ -98,6 +98,12 @@ class Stats:
     skipped_steps: int
     """Steps without an update, because gradients overflowed under loss scaling."""
 
+    confirmed_updates: int
+    """Speculative updates of units that `step()` has confirmed."""
+
+    undone_updates: int
+    """Speculative updates of units that were undone, to be done again with another scale or not at all."""
+
     seconds: float
     """Wall time of the finished steps."""
 
@@ -210,6 +216,8 @@ class Stats:
         if self.last_step is not None:
             lines.append(self.last_step._step_line())
         counts = [f"steps {self.steps}" + (f" ({self.skipped_steps} skipped)" if self.skipped_steps else "")]
+        if self.confirmed_updates or self.undone_updates:
+            counts.append(f"speculative updates {self.confirmed_updates}, {self.undone_updates} undone")
         if self.hit_rate is not None:
             counts.append(f"accesses {self.accesses}, {self.hit_rate:.1%} hits")
         if self.loss_scale is not None:

@@ -19,6 +19,7 @@ from infinity.aio import Faults
 RUNS: dict[str, Record] = {
     "nvme, lazy": whole(Job()),
     "nvme, eager, bf16, two paths": whole(Job(paths=2, update="eager", compute="bf16")),
+    "nvme, speculative": whole(Job(update="speculative")),
     "ram, lazy, bf16": whole(Job(home="ram", compute="bf16")),
     "ram, eager": whole(Job(home="ram", update="eager")),
     "device apart": whole(Job(home="device")),

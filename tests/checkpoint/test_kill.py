@@ -26,6 +26,7 @@ LAST = 240
 """Steps of the undisturbed run."""
 RAM, NVME = Job(home="ram"), Job()
 EAGER = Job(update="eager")
+SPECULATIVE = Job(update="speculative")
 
 Kill = tuple[Job, str, int]
 """(job, point of killed_run.POINTS or "any time", the number of the visit that kills, or milliseconds after
@@ -39,6 +40,7 @@ KILLS: list[Kill] = [
     (NVME, "re-layout", 5),  # the slab was in the directory of commits, and is made anew elsewhere
     (NVME, "update", 9),
     (EAGER, "manifest", 2),
+    (SPECULATIVE, "update", 30),
     (NVME, "after the rename", 3),
     (NVME, "any time", 40),
 ]

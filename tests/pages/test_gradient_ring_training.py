@@ -26,9 +26,12 @@ def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(4, 64).to(dtype)
 
 
-def budget_of(home: str, model: nn.Module, directory: Path, precision: Any) -> Any:
+def budget_of(home: str, model: nn.Module, directory: Path, precision: Any, update: str = "lazy") -> Any:
+    accumulation = 3 if update == "speculative" else None
     with planned_apart():
-        return budget_for(home, model, adamw(model), directory, precision)
+        return budget_for(
+            home, model, adamw(model), directory, precision, accumulation=accumulation, update=update
+        )
 
 
 class Mixed(nn.Module):
@@ -61,7 +64,7 @@ def trained(
     """
     model = Mixed()
     precision = infinity.Precision(compute=compute, keep=("norm.*",))
-    budget = budget_of(home, model, directory, precision)
+    budget = budget_of(home, model, directory, precision, update)
     losses = []
     with (
         contextlib.nullcontext() if device is None else device.in_use(),
@@ -72,7 +75,7 @@ def trained(
             precision=precision,
             device="cpu",
             update=update,
-            accumulation=3 if update == "eager" else None,
+            accumulation=3 if update in ("eager", "speculative") else None,
         ) as runtime,
     ):
         assert bool(runtime.plan.ring_bytes) == (device is not None)
@@ -90,6 +93,8 @@ def trained(
                     loss = loss_of(number)
                     loss.backward()
                     losses.append(loss.item())
+            if update in ("lazy", "speculative"):
+                runtime.clip_grad_norm_((1e9, 1e-3, 0.2)[step])
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
         return {
@@ -105,7 +110,7 @@ def trained(
         "home": ("host", "nvme", "mixed"),
         "threads": (False, True),
         "compute": ("fp32", "bf16", "fp16"),
-        "update": ("lazy", "eager", "sync"),
+        "update": ("lazy", "eager", "speculative", "sync"),
         "how": ("plain", "accumulate"),
     },
     allowed=lambda case: (case["compute"], case["update"]) != ("fp16", "eager"),  # which is refused

@@ -88,11 +88,11 @@ def test_slots_are_those_of_the_images(pages: DurablePages) -> None:
         assert [part.start for part in trained] == [
             page.layout.chunk_start(chunk) for chunk in range(len(page.layout.chunks))
         ]
-        second = images.second
+        (second,) = images.others
         for part in trained:
             assert part.slots[1:] == (second,)
             second += part.nbytes
-        assert second == images.second + trained_bytes(page.layout, ALONE)
+        assert second == images.others[0] + trained_bytes(page.layout, ALONE)
         frozen = [part for part in page.parts if not part.trained]
         assert all(part.chunk_index is None for part in frozen)
         nbytes = sum(each.nbytes for each in page.layout.regions if not each.trainable)
@@ -103,7 +103,7 @@ def test_slots_are_those_of_the_images(pages: DurablePages) -> None:
         with_states = [chunk for chunk, form in enumerate(page.formats) if form.nbytes]
         assert [part.chunk_index for part in page.parts] == with_states
         for part in page.parts:
-            assert part.slots == (images.first + part.start, images.second + part.start)
+            assert part.slots == (images.first + part.start, images.others[0] + part.start)
 
 
 @settings(max_examples=100, deadline=None)

@@ -55,7 +55,7 @@ def test_room_goes_to_units_without_pages_on_disk_first() -> None:
         (99, (), (0, 1, 4)),
         (99, (4,), (0, 1)),
     ):
-        found, chosen = mirrored(homes, sizes, free, updated_on_device=there)
+        found, chosen = mirrored(homes, sizes[Kind.PARAMETER], free, updated_on_device=there)
         assert chosen == set(units)
         for unit, home in enumerate(found):
             assert home == {**homes[unit], **({Kind.PARAMETER: FAR} if unit in units else {})}

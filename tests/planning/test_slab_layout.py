@@ -45,8 +45,9 @@ def images(made: Plan, layout: SlabLayout) -> Iterator[tuple[int, int]]:
         states = made.page_bytes(index, Kind.OPTIMIZER)
         parameters = layout.parameters[index]
         yield parameters.first, parameters.first + unit.nbytes
-        yield parameters.second, parameters.second + trainable
-        for start in (layout.states[index].first, layout.states[index].second):
+        for start in parameters.others:
+            yield start, start + trainable
+        for start in (layout.states[index].first, *layout.states[index].others):
             yield start, start + states
 
 
@@ -89,8 +90,8 @@ def test_two_units_by_hand() -> None:
     assert made.page_sizes[Kind.OPTIMIZER] == [state, 0]
     end = 2 * 20480 + 2 * state
     assert made.slab_layout == SlabLayout(
-        parameters=(PageImages(0, 20480), PageImages(end, end + 20480)),
-        states=(PageImages(40960, 40960 + state), PageImages(end + 20480, end + 20480)),
+        parameters=(PageImages(0, (20480,)), PageImages(end, (end + 20480,))),
+        states=(PageImages(40960, (40960 + state,)), PageImages(end + 20480, (end + 20480,))),
         nbytes=end + 20480,
     )
     assert slab_layout(made.layout.units, ALONE, [state, 0]) == made.slab_layout

@@ -245,6 +245,8 @@ def test_every_total_grows_by_what_a_step_counts() -> None:
     meter = Meter()
     busy_step(meter)
     meter.skipped()
+    meter.confirmed()
+    meter.undone()
     with meter.awaiting("step()"):
         pass
     meter.peak("host", 1)

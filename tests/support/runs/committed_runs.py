@@ -124,7 +124,7 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
     """The arguments of `infinity.offload` for a run."""
     commits, *slabs = directories
     room = {str(each): ROOMY for each in slabs} or None
-    eager = job.update == "eager"
+    early = job.update in ("eager", "speculative")
     apart = ROOMY if job.home == "device" else None
     return {
         "budget": infinity.Budget(
@@ -133,7 +133,7 @@ def arguments(job: Job, directories: Sequence[Path], *, resume: bool) -> dict[st
         "precision": infinity.Precision(compute=job.compute),
         "device": "cpu",
         "update": job.update,
-        "accumulation": 1 if eager else None,
+        "accumulation": 1 if early else None,
         "resume" if resume else "checkpoint": commits,
     }
 
@@ -154,7 +154,7 @@ def smallest_host(job: Job, directory: Path) -> int:
             precision=infinity.Precision(compute=job.compute),
             device="cpu",
             update=job.update,
-            accumulation=1 if job.update == "eager" else None,
+            accumulation=1 if job.update in ("eager", "speculative") else None,
             checkpoint=directory,
         )
         _SMALLEST[job] = int(plan.smallest[Tier.HOST])
@@ -162,13 +162,24 @@ def smallest_host(job: Job, directory: Path) -> int:
 
 
 def take_step(model: Small, runtime: Any, step: int) -> float:
-    """Train step number `step`, counted from 1. Returns the loss."""
-    for group in runtime.optimizer.param_groups:
-        group["lr"] = 1e-2 / step
+    """Train step number `step`, counted from 1. Returns the loss.
+
+    In even steps the learning rate is set only before `step()`, so that speculative updates are wrong.
+    """
+
+    def set_rate() -> None:
+        for group in runtime.optimizer.param_groups:
+            group["lr"] = 1e-2 / step
+
+    late = runtime.plan.speculative and step % 2 == 0
+    if not late:
+        set_rate()
     dtype = torch.bfloat16 if runtime.plan.precision.compute == "bf16" else torch.float32
     inputs = torch.randn(4, 32) * (0.5 + random.random() + float(np.random.rand()))
     loss = model(inputs.to(dtype), step >= SPARE_FROM).float().square().mean()
     loss.backward()
+    if late:
+        set_rate()
     runtime.optimizer.step()
     runtime.optimizer.zero_grad()
     return loss.item()

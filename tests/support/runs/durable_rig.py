@@ -46,7 +46,7 @@ class Rig:
         made = durable_pages(model, chunk=8192, unit_bytes=36600)
         assert [len(unit.chunks) for unit in made.layout.units] == [3, 1]
         self.tier = NvmeTier({os.fspath(directory): 8 << 20}, made.images.nbytes)
-        self.io = DurableIO(self.tier, made.images.nbytes, Meter(), Ledger())
+        self.io = DurableIO(self.tier, made.images.nbytes, Meter(), Ledger(), commits=True)
         self.pages = made.all
         self.on_disk = [made.parameters[0], made.states[0]]
         self.in_ram = [made.parameters[1], made.states[1]]

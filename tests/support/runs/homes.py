@@ -86,6 +86,7 @@ def budget_for(
     checkpoint: Path | None = None,
     average: float | None = None,
     roomy: int = ROOMY,
+    update: str = "auto",
 ) -> Any:
     """Return an infinity.Budget under which every page of the model rests at `home`.
 
@@ -94,7 +95,8 @@ def budget_for(
     the disk takes the rest. "mirrored" is the layout of ZeRO-Offload: parameters on the device and in RAM,
     gradients and states in RAM. accumulation: the number of backwards a step that will be declared to
     `offload`, or None. checkpoint, average: what `offload` will be given as the directory of commits and as
-    the decay of running averages, or None. roomy: the budget in bytes of a tier with room for all.
+    the decay of running averages, or None. roomy: the budget in bytes of a tier with room for all. update: as
+    for `offload`; speculative updates need more room.
     """
     nvme = {str(directory): roomy}
     if home == "unified":
@@ -110,6 +112,7 @@ def budget_for(
         accumulation=accumulation,
         checkpoint=checkpoint,
         **({} if average is None else {"average": average}),  # other commits' packages lack the argument
+        **({"update": update} if update == "speculative" else {}),
     )
     smallest = planned(budget=ample).smallest
     host = smallest[Tier.HOST]

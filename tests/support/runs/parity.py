@@ -206,15 +206,24 @@ def paged(
     watch: record all gradients and parameters at every step, which waits for updates. Otherwise the first
     step's gradients and the last step's parameters are recorded. With eager updates, which consume the
     gradients, no gradients are recorded. faults: injected into the disk's I/O. update: the argument of
-    `infinity.offload`. declared: tell `offload` the number of backwards a step; eager updates are always
-    told. Asserts that the pages are where they should be, and that the directory is empty at the end.
+    `infinity.offload`. declared: tell `offload` the number of backwards a step; eager and speculative updates
+    are always told. Asserts that the pages are where they should be, and that the directory is empty at the
+    end.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
     precision = infinity.Precision(compute=recipe.compute, states=recipe.states, keep=entry.keep)
-    accumulation = recipe.accumulate if declared or update == "eager" else None
+    early = update in ("eager", "speculative")
+    accumulation = recipe.accumulate if declared or early else None
     budget = budget_for(
-        home, model, optimizer, directory, precision, device=recipe.device, accumulation=accumulation
+        home,
+        model,
+        optimizer,
+        directory,
+        precision,
+        device=recipe.device,
+        accumulation=accumulation,
+        update=update,
     )
     with (
         injected(faults),
