@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peers.budgets import WORDS
 
 STATES = ("fp32", "bf16", "int8")
-UPDATES = ("lazy", "eager", "sync")
+UPDATES = ("lazy", "eager", "speculative", "sync")
 PEERS = {
     "deepspeed": ("deepspeed", ("nvme", "cpu", "cpu3")),
     "torch": ("plain", ("fused", "plain")),
