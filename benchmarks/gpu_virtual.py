@@ -436,6 +436,8 @@ def plain_seconds(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
+UPDATES = ("lazy", "eager", "speculative")
+"""Ways of updating. Speculative updates need about twice the RAM; see --host."""
 TERMS = ("forward", "backward", "drain", "norm", "step")
 _WARM_UP = 2
 """Number of first steps, which are not measured."""
@@ -531,13 +533,13 @@ def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[
     """The seconds of a step whose phases are each as long as their busiest resource's work.
 
     updates: bytes of host memory that updates move. edges: bytes over the link. computed: the device's time
-    in forward and backward. With clipping, updates begin when all gradients have come down, and overlap with
-    the next forward.
+    in forward and backward. Lazy updates begin when all gradients have come down, and overlap with the next
+    forward.
     """
     down, up = edges["device->host"], edges["host->device"]
     forward, backward = computed["forward"] / SECOND, computed["backward"] / SECOND
     updating = (updates + up) / H200.host_memory
-    if bench.case.clip is None and bench.case.update == "eager":
+    if bench.case.update != "lazy":
         return max(
             up / H200.link_up, down / H200.link_up, forward + backward, updating + down / H200.host_memory
         )
@@ -568,8 +570,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--host", default="94GiB", help="budget of host memory")
-    parser.add_argument("--update", choices=("lazy", "eager"), nargs="+", default=("lazy", "eager"))
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of lazy updates' gradients")
+    parser.add_argument("--update", choices=UPDATES, nargs="+", default=UPDATES[:2])
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of gradients")
     parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--quick", action="store_true", help="a smoke test: the smallest model, few tokens")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
@@ -583,7 +585,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     rows, plain = [], plain_seconds(options)
     for update in options.update:
-        bench = Bench(options, Case(update, options.clip if update == "lazy" else None))
+        bench = Bench(options, Case(update, None if update == "eager" else options.clip))
         with bench.opened() as runtime:
             rows.append(trained(bench, runtime, plain))
         show(rows[-1])
