@@ -242,6 +242,7 @@ static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
               offsetof(DevicePiece, gradient) == 88);
 static_assert(sizeof(SquaresLaunch) == 32);
+static_assert(sizeof(FreshSquaresLaunch) == 32 && offsetof(FreshSquaresLaunch, dtype) == 24);
 
 void bind_formats(nb::module_& m) {
     nb::enum_<Dtype>(m, "Dtype")

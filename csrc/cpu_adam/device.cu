@@ -49,3 +49,8 @@ extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
 extern "C" __global__ void infinity_squares(const __grid_constant__ SquaresLaunch launch) {
     square_blocks(launch, warp_of_launch());
 }
+
+extern "C" __global__ void infinity_fresh_squares(
+    const __grid_constant__ FreshSquaresLaunch launch) {
+    square_fresh(launch, warp_of_launch());
+}

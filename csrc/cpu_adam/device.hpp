@@ -57,4 +57,12 @@ struct SquaresLaunch {
     double* sums;  // one sum for every block
 };
 
+// Sums the squares of one gradient, which lies anywhere, block by block. Each warp sums one block.
+struct FreshSquaresLaunch {
+    const void* gradient;
+    double* sums;    // one sum for every block
+    uint64_t count;  // elements
+    Dtype dtype;
+};
+
 }  // namespace infinity::cpu_adam

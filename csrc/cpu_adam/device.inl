@@ -37,18 +37,13 @@ inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
     run_update(piece, launch.hypers[hyper], range);
 }
 
-inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
-    if (warp >= launch.blocks_before[launch.pieces_count]) return;
-    const uint32_t at = find(launch.blocks_before, 0, launch.pieces_count, warp);
-    const DevicePiece& piece = launch.pieces[at];
-    const size_t done = (warp - launch.blocks_before[at]) * kBlock;
-    const size_t left = piece.count - done;
-    const size_t begin = piece.start + done;
+// Sums the squares of at most a block of the `left` elements of a gradient from `begin` on.
+inline void square(Dtype dtype, const void* gradient, size_t begin, size_t left, double& into) {
     const size_t count = left < kBlock ? left : kBlock;
     GradientArrays arrays;
-    arrays.grad = piece.arrays.grad;
+    arrays.grad = gradient;
     double sum = 0;
-    switch (piece.gradient) {
+    switch (dtype) {
         case Dtype::kF32:
             sum = square_block<Dtype::kF32>(arrays, begin, count);
             break;
@@ -59,7 +54,22 @@ inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
             sum = square_block<Dtype::kF16>(arrays, begin, count);
             break;
     }
-    if (Vec::lane(0) == 0) launch.sums[warp] = sum;
+    if (Vec::lane(0) == 0) into = sum;
+}
+
+inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
+    if (warp >= launch.blocks_before[launch.pieces_count]) return;
+    const uint32_t at = find(launch.blocks_before, 0, launch.pieces_count, warp);
+    const DevicePiece& piece = launch.pieces[at];
+    const size_t done = (warp - launch.blocks_before[at]) * kBlock;
+    square(piece.gradient, piece.arrays.grad, piece.start + done, piece.count - done,
+           launch.sums[warp]);
+}
+
+inline void square_fresh(const FreshSquaresLaunch& launch, uint32_t warp) {
+    const size_t done = size_t{warp} * kBlock;
+    if (done >= launch.count) return;
+    square(launch.dtype, launch.gradient, done, launch.count - done, launch.sums[warp]);
 }
 
 }  // namespace

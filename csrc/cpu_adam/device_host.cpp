@@ -40,3 +40,7 @@ INFINITY_KERNEL void infinity_update(const void* arguments, unsigned grid, unsig
 INFINITY_KERNEL void infinity_squares(const void* arguments, unsigned grid, unsigned block) {
     each_warp<SquaresLaunch>(arguments, grid, block, square_blocks);
 }
+
+INFINITY_KERNEL void infinity_fresh_squares(const void* arguments, unsigned grid, unsigned block) {
+    each_warp<FreshSquaresLaunch>(arguments, grid, block, square_fresh);
+}

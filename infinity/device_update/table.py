@@ -120,6 +120,26 @@ SQUARES_LAUNCH = np.dtype(
         "itemsize": 32,
     }
 )
+FRESH_SQUARES_LAUNCH = np.dtype(
+    {
+        "names": ["gradient", "sums", "count", "dtype"],
+        "formats": ["<u8", "<u8", "<u8", "u1"],
+        "offsets": [0, 8, 16, 24],
+        "itemsize": 32,
+    }
+)
+
+
+def fresh_squares_launch(gradient: torch.Tensor, sums: torch.Tensor) -> _Struct:
+    """Make the argument of the kernel that sums the squares of each block of BLOCK elements of one gradient.
+
+    gradient: (n,), contiguous, on the device. sums: float64 on the device, one for each block. Returns a
+    scalar array of the numpy dtype FRESH_SQUARES_LAUNCH. The kernel needs a warp for each block.
+    """
+    launch = np.zeros((), FRESH_SQUARES_LAUNCH)
+    launch["gradient"], launch["sums"], launch["count"] = gradient.data_ptr(), sums.data_ptr(), len(gradient)
+    launch["dtype"] = GRAD_DTYPES[gradient.dtype].value
+    return launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Trial: whether a device computes updates with the CPU's bits. Without that, the CPU does all updates."""
+"""Trial: whether a device computes updates and squares with the CPU's bits. Else the CPU computes them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from typing import Any
 import torch
 
 from infinity._cpu_adam import Dtype, MomentFormat, ParameterFormat
-from infinity.cpu_adam import BLOCK, CODE_BLOCK, SGD, Adagrad, Adam, AdamW, Hyper, Lion, Segment, Update
+from infinity.cpu_adam import (
+    BLOCK,
+    CODE_BLOCK,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Gradient,
+    Hyper,
+    Lion,
+    Segment,
+    Update,
+)
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
 from infinity.cpu_adam.pool import ThreadPool
 from infinity.device_update.kernels import RULES, Kernels, UpdateKind
-from infinity.device_update.table import DeviceChunk, WorkspaceSize
+from infinity.device_update.table import DeviceChunk, WorkspaceSize, fresh_squares_launch
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.errors import InfinityError
 from infinity.formats.encodings import split
@@ -51,6 +63,28 @@ def refusal(device: torch.device, kinds: Iterable[UpdateKind]) -> str | None:
             if wrong:
                 return f"The device's kernel computes other bits than the CPU: {wrong[0]} of {kind}."
     return None
+
+
+def kernels_that_measure(device: torch.device) -> Kernels | None:
+    """Load the kernels that sum the squares of gradients. Returns None if the device cannot use them, or they
+    compute other bits than the CPU, which then sums the squares.
+    """
+    try:
+        kernels = Kernels(device, ())
+        with ThreadPool(threads=1) as pool:
+            for dtype in GRAD_DTYPES:
+                gradient = ((torch.arange(_ELEMENTS, device="cpu") % 97 - 48) / 64).to(dtype)
+                there, whole = gradient.to(device), [Segment(0, _ELEMENTS)]
+                sums = torch.empty(-(-_ELEMENTS // BLOCK), dtype=torch.float64, device=device)
+                kernels.launch(
+                    "infinity_fresh_squares", len(sums), fresh_squares_launch(there, sums).tobytes()
+                )
+                expected = pool.run(Gradient(grad=gradient, squares=True, segments=whole)).blocks[0]
+                if sums.tolist() != expected.tolist():
+                    return None
+    except InfinityError:
+        return None
+    return kernels
 
 
 def _on_device(

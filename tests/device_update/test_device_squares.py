@@ -15,7 +15,7 @@ from device_arrays import GRADIENTS, kernels, opened, squares
 from homes import each_device
 
 from infinity.cpu_adam import BLOCK, Segment, Update
-from infinity.device_update.table import DeviceChunk
+from infinity.device_update.table import DeviceChunk, fresh_squares_launch
 
 
 def measured(values: Mapping[str, Sequence[torch.Tensor]], device: str) -> dict[str, list[float]]:
@@ -61,6 +61,20 @@ def test_sums_of_squares_have_the_bits_of_the_cpus(dtype: torch.dtype, device: s
     found = measured(values, device)
     for name, pieces in values.items():
         assert found[name] == squares(pieces), name
+
+
+@each_device
+@pytest.mark.parametrize("dtype", GRADIENTS)
+def test_sums_of_squares_of_one_gradient_have_the_bits_of_the_cpus(dtype: torch.dtype, device: str) -> None:
+    for count in (1, BLOCK - 1, BLOCK, 9 * BLOCK + 37):
+        gradient = floats(count, count, finite=True).clamp(-1e4, 1e4).to(dtype)
+        there = gradient.to(device)
+        sums = torch.full((-(-count // BLOCK) + 1,), torch.nan, dtype=torch.float64, device=device)
+        arguments = fresh_squares_launch(there, sums).tobytes()
+        kernels(device).launch("infinity_fresh_squares", len(sums) - 1, arguments)
+        *found, beyond = sums.tolist()
+        assert found == squares([gradient])
+        assert np.isnan(beyond), "nothing beyond the last block is written"
 
 
 @each_device
