@@ -2,7 +2,7 @@
 
 A decoder of the real size trains on the emulated device of the tests (csrc/test_driver), whose virtual clock
 says how long copies, kernels and updates take; see [Note: virtual time] there. The package runs as on a GPU:
-its plan, its hooks, its windows and chunks, its streams and events. But nothing is computed and no byte is
+its plan, its hooks, its copies and chunks, its streams and events. But nothing is computed and no byte is
 moved. Memory of any size is a few MiB that are mapped many times, operations on large tensors only make
 results of the right shape, and the threads that update do nothing. So 7B parameters take seconds on a small
 machine, and the times are exact however busy it is.
@@ -38,7 +38,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -54,10 +54,10 @@ from machine_facts import machine_facts
 from virtual_clock import RESOURCES, SECOND, Rates, VirtualClock
 
 import infinity
-from infinity import _cpu_adam, build
+from infinity import _cpu_adam
 from infinity.checkpoint.initial_pages import InitialPages
 from infinity.lm.decoder import PRESETS, Decoder
-from infinity.pages.gradient_ring import GradientRing, RingJob
+from infinity.pages import store
 from infinity.planning.fake_step import _flop_formulas
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier, arena, device
@@ -172,11 +172,19 @@ class NoArithmetic(TorchDispatchMode):
                 min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
                 for each in (*operands, *results)
             )
-            self.nbytes += nbytes
-            length = nbytes * SECOND // H200.device
+            self.reads(nbytes)
+            return result
+        self._takes(length)
+        return result
+
+    def reads(self, nbytes: int) -> None:
+        """Have the device read or write `nbytes` bytes of its memory."""
+        self.nbytes += nbytes
+        self._takes(nbytes * SECOND // H200.device)
+
+    def _takes(self, length: int) -> None:
         self.length += length
         self.clock.computes(self._compute, length)
-        return result
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,36 +275,15 @@ class TimedPool:
         pass
 
 
-class TimedRing(GradientRing):
-    """A ring whose worker hands its time over: to those who wait, and to windows. These wait for the windows
-    that were in the ring before them, whatever is free on this machine.
-    """
+class TimedKernels:
+    """Kernels that compute nothing: squares of gradients take the time of the bytes that they read."""
 
-    emulated: EmulatedDevice
+    def __init__(self, mode: NoArithmetic) -> None:
+        self._mode = mode
 
-    def __init__(self, store: Any) -> None:
-        super().__init__(store)
-        self._inside: collections.deque[tuple[int, int]] = collections.deque()
-        self._bytes = self._last = self._left = 0
-
-    def wait(self, number: int | None = None) -> None:
-        super().wait(number)
-        self.emulated.acquire(self._last if number is None else number)
-
-    def _take(self, job: RingJob, nbytes: int) -> None:
-        super()._take(job, nbytes)
-        self._inside.append((job.number, nbytes))
-        self._bytes, self._last = self._bytes + nbytes, job.number
-        while self._bytes > self._size:
-            self._left, gone = self._inside.popleft()
-            self._bytes -= gone
-        self.emulated.acquire(self._left)
-
-    def _bring_down(self, count: int) -> None:
-        numbers = [self._jobs[index].number for index in range(count)]
-        super()._bring_down(count)
-        for number in numbers:
-            self.emulated.release(number)
+    def launch(self, name: str, warps: int, arguments: bytes) -> None:
+        assert name == "infinity_fresh_squares", name
+        self._mode.reads(warps * _cpu_adam.BLOCK * PRECISION.compute_dtype.itemsize)
 
 
 class PackageCalls:
@@ -360,7 +347,6 @@ class Bench:
             self.model = Decoder(decoder)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         self.mode = NoArithmetic(self.emulated)
-        TimedRing.emulated = self.emulated
         with contextlib.ExitStack() as cleanup:
             cleanup.enter_context(warnings.catch_warnings())
             cleanup.callback(self.emulated.reset, 0)
@@ -368,7 +354,10 @@ class Bench:
             for module in (arena, device):
                 cleanup.enter_context(mock.patch.object(module, "map_ram", absent))
             cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
-            cleanup.enter_context(mock.patch.object(build, "GradientRing", TimedRing))
+            there = SimpleNamespace(has_kernels=lambda device: True)  # to measure, not to update
+            cleanup.enter_context(mock.patch.object(store, "twin_flow", there))
+            timed = TimedKernels(self.mode)
+            cleanup.enter_context(mock.patch.object(store, "kernels_that_measure", lambda device: timed))
             cleanup.enter_context(mock.patch.object(InitialPages, "fill", self._start))
             budget = self._budget(optimizer)
             runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
@@ -391,11 +380,11 @@ class Bench:
     def _budget(self, optimizer: torch.optim.Optimizer) -> infinity.Budget:
         """The budgets with which all parameters fit the device, and nothing else of the model."""
         near, before = 1 << 40, 0
-        while near != before:  # the ring's bytes follow from the budget
+        while near != before:  # the bytes of gradients under way follow from the budget
             budget = infinity.Budget(device=near, host=self.options.host)
             plan = infinity.plan(self.model, optimizer, budget=budget, **self._facts)
             before = near
-            near = sum(unit.nbytes for unit in plan.layout.units) + plan.ring_bytes + plan.resident_bytes
+            near = sum(unit.nbytes for unit in plan.layout.units) + plan.leaving_bytes + plan.resident_bytes
         return budget
 
     def _start(self, *_: Any) -> None:

@@ -33,8 +33,8 @@ from infinity.model.placeholder import Placeholders
 from infinity.optim.paged_optimizer import PagedOptimizer, retire
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
+from infinity.pages.gradient_copies import GradientCopies
 from infinity.pages.gradient_page import GradientPage
-from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
@@ -169,10 +169,10 @@ class _Wiring:
         health = Health(lock)
         gradients, scheduler = None, None
         if states is not None:
-            ring = None if store.ring is None else GradientRing(store)
-            gradient_pages = self._gradient_pages(ring)
+            copies = None if store.landing is None else GradientCopies(store, threads)
+            gradient_pages = self._gradient_pages(copies)
             on_device = DeviceUnits(pages, gradient_pages, states, store) if plan.updated_on_device else None
-            gradients = Gradients(gradient_pages, store, threads, scale, on_device=on_device, ring=ring)
+            gradients = Gradients(gradient_pages, store, threads, scale, on_device=on_device, copies=copies)
             scheduler = UpdateScheduler(
                 pages, gradients, states, store, threads=threads, on_device=on_device, health=health
             )
@@ -282,9 +282,9 @@ class _Wiring:
                 page.land(self.store.mirror(page.home) if page.index in self.plan.mirrored else memory)
         return pages
 
-    def _gradient_pages(self, ring: GradientRing | None) -> dict[int, GradientPage]:
+    def _gradient_pages(self, copies: GradientCopies | None) -> dict[int, GradientPage]:
         return {
-            unit: GradientPage(unit, layout, self.initial.home(unit, Kind.GRADIENT), self.plan, ring)
+            unit: GradientPage(unit, layout, self.initial.home(unit, Kind.GRADIENT), self.plan, copies)
             for unit, layout in enumerate(self.plan.layout.units)
         }
 
@@ -322,7 +322,7 @@ def bytes_set_aside(plan: Plan, own: int) -> int:
     """Bytes of a model on a CUDA device that wait in RAM while the device tier is opened and filled, because
     the tier has no room beside them. own: bytes of the model there.
     """
-    missing = plan.device_bytes - available_bytes(plan.device) if own else 0
+    missing = plan.device_tier_bytes - available_bytes(plan.device) if own else 0
     return missing if 0 < missing <= own else 0  # else the tier itself has no room, and says so
 
 

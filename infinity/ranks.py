@@ -368,11 +368,11 @@ class SingleStep:
         """
 
     def await_room(self, unit: int, parameter: int, gradient: torch.Tensor, *, together: bool) -> None:
-        """Wait, without the runtime's lock, until there is room for a new gradient of a parameter.
+        """Wait, without the runtime's lock, until there is room for a new gradient of a parameter, where it
+        waits for other ranks.
 
         together: whether it comes from micro-batches that run together.
         """
-        self._gradients.await_room(unit, parameter, gradient)
 
     def expect(self, later: int, parameters: Set[tuple[int, int]]) -> None:
         """Announce for which parameters a micro-batch brings a gradient, exactly one each.

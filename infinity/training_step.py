@@ -188,13 +188,13 @@ class TrainingStep:
             return
         with self._pager.lock:
             value = gradients.stored_form(unit, parameter, value)
-        gradients.await_room(unit, parameter, value)
         with self._pager.lock:
             self._check_masters("gradients")
             self.open = True
             self._scheduler.complete(unit)
             self._scheduler.accumulate(unit, parameter, value)
             gradients.staged.finish()
+        gradients.await_limit()
 
     def step(self) -> bool:
         """Update every parameter that has a gradient. Returns False if the update was skipped.
@@ -475,6 +475,7 @@ class TrainingStep:
                 self._components.meter.entered(Phase.BACKWARD)
                 engine = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._backward_done if together else self._counted_backward_done)
+        self._gradients.await_limit()
 
     def expect(self, number: int, parameters: Set[tuple[int, int]]) -> None:
         """Note the parameters, (unit, index), for which the backward of a micro-batch brings one gradient

@@ -8,15 +8,15 @@ they come in a stream (infinity/distributed/streams.py), which the owner reads a
 when it is the shard's turn: micro-batch m of rank r counts as micro-batch m*N+r, so that the owner adds in
 the order in which one rank with N times as many micro-batches would (infinity/distributed/turns.py).
 
-[Note: gradients of a device] Gradients in device memory come to RAM through the gradient ring
-(infinity/pages/gradient_ring.py), whose worker copies them to where they wait. They are offered, under the
+[Note: gradients of a device] Gradients in device memory are copied to where they wait in RAM, and a worker
+thread waits for the copies (infinity/pages/gradient_copies.py). They are offered, under the
 lock, when they are there. What this rank says of later moments, such as the end of its backward, is kept back
 meanwhile (`_in_order`), so that other ranks hear all in the order in which it happened. Where a sum rests on
 the device, shards go up again. The order of additions is that in which they are queued there, so the next
 shard has its turn at once. The bytes in RAM are given back when a thread that waits for the copies says so.
 
 A shard waits in device memory instead if its owner adds it on a device which reads that memory by CUDA IPC
-(infinity/distributed/peer_copies.py), and if there is room (`Plan.waiting_there_bytes`). The ring's worker
+(infinity/distributed/peer_copies.py), and if there is room (`Plan.waiting_there_bytes`). The worker
 says when the host knows that the bytes are there (`Order.OFFER`); then they are offered. The owner copies
 them to an upload buffer, as it does with bytes in RAM. So no kernel reads another device's memory, and the
 copies go on while the model computes. The bytes are given back when the owner's host knows that the copies

@@ -433,7 +433,6 @@ class RankedStep(SingleStep):
             # Micro-batches that run together reach parameters in an order that may depend on data, so that
             # ranks could wait for each other's later gradients: they wait for no room.
             self.shards.await_room(gradient.nbytes)
-        super().await_room(unit, parameter, gradient, together=together)
 
     def _await_forgotten(self) -> None:
         """Wait, without the runtime's lock, until all ranks have cleared gradients as often as this one."""

@@ -71,6 +71,11 @@ class DeviceUnits:
         """For each upload buffer, an event after the kernel that has last read it."""
         self._next_upload = itertools.cycle(range(len(self._uploads)))
 
+    @property
+    def blocks(self) -> int:
+        """Number of sums of squares that `copy_to_host` copies."""
+        return self._updates.table.blocks
+
     def __contains__(self, unit: int) -> bool:
         return unit in self._gradients
 

@@ -1,10 +1,12 @@
 """Gradients in pages: each gradient of a backward is taken from autograd, accumulated and measured.
 
 A gradient page consists of chunks, in its unit's layout. A chunk whose home is in host RAM is accumulated in
-place. Any other chunk is staged: it is held in temporary memory while its parameters' gradients arrive. The
-caller provides that memory (infinity/optim/scheduler.py).
+place. From a device with its own memory the first gradient of a step is copied straight there, if it has the
+page's dtype (infinity/pages/gradient_copies.py). Any other chunk is staged: it is held in temporary memory
+while its parameters' gradients arrive. The caller provides that memory (infinity/optim/scheduler.py).
 
-The sums of squares are computed in the pass that stores the gradients. They are fp64 sums over blocks of
+The sums of squares are computed in the pass that stores the gradients, or by a device's kernel before it
+copies them. They are fp64 sums over blocks of
 cpu_adam.BLOCK elements, counted from each parameter's first element. The norm is the root of their exact sum,
 which is rounded once (infinity/gradients/exact_sum.py). So the norm depends on no order, and not on units,
 chunks or threads.
@@ -14,10 +16,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,8 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import OwnedRange, Piece
+from infinity.pages.gradient_copies import GradientCopies
 from infinity.pages.gradient_page import GradientChunk, GradientPage
-from infinity.pages.gradient_ring import GradientRing
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers.link import Transfer, User
@@ -51,17 +52,17 @@ class Gradients:
         scale: LossScale,
         *,
         on_device: DeviceUnits | None = None,
-        ring: GradientRing | None = None,
+        copies: GradientCopies | None = None,
     ) -> None:
         """pages: unit -> its gradient page. store: moves pages between tiers. threads: the pool that adds and
         measures gradients. scale: the loss scale. on_device: the units that the device updates; None if there
         are no such units.
 
-        ring: the gradient ring, through which gradients leave a device with its own memory; None if the
-        device has no memory of its own.
+        copies: the gradients on their way from a device with its own memory; None if the device has no
+        memory of its own.
         """
         self.pages = pages
-        self._ring = ring
+        self._copies = copies
         self._store = store
         self._threads = threads
         self._ranks = store.plan.share.ranks
@@ -81,8 +82,12 @@ class Gradients:
         """
         self._sums: dict[tuple[int, int] | None, ExactSum] = {}
         """What `squares` has returned since a gradient was last added or forgotten, by its argument."""
-        self.staged = StagedChunks(pages, store, self.lose, ring=ring)
+        self.staged = StagedChunks(pages, store, self.lose, copies=copies)
         self._on_device = on_device
+        self._places = {} if copies is None else self._places_of_squares()
+        """(unit, index of a parameter) -> the sums of its blocks in `Store.squares`, float64 (blocks,), for
+        units that the device does not update.
+        """
 
     @property
     def unscale(self) -> float:
@@ -145,22 +150,26 @@ class Gradients:
         # A backward begins with the last pages, so the first comparison usually decides.
         return any(page.content for page in reversed(self.pages.values()))
 
-    def await_room(self, unit: int, parameter: int, fresh: torch.Tensor) -> None:
-        """Wait, without the runtime's lock, until the gradient ring has room for `fresh`, a new gradient.
+    def _places_of_squares(self) -> dict[tuple[int, int], torch.Tensor]:
+        squares, found = self._store.squares, dict[tuple[int, int], torch.Tensor]()
+        if squares is None or not self._store.plan.share.whole_gradients:
+            return found
+        start = 0 if self._on_device is None else self._on_device.blocks
+        for unit, page in self.pages.items():
+            if not self.on_device(unit):
+                for index, layout in enumerate(page.layout.parameters):
+                    if layout.trainable:
+                        start, first = start + -(-layout.numel // cpu_adam.BLOCK), start
+                        found[unit, index] = squares[first:start]
+        assert start <= len(squares)
+        return found
 
-        parameter: the index in the unit of the parameter that the gradient belongs to. Returns at once if the
-        gradient does not go through the ring.
+    def await_limit(self) -> None:
+        """Wait, without the runtime's lock, until the gradients that are on their way from the device take no
+        more of its memory than the plan gives them.
         """
-        if self._ring is None:
-            return
-        layout = self.pages[unit].layout
-        if not self._store.plan.share.whole_gradients:
-            counts = [each.numel for each in layout.owned(parameter)]
-        elif self.on_device(unit):
-            return
-        else:
-            counts = [piece.count for _, piece in layout.pieces(parameter)]
-        self._ring.await_room(counts, fresh.dtype.itemsize)
+        if self._copies is not None:
+            self._copies.await_limit()
 
     @contextmanager
     def adding(self, unit: int, parameter: int, dtype: torch.dtype) -> Iterator[GradientPage]:
@@ -197,18 +206,60 @@ class Gradients:
         return sorted(found, key=lambda each: page.chunks[each[0]].staged is None)
 
     def add_in_place(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
-        """Add a whole new gradient, (numel,) in memory order, to the parameter's stored gradient.
+        """Add a whole new gradient, (numel,) in memory order, to the parameter's stored gradient, which is at
+        home in host RAM.
 
-        Both gradients are in host RAM. The chunks of a parameter usually lie there without gaps, so that one
-        pass adds them all.
+        The chunks of a parameter usually lie there without gaps, so that one pass adds them all. From a
+        device with its own memory, the gradient comes later: straight to its place if it is the first.
         """
         again = parameter in page.content
+        if self._copies is not None and not again and fresh.dtype == page.stored_dtype(parameter):
+            self._copy_home(self._copies, page, parameter, fresh)
+            return
         for start, target, places in page.runs(parameter):
-            sums = self._accumulate(fresh[start : start + target.numel()], target, again=again)
-            first, *others = places
-            page.chunks[first[0]].blocks[parameter, first[1]] = sums
-            for chunk_index, begin in others:  # the first piece has the sums of the whole run
-                page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
+            part = fresh[start : start + target.numel()]
+            if self._copies is None:
+                sums = self._accumulate(part, target, again=again)
+            else:
+                number, sums = self._send(self._copies, part, target, again=again)
+                for chunk_index, _ in places:
+                    page.chunks[chunk_index].sent = number
+            self._set_sums(page, parameter, places, sums)
+
+    def _copy_home(
+        self, copies: GradientCopies, page: GradientPage, parameter: int, fresh: torch.Tensor
+    ) -> None:
+        """Begin to copy a new gradient of a parameter from the device straight to its place in host RAM."""
+        runs = page.runs(parameter)
+        for _, _, places in runs:
+            for chunk_index, _ in places:
+                if page.chunks[chunk_index].sent:  # a gradient that was dropped may still be added
+                    copies.wait(page.chunks[chunk_index].sent)
+        squares = self._places[page.index, parameter] if copies.measures() else None
+        copy = copies.copy(fresh, [(start, target) for start, target, _ in runs], squares)
+        for start, target, places in runs:
+            for chunk_index, _ in places:
+                page.chunks[chunk_index].copy = copy
+            sums = None
+            if squares is not None:
+                first = start // cpu_adam.BLOCK
+                sums = squares.numpy()[first : first + -(-target.numel() // cpu_adam.BLOCK)]
+            self._set_sums(page, parameter, places, sums)
+
+    @staticmethod
+    def _set_sums(
+        page: GradientPage,
+        parameter: int,
+        places: Sequence[tuple[int, int]],
+        sums: npt.NDArray[np.float64] | None,
+    ) -> None:
+        """Note the sums of squares of a range of `GradientPage.runs`. places: its pieces. sums: None: the
+        sums have not been computed yet.
+        """
+        first, *others = places
+        page.chunks[first[0]].blocks[parameter, first[1]] = sums
+        for chunk_index, begin in others:  # the first piece has the sums of the whole range
+            page.chunks[chunk_index].blocks[parameter, begin] = _NO_SUMS
 
     @contextmanager
     def adding_piece(self, unit: int, piece: Piece, *, last: bool) -> Iterator[GradientPage]:
@@ -241,7 +292,7 @@ class Gradients:
         """Add one piece of a new gradient to the stored gradient in a chunk that is in RAM.
 
         chunk_index, piece: a pair from `pieces`. fresh: the new gradient's elements, (piece.count,). If they
-        are on a device with its own memory, they go through the gradient ring, whose worker adds them later.
+        are on a device with its own memory, a worker thread adds them later.
         again: whether `fresh` is added to a stored gradient of the piece, or replaces it; `fresh` must then
         be in RAM. None: it is added if the parameter has a stored gradient. last: whether the piece gets no
         more gradients in the running backward.
@@ -254,16 +305,15 @@ class Gradients:
                 page.offset(chunk_index), page.offset(chunk_index) + page.nbytes(chunk_index), True
             )
         target = page.typed(chunk_index, data)[piece.offset : piece.offset + piece.count]
-        ring = self._ring
+        copies = self._copies
         if again is None:
             again = piece.parameter in page.content
         else:
-            ring = None
-        if ring is None:
+            copies = None
+        if copies is None:
             blocks = self._accumulate(fresh, target, again=again)
         else:
-            blocks = np.zeros(-(-piece.count // cpu_adam.BLOCK))
-            chunk.sent = self._send(ring, fresh, target, blocks, again=again) or chunk.sent
+            chunk.sent, blocks = self._send(copies, fresh, target, again=again)
         chunk.blocks[piece.parameter, piece.start] = blocks
         if chunk.staged is not None and last:
             chunk.waiting.discard(piece.parameter)
@@ -273,59 +323,47 @@ class Gradients:
     @property
     def apart(self) -> bool:
         """Whether new gradients are in memory that the CPU cannot use, and have to be brought to RAM."""
-        return self._ring is not None
+        return self._copies is not None
 
     def bring(self, fresh: torch.Tensor, into: torch.Tensor, then: Callable[[], object]) -> int:
-        """Begin to bring a new gradient to RAM through the ring; use it if `apart`.
+        """Begin to bring a new gradient to RAM; use it if `apart`.
 
         fresh: (n,) on the device. into: (n,) in RAM, of the same dtype. then: function that is called in
         another thread, and must not wait, once `arrived` holds for the returned number. Raises the errors of
-        `GradientRing.send`; an error of the copy itself is one of `check`.
+        `GradientCopies.send`; an error of the copy itself is one of `check`.
         """
-        assert self._ring is not None
-        number = 0
-        for start, end in self._ring.windows(fresh.numel(), fresh.dtype.itemsize):
-            use = functools.partial(self._copy, into[start:end])
-            number = self._ring.send(fresh[start:end], use, then if end == fresh.numel() else None)
-        return number
+        assert self._copies is not None
+        return self._copies.send(fresh, None, into=into, then=then)
 
     def keep_there(self, fresh: torch.Tensor, into: torch.Tensor, then: Callable[[], object]) -> int:
         """As `bring`, for a gradient that waits in device memory, at `into`: when `arrived` holds, copies and
         other processes may read it there.
         """
-        assert self._ring is not None
+        assert self._copies is not None
         self._store.link.uses(User.COMPUTE, into, writes=True, label="gradient that waits there")
         into.copy_(fresh)
-        use = functools.partial(self._offered, into)
-        return self._ring.send(into[:0].view(torch.uint8), use, then)
+        return self._copies.send(into[:0], functools.partial(self._offered, into), then=then)
 
-    def _offered(self, there: torch.Tensor, nothing: torch.Tensor) -> None:
+    def _offered(self, there: torch.Tensor, start: int, nothing: torch.Tensor) -> None:
         self._store.link.uses(User.HOST, there, writes=False, label="gradient that is offered")
 
     def arrived(self, number: int) -> bool:
         """Whether the gradient for which `bring` returned `number` is in RAM, or an error has lost it. Never
         blocks.
         """
-        return self._ring is None or self._ring.arrived(number)
+        return self._copies is None or self._copies.arrived(number)
 
     @property
     def lost_on_the_way(self) -> bool:
         """Whether an error has lost a gradient on its way to RAM, so that later ones are not brought."""
-        return self._ring is not None and self._ring.failure is not None
+        return self._copies is not None and self._copies.failure is not None
 
     def await_arrivals(self) -> None:
         """Wait until `arrived` holds for all gradients. Any thread may wait, with or without the runtime's
         lock.
         """
-        if self._ring is not None:
-            self._ring.wait()
-
-    def _copy(self, into: torch.Tensor, landed: torch.Tensor) -> None:
-        """Copy a window of a gradient in RAM. Called by the ring's worker."""
-        self._store.link.uses(User.HOST, into, writes=True, label="gradient that waits")
-        whole = [cpu_adam.Segment(0, landed.nbytes // 2)]
-        pairs = landed.view(torch.bfloat16), into.view(torch.bfloat16)  # of bytes, whatever the dtype
-        self._threads.submit(cpu_adam.Gradient(grad=pairs[0], copy=pairs[1], segments=whole)).result()
+        if self._copies is not None:
+            self._copies.wait()
 
     def add_on_device(self, unit: int, parameter: int, flat: torch.Tensor) -> None:
         """Add a new gradient of a parameter to the parameter's gradient on the device.
@@ -417,7 +455,7 @@ class Gradients:
         return any(failure is not None for failure in self._failures())
 
     def _failures(self) -> tuple[InfinityError | None, ...]:
-        on_the_way = None if self._ring is None else self._ring.failure
+        on_the_way = None if self._copies is None else self._copies.failure
         return on_the_way, self._failure, *(page.home.failure for page in self.pages.values())
 
     def read(
@@ -492,8 +530,8 @@ class Gradients:
 
     def clear(self) -> None:
         """Forget all stored gradients and all failures."""
-        if self._ring is not None:
-            self._ring.renew()
+        if self._copies is not None:
+            self._copies.renew()
         for page in self.pages.values():
             page.content.clear()
             page.arrivals.clear()
@@ -514,10 +552,11 @@ class Gradients:
         self.factor = 1.0
 
     def close(self) -> None:
-        """Close the gradient ring, forget all gradients, and drop all views of memory."""
-        if self._ring is not None:
-            self._ring.close()
+        """Wait for the gradients that are on their way, forget all, and drop all views of memory."""
+        if self._copies is not None:
+            self._copies.close()
         self.clear()
+        self._places.clear()
         for page in self.pages.values():
             page.forget_runs()
 
@@ -613,28 +652,21 @@ class Gradients:
         return gradient
 
     def _send(
-        self,
-        ring: GradientRing,
-        fresh: torch.Tensor,
-        target: torch.Tensor,
-        blocks: npt.NDArray[np.float64],
-        *,
-        again: bool,
-    ) -> int:
-        """Send a new gradient through the ring in windows. The ring's worker calls `_accumulate` for each.
+        self, copies: GradientCopies, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
+    ) -> tuple[int, npt.NDArray[np.float64]]:
+        """Have the worker bring a new gradient from the device, and call `_accumulate` for each block.
 
-        target: the stored gradient. again: as in `_accumulate`. blocks: array that gets the sums of squares.
-        Returns the number of the last job in the ring; 0 if the gradient has no elements.
+        target: the stored gradient. again: as in `_accumulate`. Returns the number of the worker's job, and
+        the array that gets the sums of squares.
         """
-        number = 0
-        for start, end in ring.windows(fresh.numel(), fresh.dtype.itemsize):
-            sums = blocks[start // cpu_adam.BLOCK : -(-end // cpu_adam.BLOCK)]
+        blocks = np.zeros(-(-target.numel() // cpu_adam.BLOCK))
 
-            def use(landed: torch.Tensor, into: torch.Tensor = target[start:end], sums: Any = sums) -> None:
-                sums[:] = self._accumulate(landed, into, again=again)
+        def use(start: int, landed: torch.Tensor) -> None:
+            sums = self._accumulate(landed, target[start : start + landed.numel()], again=again)
+            first = start // cpu_adam.BLOCK
+            blocks[first : first + len(sums)] = sums
 
-            number = ring.send(fresh[start:end], use)
-        return number
+        return copies.send(fresh, use), blocks
 
     def _accumulate(
         self, fresh: torch.Tensor, target: torch.Tensor, *, again: bool
@@ -657,8 +689,8 @@ class Gradients:
             else:
                 target.copy_(fresh)
             work = cpu_adam.Gradient(grad=target, squares=True, segments=whole)
-        # A waiting trainer thread helps; the ring's worker must not, as torch's threads are the trainer's.
-        return self._threads.submit(work, awaited=self._ring is None).result().blocks[0]
+        # A waiting trainer thread helps; the worker must not, as torch's threads are the trainer's.
+        return self._threads.submit(work, awaited=self._copies is None).result().blocks[0]
 
     def elements(self, page: GradientPage, parameter: int, first: int, count: int) -> torch.Tensor | None:
         """Return a copy in RAM of elements [first, first + count) of a parameter's stored gradient, all of
@@ -702,9 +734,9 @@ class StagedChunks:
         store: Store,
         lose: Callable[[Exception], None],
         *,
-        ring: GradientRing | None,
+        copies: GradientCopies | None,
     ) -> None:
-        """pages, store, ring: as in Gradients. lose: `Gradients.lose`."""
+        """pages, store, copies: as in Gradients. lose: `Gradients.lose`."""
         self.more_to_come = False
         """Whether another micro-batch will bring gradients of the same parameters next. If so, a chunk that
         has all gradients of one micro-batch stays staged until its room is needed.
@@ -712,7 +744,7 @@ class StagedChunks:
         self._pages = pages
         self._store = store
         self._lose = lose
-        self._ring = ring
+        self._copies = copies
         self._chunks: dict[tuple[int, int], None] = {}
         """(unit, chunk) of every staged chunk. The chunk that has been staged for the longest time comes
         first.
@@ -831,8 +863,8 @@ class StagedChunks:
 
     def _write_back(self, page: GradientPage, chunk_index: int) -> None:
         chunk = page.chunks[chunk_index]
-        if self._ring is not None:
-            self._ring.wait(chunk.sent)  # `Gradients.check` raises its failure
+        if self._copies is not None:
+            self._copies.wait(chunk.sent)  # `Gradients.check` raises its failure
         staged = chunk.staged
         assert staged is not None
         self.drop(page, chunk_index)

@@ -157,7 +157,7 @@ class UpdateScheduler(Updates):
             flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
             if gradients.on_device(unit):
                 gradients.add_on_device(unit, parameter, flat)
-            elif page.home.in_place and self._store.link.direct:
+            elif page.home.in_place:
                 gradients.add_in_place(page, parameter, flat)
             else:
                 for chunk_index, piece in gradients.pieces(page, parameter):

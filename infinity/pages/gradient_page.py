@@ -14,7 +14,7 @@ from infinity.config import round_up
 from infinity.errors import ConfigError
 from infinity.layout.chunks import Piece, UnitLayout
 from infinity.layout.shards import kept_pieces
-from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.gradient_copies import GradientCopies, GradientCopy
 from infinity.pages.home import Home
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
@@ -34,19 +34,20 @@ class GradientChunk:
     """
     waiting: set[int] = field(default_factory=set)
     """While staged, indices of the parameters whose gradient is still awaited in the running backward."""
+    copy: GradientCopy | None = None
+    """The last copy of a gradient from the device straight to the chunk; None if there is no such copy."""
     sent: int = 0
-    """The number by which the gradient ring knows its last job that adds to the chunk (`Job.number`); 0 if
-    there is no such job.
-    """
+    """The number of the last job of GradientCopies that adds to the chunk; 0 if there is no such job."""
     stored: bool = False
     """Whether gradients of this step were written from staging (host RAM) to the chunk's place in the
     gradient page's home.
     """
-    blocks: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
+    blocks: dict[tuple[int, int], npt.NDArray[np.float64] | None] = field(default_factory=dict)
     """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums of
     squares of blocks of the parameter's gradient. A block is cpu_adam.BLOCK elements, counted from the
     parameter's first element, and has its sum in one array of one chunk. An array is empty if an earlier
-    chunk's array has the sums of its blocks.
+    chunk's array has the sums of its blocks. None: the sums of the range of `GradientPage.runs` that begins
+    there have not been computed yet.
     """
 
 
@@ -54,13 +55,13 @@ class GradientPage:
     """The gradients of one unit's trainable parameters."""
 
     def __init__(
-        self, index: int, layout: UnitLayout, home: Home, plan: Plan, ring: GradientRing | None = None
+        self, index: int, layout: UnitLayout, home: Home, plan: Plan, copies: GradientCopies | None = None
     ) -> None:
         """index: the unit's index. layout: where the unit's parameters lie. home: the page's place in a
-        tier. ring: the gradient ring, the buffer through which gradients leave a device with its own memory;
-        None if the device has no memory of its own.
+        tier. copies: the gradients on their way from a device with its own memory; None if the device has no
+        memory of its own.
         """
-        self._ring = ring
+        self._copies = copies
         self.index = index
         self.layout = layout
         self.home = home
@@ -188,8 +189,8 @@ class GradientPage:
         """Return the gradients of a chunk as uint8 (nbytes,) if they are in staging or at home in host RAM;
         else None.
 
-        Waits until all gradients of the chunk that were sent through the gradient ring have been added.
-        Raises the ring's `failure` if a gradient was lost there.
+        Waits until all gradients of the chunk have come from the device. Raises `GradientCopies.failure` if
+        one was lost on the way.
         """
         self.settle(chunk_index)
         return self.memory(chunk_index)
@@ -201,22 +202,26 @@ class GradientPage:
         return self.home.in_place or self.chunks[chunk_index].staged is not None
 
     def arrived(self, chunk_index: int) -> bool:
-        """Whether all gradients of a chunk that were sent through the gradient ring have been added. Never
-        blocks.
-        """
-        return self._ring is None or self._ring.arrived(self.chunks[chunk_index].sent)
+        """Whether all gradients of a chunk have come from the device. Never blocks."""
+        chunk = self.chunks[chunk_index]
+        copied = chunk.copy is None or chunk.copy.done()
+        return copied and (self._copies is None or self._copies.arrived(chunk.sent))
 
     def settle(self, chunk_index: int) -> None:
-        """Wait until all gradients of a chunk that were sent through the gradient ring have been added.
+        """Wait until all gradients of a chunk have come from the device.
 
-        Raises the ring's `failure` if a gradient was lost there.
+        Raises `GradientCopies.failure` if a gradient was lost on the way.
         """
-        if self._ring is not None and self.chunks[chunk_index].sent:
-            self._ring.settle(self.chunks[chunk_index].sent)
+        chunk = self.chunks[chunk_index]
+        if self._copies is not None and (chunk.copy is not None or chunk.sent):
+            if chunk.copy is not None:
+                chunk.copy.wait()
+            self._copies.wait(chunk.sent)
+            self._copies.check()
 
     def memory(self, chunk_index: int, taken: GradientChunk | None = None) -> torch.Tensor | None:
-        """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that were sent
-        through the gradient ring and have not been added yet.
+        """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that have not
+        come from the device yet.
 
         Called by code that adds a gradient to the chunk, and by the chunk's update. taken: the GradientChunk
         that an update has taken; None: the page's present one.
@@ -279,13 +284,19 @@ class GradientPage:
         """Return the sums of squares of a parameter's stored gradient: arrays that hold together one sum for
         each block of cpu_adam.BLOCK elements, counted from the parameter's first element.
 
-        Waits until the gradient has arrived in host RAM. Raises the gradient ring's `failure` if a gradient
-        was lost there.
+        Waits until the gradient has arrived in host RAM. Raises `GradientCopies.failure` if a gradient was
+        lost on the way.
         """
         found = []
         for chunk_index, piece in self.owned(parameter):
             self.settle(chunk_index)
-            found.append(self.chunks[chunk_index].blocks[parameter, piece.start])
+            blocks = self.chunks[chunk_index].blocks
+            sums = blocks[parameter, piece.start]
+            if sums is None:
+                assert self._copies is not None
+                stored = next(each for start, each, _ in self.runs(parameter) if start == piece.start)
+                sums = blocks[parameter, piece.start] = self._copies.measure(stored)
+            found.append(sums)
         return found
 
     def finite(self, parameter: int) -> bool:

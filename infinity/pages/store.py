@@ -23,11 +23,13 @@ import torch
 
 from infinity.config import Budget, round_up
 from infinity.device_update.kernels import Kernels
+from infinity.device_update.trial import kernels_that_measure
 from infinity.errors import InfinityError
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest
 from infinity.pages.ledger import Ledger
 from infinity.pages.parts import Part
+from infinity.planning import twin_flow
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import injected_faults, injected_files
 from infinity.telemetry.meter import Meter
@@ -89,7 +91,7 @@ class Store:
                 self.nvme = early.enter_context(self._open_nvme(budget, adopted, locks))
             self.host, self.device = self._open_memory(cleanup, shared=shared)
             if plan.device.type == "cuda":
-                share = MemoryShare(plan.budgets[Tier.DEVICE], plan.device_bytes)
+                share = MemoryShare(plan.budgets[Tier.DEVICE], plan.device_tier_bytes)
                 cleanup.enter_context(capped(plan.device, share, others=others))
             self.link = DeviceLink() if self.device.shares_host else open_link(plan.device)
             cleanup.callback(self.link.close)
@@ -113,12 +115,13 @@ class Store:
             )
             """Room for parameters of other nodes that this rank keeps for its node; None if it keeps none."""
             self.workspace, self.kernels = self._open_workspace()
-            """Memory, uint8 (plan.workspace_bytes,) on the device, and compiled kernels, for updates that
-            the device computes. Both are None if the plan has no such updates.
+            """Memory, uint8 (plan.workspace_bytes,) on the device, for updates that the device computes, and
+            compiled kernels for them and for the squares of gradients. The memory is None if the plan has no
+            such updates, the kernels if they are not used.
             """
-            self.ring, self.landing = self._open_ring()
-            """The buffers of the gradient ring, on the device and in host RAM, each uint8
-            (plan.ring_bytes,). Both are None if the plan has no ring.
+            self.landing = self._open_landing()
+            """Host RAM, uint8 (plan.landing_bytes,), to which gradients come from a device with its own
+            memory before they are added; None if the plan has none.
             """
             self.squares = self._open_squares()
             """Host RAM, float64 (plan.squares_bytes / 8,), for the sums of squares that a device with its own
@@ -143,15 +146,15 @@ class Store:
         self.bounce = None
         for home in self._opened:
             home.memory = None  # the model's Parameters know their homes, and outlive the tiers
-        self.workspace = self.kernels = self.ring = self.landing = self.squares = None
+        self.workspace = self.kernels = self.landing = self.squares = None
         self._cleanup.close()
 
     def _open_memory(self, cleanup: contextlib.ExitStack, *, shared: bool) -> tuple[HostArena, DeviceTier]:
         """Open the tiers in memory, which `cleanup` closes. shared: as in the constructor."""
         plan = self.plan
-        check_room(plan.device, plan.device_bytes)  # RAM is page-locked next, which can take a minute
+        check_room(plan.device, plan.device_tier_bytes)  # RAM is page-locked next, which can take a minute
         host = cleanup.enter_context(HostArena(plan.arena_bytes, device=plan.device, shared=shared))
-        device = open_device(plan.device, None if plan.unified else plan.device_bytes, host)
+        device = open_device(plan.device, None if plan.unified else plan.device_tier_bytes, host)
         cleanup.callback(device.close)
         return host, device
 
@@ -232,18 +235,19 @@ class Store:
     def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan
         if not plan.workspace_bytes:
-            return None, None
+            measures = plan.squares_bytes and not (self.link.direct or plan.no_updates_there)
+            usable = measures and twin_flow.has_kernels(plan.device)
+            return None, kernels_that_measure(plan.device) if usable else None
         kernels = Kernels(plan.device, plan.update_kinds)
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
             return lease.residency(), kernels
 
-    def _open_ring(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        nbytes = self.plan.ring_bytes
+    def _open_landing(self) -> torch.Tensor | None:
+        nbytes = self.plan.landing_bytes
         if not nbytes or self.link.direct:
-            return None, None
-        pools = self.device.pool("ring", nbytes), self.host.pool("landing", nbytes)
-        with pools[0].lease(nbytes) as ring, pools[1].lease(nbytes) as landing:
-            return ring.residency(), landing.residency()
+            return None
+        with self.host.pool("landing", nbytes).lease(nbytes) as lease:
+            return lease.residency()
 
     def _open_squares(self) -> torch.Tensor | None:
         nbytes = self.plan.squares_bytes

@@ -75,19 +75,25 @@ _LARGEST_ITEM = 4
 """Bytes of an element of float32, the largest dtype of gradients."""
 
 _SMALLEST_TRANSIT_BUFFER = _LARGEST_ITEM * BLOCK
-"""Bytes of the smallest transit buffer, and of the blocks of the ring."""
+"""Bytes of the smallest transit buffer, and of the smallest landing."""
 
 
 _STAGING_SHARE = 4
 """Staging takes at most the host budget divided by this number, or two chunk updates."""
 
-_RING_SHARE = 64
-"""The ring takes at most the device budget divided by this number, or two of its blocks."""
+_LEAVING_SHARE = 64
+"""Gradients that leave the device take at most the device budget divided by this number."""
 
-_LARGEST_RING = 64 << 20
-"""The most bytes of the ring. A link of 50 GB/s moves them in 1.3 ms, and the threads that empty the ring are
-seldom delayed for longer.
+_MOST_LEAVING = 512 << 20
+"""The most bytes of gradients that leave the device. A link of 50 GB/s moves them in 11 ms: the backward of a
+large unit may be so much faster than the link before one of its hooks waits.
 """
+
+_LANDING_SHARE = 256
+"""The landings take at most the host budget divided by this number, or two of the smallest."""
+
+_LARGEST_LANDING = 16 << 20
+"""Bytes of the largest landing: long enough that what each block costs is small beside its copy."""
 
 _EXCHANGE_BUFFERS = 8
 """Number of exchange buffers where memory is not at its least: enough for several transfers to be on their
@@ -109,14 +115,13 @@ class _Buffers(NamedTuple):
     staging: int
     transit_buffer: int
     transit: int
-    ring: int
+    leaving: int
+    landing: int
     squares: int
     exchange_block: int
     exchange: int
     in_ram: int
-    """Bytes of host RAM that all of these take (the ring, which is on the device, has a buffer of the same
-    size in RAM), and of the matrix that Muon updates.
-    """
+    """Bytes of host RAM that all of these take, without `leaving`, and of the matrix that Muon updates."""
 
 
 class Candidate:
@@ -135,8 +140,9 @@ class Candidate:
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
         self._matrix_bytes = bytes_in_ram(rule.matrix) if rule is not None else 0
-        self._has_ring = search.ring and rule is not None
-        self._squares = search.squares_bytes(chunk_elements) if self._has_ring else 0
+        self._brings_down = search.apart and rule is not None
+        """Whether gradients have to be copied from the device before the CPU can use them."""
+        self._squares = search.squares_bytes(chunk_elements) if self._brings_down else 0
         shards = [region.shard_elements for unit in units for region in unit] if ranks > 1 else []
         self._longest_shard = round_up(max(shards, default=0) * _LARGEST_ITEM, PAGE_ALIGNMENT)
         """Bytes of the longest shard of a region in float32; 0 with one rank."""
@@ -207,24 +213,27 @@ class Candidate:
 
     def _buffers(self, level: WorkingRoom, room: Room) -> _Buffers:
         host, device, least = room.host, room.device, level.transit_buffers == 1
-        staging = ring = 0
+        staging = leaving = landing = squares = 0
         moves = device is not None or (level.nvme and room.nvme > 0)
         if self._search.rule is not None and moves:  # else each page is updated at home
             quarter = host // _STAGING_SHARE // PAGE_ALIGNMENT * PAGE_ALIGNMENT
             staging = max(2 * self.update_bytes, min(quarter, self._largest_unit))
             if level.updates is not None:
                 staging = level.updates * self.update_bytes
-        if device is not None and self._has_ring:
-            blocks = min(device // _RING_SHARE, _LARGEST_RING) // _SMALLEST_TRANSIT_BUFFER
-            ring = (2 if least else max(2, blocks)) * _SMALLEST_TRANSIT_BUFFER
+        if device is not None and self._brings_down:
+            squares, blocks = self._squares, 1
+            if not least:
+                leaving = min(device // _LEAVING_SHARE, _MOST_LEAVING) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+                most = min(host // _LANDING_SHARE // 2, _LARGEST_LANDING)
+                blocks = max(1, most // _SMALLEST_TRANSIT_BUFFER)
+            landing = 2 * blocks * _SMALLEST_TRANSIT_BUFFER
         block = self._exchange_block(host, least=least)
         # What other ranks send to a device of its own memory comes through transit buffers.
         transit_buffer = max(self._transit_buffer, 0 if device is None or least else block)
         transit = transit_buffer * (1 + level.transit_buffers * (device is not None))
         exchange = (2 if least else _EXCHANGE_BUFFERS) * block
-        squares = 0 if device is None else self._squares
-        in_ram = staging + transit + ring + squares + exchange + self._matrix_bytes
-        return _Buffers(staging, transit_buffer, transit, ring, squares, block, exchange, in_ram)
+        in_ram = staging + transit + landing + squares + exchange + self._matrix_bytes
+        return _Buffers(staging, transit_buffer, transit, leaving, landing, squares, block, exchange, in_ram)
 
     def _exchange_block(self, host: int, *, least: bool) -> int:
         """Bytes of the longest payload between ranks: a chunk's gradients at least, for these are added as a
@@ -242,7 +251,7 @@ class Candidate:
         unified: whether device and host are the same RAM; if so, the room's device memory is None. nvme:
         whether pages may rest on NVMe; if not, the room has no bytes of NVMe.
         """
-        near = self._near(0, LEAST.pages) + self._has_ring * 2 * _SMALLEST_TRANSIT_BUFFER
+        near = self._near(0, LEAST.pages)
         return Room(None if unified else near, 0, self._sunk[0] * nvme)
 
     def _resident(self, pages: int) -> list[int]:
@@ -296,7 +305,7 @@ class Candidate:
             near = 0
             far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
-            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.leaving)
             far = self._last(lambda cut: self._in_ram[cut] - self._in_ram[max(near, 0)], room.host - working)
         if min(near, far) < 0 or self._sunk[far] > room.nvme:
             return None
@@ -332,13 +341,13 @@ class Candidate:
             if working > room.host:
                 return None
             near = bisect.bisect_left(self._in_ram, self._in_ram[bottom] - (room.host - working))
-            return self._near(near, level.pages) + buffers.ring
+            return self._near(near, level.pages) + buffers.leaving
         if room.device is None:
             if tier is Tier.HOST:
                 return working + self._near(bottom, level.pages, unified=True)
             far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
-            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.ring)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.leaving)
             if near < 0:
                 return None
             if tier is Tier.HOST:
@@ -362,7 +371,7 @@ class Candidate:
         buffers = self._buffers(level, room)
         left = {Tier.HOST: room.host - buffers.in_ram}
         if room.device is not None:
-            left[Tier.DEVICE] = room.device - buffers.ring
+            left[Tier.DEVICE] = room.device - buffers.leaving
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
@@ -386,7 +395,8 @@ class Candidate:
             transit_buffer_bytes=buffers.transit_buffer,
             transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
-            ring_bytes=buffers.ring,
+            leaving_bytes=buffers.leaving,
+            landing_bytes=buffers.landing,
             squares_bytes=buffers.squares,
             exchange_block_bytes=buffers.exchange_block,
             exchange_bytes=buffers.exchange,
@@ -406,8 +416,8 @@ class Search:
     """The optimizer's rule; None for inference."""
     accumulation: int | None
     """Number of micro-batches in a step; None if unknown."""
-    ring: bool
-    """Whether the device has memory that the CPU cannot use, so that gradients leave it through a ring."""
+    apart: bool
+    """Whether the device has memory that the CPU cannot use, so that gradients are copied from it."""
     commits: bool
     """Whether the NVMe tier holds the durable images of pages."""
     speculative: bool
@@ -421,7 +431,7 @@ class Search:
         self._chunks = list(dict.fromkeys(_most_useful(self.surveyed, length) for length in _CHUNKS))
         """The distinct chunk lengths to try, in elements, the longest first."""
         several = self.share.ranks > 1
-        self._long = _most_useful(self.surveyed, _LONG_CHUNK) if self.ring or several else 0
+        self._long = _most_useful(self.surveyed, _LONG_CHUNK) if self.apart or several else 0
         """Elements of a long chunk; 0 if long chunks are not tried."""
         self._long_share = _LONG_SHARE_OF_RANKS if several else _LONG_SHARE
         self._candidate = functools.cache(

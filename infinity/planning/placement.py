@@ -49,9 +49,14 @@ class Placement:
     are at home where the model computes. Pages in the pool are whole, even if this rank's homes hold only
     some of their chunks.
     """
-    ring_bytes: int
-    """Bytes of the ring, a buffer in device memory through which gradients leave the device. A buffer of the
-    same size in host RAM receives them. 0 where the CPU can use the device's memory.
+    leaving_bytes: int
+    """The most bytes of device memory that gradients take while they leave the device during a backward,
+    beside the one whose hook runs. Autograd has allocated them, so they are no part of the device tier. 0
+    where the CPU can use the device's memory.
+    """
+    landing_bytes: int
+    """Bytes of host RAM to which gradients come from a device with its own memory before they are added to
+    stored ones: two landings, which get blocks in turn. 0 where the CPU can use the device's memory.
     """
     squares_bytes: int
     """Bytes of host RAM to which a device with its own memory copies the sums of squares of gradients, one

@@ -46,10 +46,6 @@ _MOST_WAITING_THERE = 256 << 20
 """Bytes that hold some ranks' parts of the largest weights. What finds no room there waits in RAM."""
 _WAITING_SHARE = 32
 """The gradients that wait in device memory take at most this share of the device's budget."""
-_LARGEST_BLOCK = 4 << 20
-"""Bytes of the largest copy out of the ring: long enough for the full rate of a link, and short enough for
-the CPU to begin soon with the gradients.
-"""
 
 
 def upload_bytes(longest_chunk: int, ranks: int) -> int:
@@ -242,14 +238,21 @@ class Plan(Placement):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device tier that all pages and buffers of the plan take together; 0 if `unified`."""
+        """Bytes of device memory that all pages and buffers of the plan, and gradients that leave the device,
+        take together; 0 if `unified`.
+        """
         if self.unified:
             return 0
         return self.home_bytes[Tier.DEVICE] + self.mirror_bytes + self._working_there
 
     @property
+    def device_tier_bytes(self) -> int:
+        """Bytes of the device tier: `device_bytes` without those that autograd allocates."""
+        return self.device_bytes - self.leaving_bytes
+
+    @property
     def _working_there(self) -> int:
-        return self.resident_bytes + self.workspace_bytes + self.ring_bytes + self.waiting_there_bytes
+        return self.resident_bytes + self.workspace_bytes + self.leaving_bytes + self.waiting_there_bytes
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
@@ -284,13 +287,8 @@ class Plan(Placement):
         return self.home_bytes[Tier.HOST] + self._working_in_ram + resident
 
     @property
-    def ring_block_bytes(self) -> int:
-        """Bytes of the largest single copy out of the gradient ring."""
-        return min(_LARGEST_BLOCK, self.ring_bytes // 2)
-
-    @property
     def _working_in_ram(self) -> int:
-        buffers = self.staging_bytes + self.transit_bytes + self.ring_bytes + self.squares_bytes
+        buffers = self.staging_bytes + self.transit_bytes + self.landing_bytes + self.squares_bytes
         others = self.node_cache_bytes + self.matrix_bytes + self.second_bytes
         return buffers + self.exchange_bytes + others
 

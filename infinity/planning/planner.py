@@ -141,7 +141,7 @@ def make_plan(
         gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
         rule=rule,
         accumulation=accumulation,
-        ring=not (unified or is_direct(device)),
+        apart=not (unified or is_direct(device)),
         commits=commits and paths > 0,
         speculative=update == "speculative",
         share=share,

@@ -14,13 +14,15 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import two_nodes
 import warm_python
 from torch_releases import fsdp2_on_a_cpu
 
 import infinity
 from infinity import aio
-from infinity.lm.decoder import PRESETS, DecoderConfig, Preset
+from infinity.cpu_adam import BLOCK
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig, Preset
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -180,12 +182,17 @@ def test_gpu_virtual(capsys: pytest.CaptureFixture[str]) -> None:
     assert importlib.import_module("gpu_virtual").main(["--quick", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
     assert [row["case"] for row in rows] == ["lazy, clipped at 1", "eager, unclipped"]
+    with torch.device("meta"):
+        model = Decoder(PRESETS["10m"].decoder)
+    elements = PRESETS["10m"].decoder.parameters
+    down = 2 * elements + sum(8 * -(-each.numel() // BLOCK) for each in model.parameters())
     for row in rows:
         assert row["seconds"] == pytest.approx(sum(row["terms"].values()))
-        assert row["seconds"] >= row["limit"] > row["page_bytes"] / 50e9
-        elements = PRESETS["10m"].decoder.parameters
-        assert row["edges"]["device->host"] == 2 * elements
-        assert row["busy"]["link_down"] == pytest.approx(2 * elements / 50e9)
+        # The last copies up of a step take host memory's time during the next backward.
+        assert 1.01 * row["seconds"] >= row["limit"] > row["page_bytes"] / 50e9
+        assert row["edges"]["device->host"] == down
+        assert row["busy"]["link_down"] == pytest.approx(down / 50e9)
+        assert row["python_calls"]["other threads"] == 0
         assert row["python_calls"]["backward"] > 0
     lazy = rows[0]
     assert lazy["edges"]["host->device"] == lazy["page_bytes"]

@@ -120,6 +120,7 @@ def test_a_plan_says_it_without_a_warning(kernels: None, monkeypatch: pytest.Mon
 
 def test_without_nvrtc_a_gpu_keeps_no_states_that_ram_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_kernels, "can_compile", lambda: False)
+    monkeypatch.setattr("infinity.planning.homes._LARGEST_LANDING", 0)  # buffers do not depend on the budget
     monkeypatch.setattr("infinity.planning.planner.available_bytes", lambda *_: 64 * MiB)
     monkeypatch.setattr("infinity.planning.headroom.Headroom.of", lambda device: Available(0, 0).headroom)
     device = torch.device("cuda", 0)

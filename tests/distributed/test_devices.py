@@ -60,7 +60,7 @@ def test_each_order_that_is_missing_is_seen(tmp_path: Path) -> None:
     parameters from an update to another device.
     """
     cases = (CASES[0], Case("mlp", 3, home="device"))
-    down = ["HOST_WAITS: fresh gradient", "LAST_WRITER: gradient in the ring"]
+    down = ["HOST_WAITS: fresh gradient", "LAST_WRITER: fresh gradient"]
     up = ["ARRIVAL: gradient of a rank", "LAST_USE: gradient of a rank", "LAST_USE: update writes"]
     up += ["HOST_ASKS: copied from a rank", "OFFER: gradient that is offered"]
     up += ["HOST_ASKS: gradient that is given back"]

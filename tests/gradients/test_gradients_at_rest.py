@@ -90,7 +90,7 @@ def test_every_bit_of_parameters_of_two_dtypes_recomputed_and_frozen(name: str, 
 
 @pytest.mark.sweep(most=3)
 @covered({"home": ("host", "nvme", "mirrored"), "compute": ("bf16", "fp16"), "threads": (False, True)})
-def test_every_bit_of_gradients_that_leave_through_the_ring(
+def test_every_bit_of_gradients_that_leave_a_device(
     home: str, compute: str, threads: bool, tmp_path: Path
 ) -> None:
     recipe = Recipe(compute=compute, clip=0.05)
@@ -303,7 +303,7 @@ def trained(model: nn.Module, runtime: Any) -> Any:
     ]
 
 
-PLACES = ["nvme", "unified", "device", "kernels", "ring"]
+PLACES = ["nvme", "unified", "device", "kernels", "apart"]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -312,14 +312,14 @@ def test_one_more_gradient_is_refused_and_costs_its_step_only(
 ) -> None:
     if place == "kernels":
         request.getfixturevalue("kernels")
-    home = {"kernels": "device", "ring": "nvme"}.get(place, place)
-    emulated = contextlib.nullcontext() if place != "ring" else EmulatedDevice(3).in_use()
+    home = {"kernels": "device", "apart": "nvme"}.get(place, place)
+    emulated = contextlib.nullcontext() if place != "apart" else EmulatedDevice(3).in_use()
     with emulated:
         with one_declared(tmp_path, home=home) as (model, runtime):
             expected = trained(model, runtime)
         with one_declared(tmp_path, home=home) as (model, runtime):
             assert bool(runtime.plan.updated_on_device) == (place == "kernels")
-            assert bool(runtime.plan.ring_bytes) == (place == "ring")
+            assert bool(runtime.plan.landing_bytes) == (place == "apart")
             before = copied(model.state_dict())
             loss_of(model, 0).backward()
             error = "One more gradient of .* accumulation=1 declares .* declare with accumulation="

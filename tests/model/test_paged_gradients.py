@@ -324,7 +324,7 @@ def test_through_a_device_with_memory_of_its_own(tmp_path: Path) -> None:
             contextlib.nullcontext() if device is None else device.in_use(),
             infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime,
         ):
-            assert bool(runtime.plan.ring_bytes) == (device is not None)
+            assert bool(runtime.plan.landing_bytes) == (device is not None)
             losses = train(model, runtime.optimizer, add_noise)
             results.append([losses, copied(model.state_dict())])
     assert differences(results[1], results[0]) == []

@@ -198,8 +198,8 @@ def test_what_torch_takes_on_a_gpu_is_in_the_plan(capability: tuple[int, int], a
     assert found.headroom == headroom.beside(activations or 0) >= 2 * headroom.workspace
     assert found.reserved - without.reserved - found.headroom in range(4096)
     row = found.rows()[0]
-    rings = found.ring_bytes - without.ring_bytes  # rings depend on the room that is left
-    assert row["working"] - without.rows()[0]["working"] - rings == found.headroom
+    leaving = found.leaving_bytes - without.leaving_bytes  # depends on the room that is left
+    assert row["working"] - without.rows()[0]["working"] - leaving == found.headroom
     shown = sum(row[each] or 0 for each in row if each not in ("tier", "budget"))
     hidden = 0 if activations is not None else row["budget"] // 4  # kept for activations of unknown size
     assert row["budget"] - shown - hidden in range(4096)

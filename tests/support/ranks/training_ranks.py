@@ -41,7 +41,7 @@ from infinity.errors import DeviceError, InfinityError
 from infinity.formats.muon import Muon
 from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
-from infinity.pages.gradient_ring import GradientRing
+from infinity.pages.gradient_copies import GradientCopies
 from infinity.planning import plan as planning
 from infinity.planning import twin_flow
 from infinity.planning.network import messages
@@ -152,7 +152,7 @@ def _lose_gradients(case: Case, place: Place, directory: Path) -> dict[str, list
 
     told = []
     with opened(case, place, directory) as (model, runtime):
-        for owner, name in ((GradientRing, "_use"), (None, ""), (DeviceUnits, "add_piece"), (None, "")):
+        for owner, name in ((GradientCopies, "_await"), (None, ""), (DeviceUnits, "add_piece"), (None, "")):
             plant = owner is not None and place.rank == 0
             with mock.patch.object(owner, name, failing) if plant else nullcontext():
                 try:
@@ -260,13 +260,13 @@ def _traffic_of_device(case: Case, place: Place, directory: Path) -> dict[str, A
 
 def training_without_waits_for_gradients() -> list[Any]:
     """As `training_on_devices`, but gradients are offered before they are in RAM."""
-    copy = Gradients._copy
+    begin = GradientCopies._begin
 
-    def late(self: Gradients, *memory: torch.Tensor) -> None:
+    def late(self: GradientCopies, *block: Any) -> Any:
         time.sleep(0.02)
-        copy(self, *memory)
+        return begin(self, *block)
 
-    Gradients._copy = late  # type: ignore[method-assign]
+    GradientCopies._begin = late  # type: ignore[method-assign]
     Gradients.arrived = lambda self, number: True  # type: ignore[method-assign]
     return training_on_devices()
 
@@ -301,7 +301,7 @@ def _missed(case: Case, place: Place, directory: Path) -> list[str]:
         ):
             _steps(case, place, model, runtime)
             _upload_often(runtime)
-        labels = ("fresh gradient", "gradient in the ring", "gradient of a rank", "update writes")
+        labels = ("fresh gradient", "gradient of a rank", "update writes")
         labels += ("copied from a rank", "gradient that is offered", "gradient that is given back")
         text = " ".join(device.violations)
         name = taken_away[-1].name

@@ -117,13 +117,12 @@ def budget_of(home: str, kernels: bool = False) -> Any:
     """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
-    with emulated(driver, driver.foreign(COMPUTE)):  # so that plans have a ring
+    with emulated(driver, driver.foreign(COMPUTE)):  # so that plans are for memory apart
         found = budget_for(home, model, adamw(model), Path(folder().name), precision)
         if home != "host":
             return found
-        ring = infinity.plan(model, adamw(model), budget=found, precision=precision, device="cpu").ring_bytes
-    # Room for more than one page to be resident.
-    return infinity.Budget(device=2 * found.device_bytes - ring, host=found.host_bytes)
+        # Room for more than one page to be resident.
+        return infinity.Budget(device=2 * found.device_bytes, host=found.host_bytes)
 
 
 def trained(number: int, place: Place) -> dict[str, Any]:

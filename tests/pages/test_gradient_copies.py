@@ -1,5 +1,6 @@
-"""Tests of the ring, a buffer on the device through which gradients leave it: hooks wait for room in the ring
-but not for copies, and no gradient is lost, counted twice or changed in any bit.
+"""Tests of gradients on their way from a device with its own memory to host RAM: hooks wait for copies only
+when gradients take more than their share of the device, and no gradient is lost, counted twice or changed in
+any bit.
 """
 
 from __future__ import annotations
@@ -18,38 +19,41 @@ from unittest import mock
 import parity
 import pytest
 import torch
+from device_units import kernels
 from emulated_device import EmulatedDevice
 from homes import ROOMY
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from process_resources import nothing_left
 from torch import nn
 
 import infinity
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError, DeviceError
-from infinity.pages.gradient_ring import RingJob, fit, placed
+from infinity.pages.gradient_copies import GradientCopies, GradientCopy
+from infinity.planning import homes, twin_flow
 from infinity.planning.placement import Kind
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 from infinity.tiers import driver as driver_module
+from infinity.tiers.copy_streams import CopyStreams
+
+__all__ = ["kernels"]
 
 WATCHDOG = 30
 """Seconds for which `held` holds copies back at most. Then the copies go on, and the test fails."""
 
 BIG = 4 * BLOCK
-"""Elements of a float32 gradient of four ring blocks, which is twice the size of the smallest ring."""
+"""Elements of a float32 gradient that is twice as large as `LEAVING`, and comes through landings in four
+blocks.
+"""
 
-
-RING = 8 * BLOCK
-"""Bytes of the smallest ring, which has two blocks of BLOCK float32 elements."""
+LEAVING = 8 * BLOCK
+"""Bytes of two gradients of BLOCK float32 elements."""
 
 
 class Layers(nn.Module):
     """A model of linear layers, which all get the same input. Its forward returns a loss.
 
-    sizes: number of elements of each layer's weight, multiples of 64. BLOCK float32 elements fill one block
-    of the ring. bias: whether the layers have biases.
+    sizes: number of elements of each layer's weight, multiples of 64. bias: whether the layers have biases.
     """
 
     def __init__(self, *sizes: int, bias: bool = True) -> None:
@@ -71,27 +75,32 @@ def inputs(batch: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def opened(device: EmulatedDevice | None, model: nn.Module, **options: Any) -> Iterator[Any]:
-    """Offload a model with parameters on the device, all else in RAM, and a ring of two blocks.
+def opened(
+    device: EmulatedDevice | None, model: nn.Module, *, leaving: int = LEAVING, **options: Any
+) -> Iterator[Any]:
+    """Offload a model with parameters on the device, all else in RAM, and landings of BLOCK float32 elements.
 
-    Yields the runtime. device: None for a device whose memory the CPU can read, which has no ring. options:
-    those of infinity.offload; precision is fp32 by default.
+    Yields the runtime. device: None for a device whose memory the CPU can read. leaving: bytes of gradients
+    that may be under way. options: those of infinity.offload; precision is fp32 by default.
     """
     precision = options.pop("precision", infinity.Precision(compute="fp32"))
     budget = infinity.Budget(device=ROOMY, host=ROOMY)
     units = infinity.plan(model, adamw(model), budget=budget, precision=precision, device="cpu").layout.units
-    ring = 0 if device is None else RING
-    near = infinity.Budget(device=sum(unit.nbytes for unit in units) + ring, host=ROOMY)
+    leaving = 0 if device is None else leaving
+    near = infinity.Budget(device=sum(unit.nbytes for unit in units) + leaving, host=ROOMY)
+    sizes = {"_LEAVING_SHARE": 1, "_MOST_LEAVING": leaving, "_LARGEST_LANDING": 4 * BLOCK}
     with (
         contextlib.nullcontext() if device is None else device.in_use(),
+        mock.patch.multiple(homes, **sizes),
         infinity.offload(
             model, adamw(model), budget=near, precision=precision, device="cpu", **options
         ) as runtime,
     ):
         plan = runtime.plan
-        assert plan.ring_bytes == ring
-        homes = {home[kind] for home in plan.homes for kind in (Kind.GRADIENT, Kind.OPTIMIZER)}
-        assert homes == {Tier.HOST} and plan.mirrored
+        assert plan.leaving_bytes == leaving
+        assert plan.landing_bytes == (0 if device is None else 2 * 4 * BLOCK)
+        rests = {home[kind] for home in plan.homes for kind in (Kind.GRADIENT, Kind.OPTIMIZER)}
+        assert rests == {Tier.HOST} and plan.mirrored
         yield runtime
 
 
@@ -146,7 +155,7 @@ def stepped(model: nn.Module, runtime: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
-    """Train Layers(*sizes, bias=bias) for one step without a ring, and return the results as `finished` does.
+    """Train Layers(*sizes, bias=bias) for one step without copies, and return the results as `finished` does.
 
     The device's memory is RAM, which the CPU can read.
     """
@@ -155,69 +164,43 @@ def expected(*sizes: int, bias: bool = True) -> dict[str, Any]:
         return stepped(model, runtime)
 
 
-# --- room -----------------------------------------------------------------------------------------------
-
-
-def job(start: int, end: int) -> RingJob:
-    made = RingJob(torch.uint8, lambda landed: None)
-    made.start, made.end = start, end
-    return made
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    size=st.integers(1, 40),
-    sizes=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([1, 2, 4])), max_size=30),
-    returns=st.lists(st.booleans(), min_size=60, max_size=60),
-)
-def test_room_is_given_once_and_in_order(
-    size: int, sizes: list[tuple[int, int]], returns: list[bool]
-) -> None:
-    taken: list[RingJob] = []
-    back = iter(returns)
-    for nbytes, alignment in sizes:
-        start = placed(nbytes, alignment, size, taken)
-        if start is not None:
-            assert start % alignment == 0 and start + nbytes <= size
-            assert all(each.end <= start or start + nbytes <= each.start for each in taken)
-            taken.append(job(start, start + nbytes))
-        else:
-            assert taken or nbytes > size, "an empty ring has room for all that is no larger"
-        while taken and next(back, False):
-            taken.pop(0)
-
-
-def test_room_for_several_is_looked_for_one_after_the_other() -> None:
-    assert fit([4, 4], 1, 8, [])
-    assert not fit([4, 4], 1, 8, [job(0, 1)])
-    assert fit([4, 4, 4], 1, 8, []), "of more than the ring has, as much as it has"
-    assert not fit([4, 4, 4], 1, 8, [job(0, 4)])
-    assert fit([3], 1, 8, [job(3, 5)]) and not fit([4], 1, 8, [job(3, 5)])
-    assert fit([], 1, 8, [job(0, 8)])
+def workers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "infinity-gradients"]
 
 
 # --- what hooks and others wait for ---------------------------------------------------------------------
 
 
-def test_hooks_return_while_copies_are_held() -> None:
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_hooks_return_while_copies_are_held(backwards: int) -> None:
+    """The second backward adds to the gradients of the first, which have not come either."""
     device, model = EmulatedDevice(1), Layers(BLOCK, BLOCK // 2)
-    with opened(device, model) as runtime:
+    with opened(device, model, leaving=4 * LEAVING) as runtime:
         with held(device, runtime):
-            model(inputs()).backward()
-        assert parity.differences(finished(model, runtime), expected(BLOCK, BLOCK // 2)) == []
+            for _ in range(backwards):
+                model(inputs()).backward()
+            assert bool(workers()) == (backwards > 1)
+        found = finished(model, runtime)
+        if backwards == 1:
+            assert parity.differences(found, expected(BLOCK, BLOCK // 2)) == []
+        else:
+            once = expected(BLOCK, BLOCK // 2)["gradients"]
+            assert parity.differences(found["gradients"], [each + each for each in once]) == []
 
 
-def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
-    """A hook that waits for room in the ring holds neither lock nor GIL. Ctrl-C ends the backward after that
-    gradient, and after zero_grad() the step can be repeated.
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_third_of_room_for_two_waits_without_lock_and_gil(before: int) -> None:
+    """A hook that waits for copies holds neither lock nor GIL. Ctrl-C ends the backward after that gradient,
+    and after zero_grad() the step can be repeated. before: the number of backwards whose gradients came
+    before; with 1, the worker adds to them.
     """
     device, model = EmulatedDevice(2), Layers(*3 * [BLOCK], bias=False)
     with opened(device, model) as runtime:
-        ring = runtime._components.gradients._ring
+        copies = runtime._components.gradients._copies
         seen: list[bool] = []
 
         def look() -> None:
-            while len(ring._jobs) < 2 or not ring._changed._waiters:  # the worker waits for its copy
+            while len(copies._copies) + len(copies._jobs) < 3:
                 time.sleep(0.001)
             with runtime._components.pager.lock:
                 seen.append(True)
@@ -225,6 +208,9 @@ def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
             time.sleep(0.1)
             device.let_go(runtime._components.store.link.streams["down"])
 
+        for _ in range(before):
+            model(inputs()).backward()
+            copies.wait()
         with held(device, runtime):
             loss = model(inputs())
             other = threading.Thread(target=look)
@@ -236,6 +222,29 @@ def test_the_third_of_a_ring_of_two_waits_without_lock_and_gil() -> None:
             del loss
         runtime.optimizer.zero_grad()
         assert parity.differences(stepped(model, runtime), expected(*3 * [BLOCK], bias=False)) == []
+
+
+@pytest.mark.parametrize("leaving", [0, LEAVING])
+def test_gradients_under_way_take_their_share_of_the_device(
+    leaving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, model = EmulatedDevice(3), Layers(BLOCK, BIG, 64, 2 * BLOCK, 64, BLOCK)
+    kept: list[int] = []
+    wait = GradientCopies.await_limit
+
+    def waited(copies: GradientCopies) -> None:
+        kept.append(copies._kept)
+        wait(copies)
+        assert copies._kept <= leaving
+
+    monkeypatch.setattr(GradientCopies, "await_limit", waited)
+    with opened(device, model, leaving=leaving) as runtime:
+        for _ in range(2):
+            model(inputs()).backward()
+        assert len(kept) == 2 * len(list(model.parameters()))
+        assert leaving < max(kept) <= leaving + 4 * BIG
+        runtime.clip_grad_norm_(1.0)
+        assert runtime._components.gradients._copies._kept == 0
 
 
 def test_who_reads_gradients_waits_for_them() -> None:
@@ -269,7 +278,6 @@ def test_a_runtime_closes_while_copies_are_held() -> None:
             timer.start()
             runtime.close()
             timer.join()
-            assert runtime._components.gradients._ring._jobs
         del runtime
         gc.collect()
 
@@ -279,30 +287,115 @@ def test_a_runtime_closes_while_copies_are_held() -> None:
 
 @pytest.mark.parametrize("sizes", [(BLOCK, BLOCK // 2), (BIG, 64), (3 * BIG + 64, 2 * BIG)])
 def test_bytes_down_are_those_of_the_gradients(sizes: tuple[int, ...]) -> None:
-    """Each backward copies exactly the bytes of its gradients to the host, and nothing else comes down."""
+    """Each backward copies exactly the bytes of its gradients to the host, and nothing else comes down: the
+    first one each gradient in one copy, later ones in blocks.
+    """
     device, model = EmulatedDevice(5), Layers(*sizes)
-    nbytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    numbers = [each.numel() for each in model.parameters()]
     with opened(device, model) as runtime:
         for backwards in (1, 2):
-            before = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes
+            before, copied = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes, device.count("cuMemcpyAsync")
             for _ in range(backwards):
                 model(inputs()).backward()
             runtime.clip_grad_norm_(1.0)
-            assert runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes - before == backwards * nbytes
+            assert runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes - before == backwards * 4 * sum(numbers)
+            blocks = sum(-(-each // BLOCK) for each in numbers) * (backwards - 1)
+            assert device.count("cuMemcpyAsync") - copied == len(numbers) + blocks
             runtime.optimizer.zero_grad()
-        before = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes
         assert parity.differences(stepped(model, runtime), expected(*sizes)) == []
         assert runtime.stats.edges[Edge.HOST_TO_NVME].bytes == 0
 
 
-def test_neighbours_come_down_in_one_copy() -> None:
+def test_one_backward_needs_a_copy_and_two_events_a_gradient_and_no_worker() -> None:
     device, model = EmulatedDevice(6), Layers(*[64] * 20)
-    with opened(device, model) as runtime:
-        with held(device, runtime):
+    with opened(device, model, accumulation=1) as runtime:
+        calls = ("cuMemcpyAsync", "cuEventRecord", "cuStreamWaitEvent")
+        for _ in range(2):
+            loss = model(inputs())
+            before = [device.count(each) for each in calls]
+            loss.backward()
+            made = [device.count(each) - then for each, then in zip(calls, before, strict=True)]
+            assert made == [40, 80, 40]
+            assert not workers()
+            finished(model, runtime)
+        assert not workers()
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_squares_that_the_device_computes_have_the_bits_of_the_cpus(compute: str, kernels: None) -> None:
+    """With update kernels, 8 bytes for each block of a gradient come down beside it, and the CPU measures
+    nothing.
+    """
+    precision = infinity.Precision(compute=compute)
+    sizes = BIG + 64, 64, 3 * BLOCK
+
+    def step(has_kernels: bool) -> tuple[dict[str, Any], int]:
+        model = Layers(*sizes)
+        numbers = [each.numel() for each in model.parameters()]
+        with (
+            mock.patch.object(twin_flow, "has_kernels", lambda device: has_kernels),
+            opened(EmulatedDevice(8), model, precision=precision, accumulation=1) as runtime,
+        ):
+            assert not runtime.plan.updated_on_device
+            before = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes
+            model(inputs(dtype=precision.compute_dtype)).backward()
+            norm = runtime._components.gradients.norm()
+            down = runtime.stats.edges[Edge.DEVICE_TO_HOST].bytes - before
+            sums = has_kernels * sum(8 * -(-each // BLOCK) for each in numbers)
+            assert down == sum(numbers) * precision.compute_dtype.itemsize + sums
+            assert not workers()
+            return {**finished(model, runtime), "unclipped": norm}, int(sums)
+
+    without, _ = step(False)
+    with mock.patch.object(GradientCopies, "measure", None):
+        found, sums = step(True)
+    assert sums and parity.differences(found, without) == []
+
+
+def test_a_first_gradient_comes_after_those_that_were_dropped() -> None:
+    """The worker has not added the dropped gradient when the next one is copied to its place."""
+    device, model = EmulatedDevice(9), Layers(BLOCK, 64, bias=False)
+    weight = model.layers[0].weight
+    with opened(device, model, leaving=4 * LEAVING) as runtime:
+        with held(device, runtime) as let_go:
+            for _ in range(2):
+                model(inputs(1)).backward()
+            weight.grad = None
+            timer = threading.Timer(0.1, let_go)
+            timer.start()
             model(inputs()).backward()
-            before = runtime.stats.edges[Edge.DEVICE_TO_HOST].transfers
-        runtime.clip_grad_norm_(1.0)
-        assert runtime.stats.edges[Edge.DEVICE_TO_HOST].transfers - before <= 2, "of 40 gradients"
+            timer.join()
+        alone = expected(BLOCK, 64, bias=False)["gradients"][0]
+        assert parity.differences(runtime.grad(weight), alone) == []
+
+
+@pytest.mark.parametrize("taken", ["waits", "memory"])
+def test_what_a_copy_waits_for_or_keeps_is_missed(taken: str) -> None:
+    """Without the waits for copies, or if the gradients are not kept until they are copied, the device's
+    checker finds accesses that nothing orders.
+    """
+
+    def forgetful(link: CopyStreams, *arguments: Any, **options: Any) -> Any:
+        transfer = copy(link, *arguments, **options)
+        link._under_way.clear()
+        transfer._ends = transfer._ends[:1]
+        return transfer
+
+    copy = CopyStreams.to_host
+    patched = {
+        "waits": mock.patch.multiple(GradientCopy, wait=lambda self: None, done=lambda self: True),
+        "memory": mock.patch.object(CopyStreams, "to_host", forgetful),
+    }[taken]
+    for seed in range(20):
+        device, model = EmulatedDevice(seed), Layers(*4 * [BLOCK], bias=False)
+        try:
+            with patched, opened(device, model, leaving=4 * LEAVING) as runtime:
+                for _ in range(2):
+                    stepped(model, runtime)
+        except AssertionError:
+            assert device.violations
+            return
+    pytest.fail("nobody misses it")
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuStreamWaitEvent", "cuEventQuery"])
@@ -332,11 +425,12 @@ def test_a_worker_that_cannot_start_leaves_nothing_to_wait_for(monkeypatch: pyte
     real = threading.Thread.start
 
     def start(self: threading.Thread) -> None:
-        if self.name == "infinity-ring":
+        if self.name == "infinity-gradients":
             raise RuntimeError("can't start new thread")
         real(self)
 
     with opened(device, model) as runtime:
+        model(inputs()).backward()
         loss = model(inputs())
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
             patch.setattr(threading.Thread, "start", start)

@@ -1,4 +1,6 @@
-"""Tests of gradients that leave the device through the ring: no bit differs from training without a ring."""
+"""Tests of gradients that are copied from a device with its own memory: no bit differs from training where
+the CPU can use the device's memory.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def trained(
     the optimizer's state_dict.
 
     home: where the pages rest, as for `budget_for`. device: a device with memory of its own, or None for a
-    device whose memory the CPU can read, which needs no ring. compute: argument of Precision. update:
+    device whose memory the CPU can read. compute: argument of Precision. update:
     argument of `offload`. how: "plain" for a plain loop, "accumulate" for runtime.accumulate.
     """
     model = Mixed()
@@ -78,7 +80,7 @@ def trained(
             accumulation=3 if update in ("eager", "speculative") else None,
         ) as runtime,
     ):
-        assert bool(runtime.plan.ring_bytes) == (device is not None)
+        assert bool(runtime.plan.landing_bytes) == (device is not None)
         dtype = precision.compute_dtype
 
         def loss_of(number: int) -> torch.Tensor:
