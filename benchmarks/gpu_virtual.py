@@ -13,6 +13,8 @@ the model alone takes.
 
     python benchmarks/gpu_virtual.py [--model 7b] [--batch 4] [--seq 1024] [--update lazy eager] [--json]
 
+The rates are those of an H200 and its host, if no others are given.
+
 All parameters are on the device with mirrors in RAM, gradients and states in RAM, as in ZeRO-Offload. Each
 case is a way of updating; eager updates are not clipped. All figures are of one step, the mean of some. The
 terms are seconds of the trainer's thread: calls of forward and backward, the wait until all gradients are in
@@ -36,7 +38,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -63,9 +65,6 @@ from infinity.planning.plan import Plan
 from infinity.tiers import Tier, arena, device
 from infinity.tiers.pool import adopt
 
-FLOPS = 700 * 10**12
-"""Rate of matrix products and attention on an H200, in bf16."""
-H200 = Rates(link_up=50 * 10**9, link_down=50 * 10**9, device=4 * 10**12, host_memory=120 * 10**9)
 PRECISION = infinity.Precision(compute="bf16")
 CALLS = (
     "cuMemcpyAsync",
@@ -132,9 +131,10 @@ class NoArithmetic(TorchDispatchMode):
 
     clock: VirtualClock
 
-    def __init__(self, emulated: EmulatedDevice) -> None:
+    def __init__(self, emulated: EmulatedDevice, *, flops: int, memory: int) -> None:
+        """flops, memory: FLOPs and bytes of the device in a second."""
         super().__init__()
-        self._compute = emulated.compute
+        self._compute, self._rates = emulated.compute, (flops, memory)
         self._formulas = _flop_formulas()
         self.flops = self.nbytes = self.length = 0
         self.cpu_seconds = 0.0
@@ -164,25 +164,20 @@ class NoArithmetic(TorchDispatchMode):
         formula = self._formulas.get(func.overloadpacket)
         if formula is not None:
             work = formula(*args, **kwargs, out_val=result)
-            self.flops += work
-            length = work * SECOND // FLOPS
+            self.works(work)
         else:
             results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
             nbytes = sum(
                 min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
                 for each in (*operands, *results)
             )
-            self.reads(nbytes)
-            return result
-        self._takes(length)
+            self.works(0, nbytes)
         return result
 
-    def reads(self, nbytes: int) -> None:
-        """Have the device read or write `nbytes` bytes of its memory."""
-        self.nbytes += nbytes
-        self._takes(nbytes * SECOND // H200.device)
-
-    def _takes(self, length: int) -> None:
+    def works(self, flops: int, nbytes: int = 0) -> None:
+        """Queue work on the compute stream."""
+        self.flops, self.nbytes = self.flops + flops, self.nbytes + nbytes
+        length = flops * SECOND // self._rates[0] + nbytes * SECOND // self._rates[1]
         self.length += length
         self.clock.computes(self._compute, length)
 
@@ -283,7 +278,7 @@ class TimedKernels:
 
     def launch(self, name: str, warps: int, arguments: bytes) -> None:
         assert name == "infinity_fresh_squares", name
-        self._mode.reads(warps * _cpu_adam.BLOCK * PRECISION.compute_dtype.itemsize)
+        self._mode.works(0, warps * _cpu_adam.BLOCK * PRECISION.compute_dtype.itemsize)
 
 
 class PackageCalls:
@@ -336,6 +331,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, case: Case) -> None:
         self.options, self.case = options, case
+        self.rates = Rates(options.link, options.link, options.memory, options.ram)
         self.emulated = EmulatedDevice(0)
         self.pool: TimedPool | None = None
 
@@ -346,7 +342,7 @@ class Bench:
         with torch.device("meta"):
             self.model = Decoder(decoder)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
-        self.mode = NoArithmetic(self.emulated)
+        self.mode = NoArithmetic(self.emulated, flops=self.options.flops, memory=self.options.memory)
         with contextlib.ExitStack() as cleanup:
             cleanup.enter_context(warnings.catch_warnings())
             cleanup.callback(self.emulated.reset, 0)
@@ -354,16 +350,17 @@ class Bench:
             for module in (arena, device):
                 cleanup.enter_context(mock.patch.object(module, "map_ram", absent))
             cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
-            there = SimpleNamespace(has_kernels=lambda device: True)  # to measure, not to update
-            cleanup.enter_context(mock.patch.object(store, "twin_flow", there))
             timed = TimedKernels(self.mode)
             cleanup.enter_context(mock.patch.object(store, "kernels_that_measure", lambda device: timed))
             cleanup.enter_context(mock.patch.object(InitialPages, "fill", self._start))
             budget = self._budget(optimizer)
+            there = SimpleNamespace(has_kernels=lambda device: True)  # to measure, not to update
+            cleanup.enter_context(mock.patch.object(store, "twin_flow", there))
             runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
             warnings.filterwarnings("ignore", "Saved activations take", UserWarning)
             with runtime:
-                check(runtime.plan)
+                if self.options.device is None:
+                    check(runtime.plan)
                 # As on a GPU, the trainer's thread does not take part in updates.
                 runtime._components.scheduler._shares_cpu = False
                 yield runtime
@@ -378,18 +375,21 @@ class Bench:
         }
 
     def _budget(self, optimizer: torch.optim.Optimizer) -> infinity.Budget:
-        """The budgets with which all parameters fit the device, and nothing else of the model."""
+        """The given budgets, or those with which the device has room for all parameters and nothing else."""
+        if self.options.device is not None:
+            return infinity.Budget(device=self.options.device, host=self.options.host)
         near, before = 1 << 40, 0
-        while near != before:  # the bytes of gradients under way follow from the budget
+        while near != before:  # other bytes on the device follow from the budget
             budget = infinity.Budget(device=near, host=self.options.host)
             plan = infinity.plan(self.model, optimizer, budget=budget, **self._facts)
             before = near
-            near = sum(unit.nbytes for unit in plan.layout.units) + plan.leaving_bytes + plan.resident_bytes
+            homes = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
+            near = sum(unit.nbytes for unit in plan.layout.units) + plan.device_bytes - homes
         return budget
 
     def _start(self, *_: Any) -> None:
         """Start the clock, once the tiers are open and have tried their copies, in place of filling pages."""
-        self.clock = self.mode.clock = VirtualClock(H200, copies=False)
+        self.clock = self.mode.clock = VirtualClock(self.rates, copies=False)
 
     def _make_pool(self, *arguments: Any) -> TimedPool:
         self.pool = TimedPool(self.clock, *arguments)
@@ -405,8 +405,8 @@ def check(plan: Plan) -> None:
 def plain_seconds(options: argparse.Namespace) -> dict[str, float]:
     """CPU seconds that forward and backward of the model alone take in this thread, without infinity."""
     emulated = EmulatedDevice(0)
-    mode = NoArithmetic(emulated)
-    mode.clock = VirtualClock(H200)
+    mode = NoArithmetic(emulated, flops=options.flops, memory=options.memory)
+    mode.clock = VirtualClock(Rates(options.link, options.link, options.memory, options.ram))
     with torch.device("meta"):
         model = Decoder(PRESETS[options.model].decoder).to(PRECISION.compute_dtype)
     model.to_empty(device="cpu")  # nobody writes to this memory
@@ -525,14 +525,13 @@ def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[
     in forward and backward. Lazy updates begin when all gradients have come down, and overlap with the next
     forward.
     """
+    options = bench.options
     down, up = edges["device->host"], edges["host->device"]
     forward, backward = computed["forward"] / SECOND, computed["backward"] / SECOND
-    updating = (updates + up) / H200.host_memory
+    updating = (updates + up) / options.ram
     if bench.case.update != "lazy":
-        return max(
-            up / H200.link_up, down / H200.link_up, forward + backward, updating + down / H200.host_memory
-        )
-    return max(down / H200.link_up, backward) + max(up / H200.link_up, forward, updating)
+        return max(up / options.link, down / options.link, forward + backward, updating + down / options.ram)
+    return max(down / options.link, backward) + max(up / options.link, forward, updating)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -551,6 +550,10 @@ def show(row: dict[str, Any]) -> None:
         print(f"  {title}: {', '.join(f'{name} {each:{form}}' for name, each in figures.items())}")
 
 
+def _billions(text: str) -> int:
+    return round(float(text) * 10**9)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -558,10 +561,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=PRESETS, default="7b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--device", help="budget of the device, by default what all parameters take")
     parser.add_argument("--host", default="94GiB", help="budget of host memory")
     parser.add_argument("--update", choices=UPDATES, nargs="+", default=UPDATES[:2])
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of gradients")
     parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
+    parser.add_argument("--link", type=_billions, default=50 * 10**9, help="GB/s of the link, each way")
+    parser.add_argument("--ram", type=_billions, default=120 * 10**9, help="GB/s of host memory")
+    parser.add_argument("--memory", type=_billions, default=4000 * 10**9, help="GB/s of the device's memory")
+    parser.add_argument("--flops", type=_billions, default=700_000 * 10**9, help="GFLOP/s of the device")
     parser.add_argument("--quick", action="store_true", help="a smoke test: the smallest model, few tokens")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     options = parser.parse_args(argv)
@@ -579,8 +587,7 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(trained(bench, runtime, plain))
         show(rows[-1])
     if options.json:
-        settings = {"model": options.model, "batch": options.batch, "seq": options.seq, "flops": FLOPS}
-        print(json.dumps({"machine": machine_facts(), "settings": settings | asdict(H200), "results": rows}))
+        print(json.dumps({"machine": machine_facts(), "settings": vars(options), "results": rows}))
     return 0
 
 
