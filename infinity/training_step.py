@@ -239,6 +239,7 @@ class TrainingStep:
                     "Call zero_grad() and go on with another batch, or lower the learning rate or clip.",
                 )
             else:
+                self._scheduler.undo_all()  # a commit may follow before zero_grad()
                 parts.meter.skipped()
             self.open = False
             if self._eager is not None:

@@ -330,6 +330,47 @@ def test_commits_hold_what_step_has_confirmed(home: str, tmp_path: Path) -> None
     assert differences(found["lazy"], found["speculative"]) == []
 
 
+@pytest.mark.parametrize("home", ["nvme", "mixed", "host"])
+def test_a_commit_after_a_skipped_step_holds_the_values_before(home: str, tmp_path: Path) -> None:
+    """Even if gradients are not dropped before the commit."""
+    pages, commits = tmp_path / "pages", tmp_path / "commits"
+    pages.mkdir()
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    precision = infinity.Precision(compute="fp16")
+    options: dict[str, Any] = {"precision": precision, "device": "cpu", "accumulation": 1}
+    budget = budget_for(
+        home,
+        model,
+        optimizer,
+        pages,
+        precision,
+        accumulation=1,
+        update="speculative",
+        checkpoint=commits,
+    )
+    with infinity.offload(
+        model, optimizer, budget=budget, update="speculative", checkpoint=commits, **options
+    ) as runtime:
+        for step in range(2):
+            loss_of(model, step).backward()
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+        before = values(model)
+        next(iter(model.parameters())).register_hook(lambda each: each * torch.inf)
+        loss_of(model, 2).backward()
+        assert begun(runtime)
+        runtime.optimizer.step()
+        assert runtime.stats.skipped_steps == 1
+        commit = runtime.save()
+        runtime.optimizer.zero_grad()
+        commit.wait()
+    model = TIED.make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with infinity.offload(model, optimizer, budget=budget, resume=commits, **options):
+        assert differences(before, values(model)) == []
+
+
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_disk_that_fails_ends_in_a_typed_error(kind: str, tmp_path: Path) -> None:
     faults = Faults()
