@@ -118,6 +118,8 @@ class ChunkUpdate:
     """Number of parameter elements that the update submitted last changes."""
     _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     """(bytes at home in host RAM, their copy before a speculative update), each uint8."""
+    _second: Sequence[torch.Tensor] = ()
+    """The memory of these copies, which the first speculative update has leased for good."""
 
     def __init__(
         self,
@@ -417,14 +419,17 @@ class ChunkUpdate:
 
     def _keep(self) -> None:
         """Copy what the update changes at home in host RAM to a second place."""
-        kept = []
-        for home, memory in ((self.page.home, self._parameter), (self._state_page.home, self._states)):
-            if home.in_place and memory.nbytes:
-                with self._store.second.lease(memory.nbytes) as lease:
-                    copy = lease.residency()
-                copy.copy_(memory)
-                kept.append((memory, copy))
-        self._kept = kept
+        pairs = ((self.page.home, self._parameter), (self._state_page.home, self._states))
+        changed = [memory for home, memory in pairs if home.in_place and memory.nbytes]
+        if not self._second:
+            self._second = [self._leased(each.nbytes) for each in changed]
+        self._kept = list(zip(changed, self._second, strict=True))
+        for memory, copy in self._kept:
+            copy.copy_(memory)
+
+    def _leased(self, nbytes: int) -> torch.Tensor:
+        with self._store.second.lease(nbytes) as lease:
+            return lease.residency()
 
     def write(self) -> None:
         """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST."""
@@ -488,6 +493,7 @@ class ChunkUpdate:
         """
         self.end()
         self._at_home = self._addresses = None  # the homes may move
+        self._second = ()
         self._drop()
 
     def _drop(self) -> None:

@@ -153,6 +153,8 @@ class UpdateScheduler(Updates):
         if a page cannot be read or written.
         """
         gradients = self._gradients
+        if self.tentative(unit):
+            self._undo(unit)
         with gradients.adding(unit, parameter, gradient.dtype) as page:
             flat = in_memory_order(gradient, page.layout.parameters[parameter].stride)
             if gradients.on_device(unit):

@@ -102,7 +102,7 @@ class Store:
             self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
             self.second: Pool = self.host.pool("second places", plan.second_bytes)
-            """For what speculative updates change at home in host RAM, until `step()` confirms them."""
+            """For copies of what speculative updates change at home in host RAM."""
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self.bounce: torch.Tensor | None = lease.residency()

@@ -246,6 +246,56 @@ def test_what_comes_between_backward_and_step_sees_and_does_as_with_lazy_updates
     assert differences(found["lazy"], found["speculative"]) == []
 
 
+class Late(nn.Module):
+    """A model whose backward uses a parameter's values after the parameter's last gradient."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recomputes:
+            found: torch.Tensor = torch.utils.checkpoint.checkpoint(self._compute, x, use_reentrant=False)
+            return found
+        return self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.second.weight.detach()
+        x = self.second(torch.sin(self.first(x) @ held))
+        return x * (self.first.weight * self.first.weight.detach()).sum()
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("home", ["unified-nvme", "nvme", "mirrored"])
+def test_a_backward_that_needs_a_parameter_after_its_last_gradient(
+    home: str, recomputes: bool, tmp_path: Path
+) -> None:
+    """With eager updates it fails (test_eager.py)."""
+    found = {}
+    for update in ("lazy", "speculative"):
+        model = Late(recomputes)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        options = {"precision": infinity.Precision(compute="fp32"), "accumulation": 1, "update": update}
+        # Two units at once, for autograd may hold both.
+        budget = budget_for(home, model, optimizer, tmp_path, roomy=1 << 20, **options)
+        budget = infinity.Budget(
+            device=budget.device_bytes and 1 << 20, host=budget.host_bytes + (64 << 10), nvme=budget.nvme
+        )
+        with infinity.offload(model, optimizer, budget=budget, device="cpu", **options) as runtime:
+            losses = []
+            for step in range(3):
+                torch.manual_seed(step)
+                loss = model(torch.randn(3, 40)).square().sum()
+                loss.backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+                losses.append(loss.item())
+            found[update] = {"losses": losses, "model": values(model)}
+    assert differences(found["lazy"], found["speculative"]) == []
+
+
 def test_gradients_that_are_dropped_leave_everything_as_it_was(tmp_path: Path) -> None:
     with opened(tmp_path) as (model, runtime):
         loss_of(model, 0).backward()
