@@ -74,7 +74,11 @@ def test_a_page_takes_the_way_that_the_map_says(tmp_path: Path, monkeypatch: pyt
         ) as runtime:
             for _ in range(2):
                 stepped(model, runtime)
-    apart = list(called)
+        apart = list(called)
+        model = Blocks()
+        options = {"precision": infinity.Precision(compute="fp32"), "device": "cpu"}
+        with infinity.offload(model, adamw(model), budget=budget_of("host", False), **options) as runtime:
+            stepped(model, runtime)
     with opened(TIED.make(), tmp_path, home="unified") as runtime:
         train_step(runtime._model, runtime)
     assert set(named()) - set(called) == set(), "named, and on no page's way"

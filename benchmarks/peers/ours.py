@@ -113,10 +113,10 @@ class Ours:
         homes = {id(page.home) for page in parts.gradients.pages.values()}
         begin = parts.store._begin_write
 
-        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any) -> Any:
+        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any, **options: Any) -> Any:
             if id(home) in homes and home.nvme_lease is not None:
                 self._gradients += source.nbytes  # type: ignore[operator]
-            return begin(home, offset, source, *more)
+            return begin(home, offset, source, *more, **options)
 
         parts.store._begin_write = counting  # type: ignore[method-assign]
 

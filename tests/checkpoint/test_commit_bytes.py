@@ -61,10 +61,10 @@ class Counted:
         homes = {id(page.home) for page in runtime._components.gradients.pages.values()}
         begin = self._store._begin_write
 
-        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any) -> Any:
+        def counting(home: Any, offset: int, source: torch.Tensor, *more: Any, **options: Any) -> Any:
             if id(home) in homes and home.nvme_lease is not None:
                 self._gradients += source.nbytes
-            return begin(home, offset, source, *more)
+            return begin(home, offset, source, *more, **options)
 
         self._store._begin_write = counting
 

@@ -45,6 +45,8 @@ def report(
         misses=0,
         steps=1,
         skipped_steps=0,
+        confirmed_updates=0,
+        undone_updates=0,
         seconds=seconds,
         update_seconds=0.0,
         compute_seconds=seconds,

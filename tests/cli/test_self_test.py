@@ -5,6 +5,7 @@ Trials run in forks of the test's process, which inherit the faults, as they wou
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import json
@@ -101,6 +102,7 @@ OPTIONAL = {
 def on_driver(*calls: str, times: int = 1000) -> Iterator[Finding]:
     """Try an emulated device's driver, of which the next calls of these functions fail."""
     device = EmulatedDevice(3)
+    ctypes.CDLL(str(LIBRARY)).cuCtxSetCurrent(None)  # as in a thread that has not used a driver before
     for call in calls:
         for _ in range(times):
             device.fail(call, FAILED)

@@ -246,6 +246,20 @@ def test_what_comes_between_backward_and_step_sees_and_does_as_with_lazy_updates
     assert differences(found["lazy"], found["speculative"]) == []
 
 
+def test_a_gradient_that_is_added_undoes_the_update(tmp_path: Path) -> None:
+    """Whoever adds it, as where micro-batches run together."""
+    with opened(tmp_path, compute="fp32") as (model, runtime):
+        before = values(model)
+        loss_of(model, 0).backward()
+        parts = runtime._components
+        for unit in begun(runtime):
+            fresh = torch.zeros_like(before[parts.pages[unit].layout.parameters[0].names[0]])
+            with parts.pager.lock:
+                parts.scheduler.accumulate(unit, 0, fresh)
+        assert begun(runtime) == set()
+        assert differences(before, values(model)) == []
+
+
 class Late(nn.Module):
     """A model whose backward uses a parameter's values after the parameter's last gradient."""
 

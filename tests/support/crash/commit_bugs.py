@@ -137,9 +137,9 @@ def slots_freed_before_the_manifest(patch: Patch, faults: Faults) -> None:
         while self.pending is not None and self.pending not in freed:
             time.sleep(0.001)
 
-    def count(self: DurableIO, *arguments: Any) -> Any:
+    def count(self: DurableIO, *arguments: Any, **options: Any) -> Any:
         written.append(True)
-        return write(self, *arguments)
+        return write(self, *arguments, **options)
 
     def joining(self: Commit) -> None:
         waiting.set()
