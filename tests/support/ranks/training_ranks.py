@@ -490,10 +490,11 @@ def timeline(case: Case, place: Place, directory: Path) -> dict[str, Any]:
     """
     path = directory / f"{case.name}-{place.rank}.json"
     with opened(case, place, directory) as (model, runtime):
-        before = _settled_traffic(runtime)
+        _settled_traffic(runtime)
         fetches = _counted_fetches(runtime)
         waited = runtime.stats.rank_seconds
         with runtime.timeline(path):
+            before = _settled_traffic(runtime)  # the other rank's timeline has begun, too, before a step
             _steps(case, place, model, runtime)
             after = _settled_traffic(runtime)
         waited = runtime.stats.rank_seconds - waited
