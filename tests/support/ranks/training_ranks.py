@@ -208,6 +208,7 @@ def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
                 was_read(*each)
             held.clear()
             assert step._wire.wait(lambda: not shards._outgoing and not shards._going_up, "gradients")
+            step._wire.wait(lambda: not shards._waiting_there.leased, "gradients")  # the last view
             kept.append(shards._waiting_there.leased > 0)
     return kept
 
