@@ -33,6 +33,7 @@ from infinity import cpu_adam
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Group, Rule
 from infinity.gradients.gradients import Gradients
+from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
@@ -221,12 +222,8 @@ class EagerStep:
             return False
         if self._broken or not gradients.complete(page.parameters, self._accumulation):
             return False
-        self._broken = not self._finite(unit)
+        self._broken = not _finite(gradients)
         return not self._broken
-
-    def _finite(self, unit: int) -> bool:
-        gradients = self._gradients.pages[unit]
-        return all(gradients.finite(index) for index in gradients.content)
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
         """Count one more unit as updated, and return the options of all param groups for its update.
@@ -306,11 +303,16 @@ class Speculation:
             return False
         if not gradients.complete(self._pages[unit].parameters, self._accumulation):
             return False
-        return all(gradients.finite(index) for index in gradients.content)
+        return _finite(gradients)
 
     def stepped(self) -> None:
         """Note the factor of the gradients in the step that is decided now."""
         self._wrong = 0 if self._gradients.factor == 1.0 else self._wrong + 1
+
+
+def _finite(gradients: GradientPage) -> bool:
+    """Whether all stored gradients of a unit are finite."""
+    return all(gradients.finite(index) for index in gradients.content)
 
 
 def _frozen(groups: Sequence[Group]) -> list[Group]:
