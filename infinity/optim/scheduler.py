@@ -335,12 +335,10 @@ class UpdateScheduler(Updates):
         self._ready.pop(unit, None)
         group.unqueued, group.tentative, group.left = (), None, 0
         undone = [update for update in group.chunks if update.speculative]
+        self._active = [each for each in self._active if each not in undone]
+        self._await_copies(unit)  # they may read the homes that are undone
         for update in undone:
             update.undo()
-        self._active = [each for each in self._active if each not in undone]
-        for copied in [each for each in self._copies if each[0] == unit]:
-            copied[1].wait()
-            self._copies.remove(copied)
         living = page.living()
         if living is not None and not (page.permanent and self._store.device.shares_host):
             try:
@@ -432,10 +430,13 @@ class UpdateScheduler(Updates):
         """
         while (running := self._running(unit)) is not None:
             self._end_quietly(running)
-        if self._copies:
-            for copied in [each for each in self._copies if each[0] == unit]:
-                copied[1].wait()
-                self._copies.remove(copied)
+        self._await_copies(unit)
+
+    def _await_copies(self, unit: int) -> None:
+        """Wait for the copies of the unit's updated parameters to the device that `_deliver` has met."""
+        for copied in [each for each in self._copies if each[0] == unit]:
+            copied[1].wait()
+            self._copies.remove(copied)
 
     def advance(self) -> None:
         """Advance the updates that are under way, without waiting for a read, a write or a copy, and then
