@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
@@ -30,10 +31,14 @@ from infinity.pages.parameter_page import Presence
 from infinity.tiers.copy_streams import Order
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored")
-UPDATES = ("lazy", "eager", "sync")
-SEEDS_OF_A_PROGRAM = 45
-"""Number of successive seeds that have the same program: three seeds for each of the 15 places, which are
-combinations of HOMES and UPDATES. The three share one expected result, which is computed without streams.
+UPDATES = ("lazy", "eager", "speculative", "sync")
+PLACES = (
+    *itertools.starmap(Place, itertools.product(HOMES, UPDATES)),
+    *(Place("device", update, kernels=True) for update in UPDATES if update != "speculative"),
+)
+SEEDS_OF_A_PROGRAM = 2 * len(PLACES)
+"""Number of successive seeds that have the same program: two for each place, with updates behind the model
+and not. The two share one expected result, which is computed without streams.
 """
 
 
@@ -48,41 +53,13 @@ def without_streams(number: int, place: Place) -> dict[str, Any]:
 
 def drawn(seed: int) -> tuple[int, Place]:
     """Return what a seed determines: (number of the program, where pages rest and when updates run)."""
-    places = [Place(home, update) for home, update in itertools.product(HOMES, UPDATES)]
-    return seed // SEEDS_OF_A_PROGRAM, places[seed % len(places)]
+    return seed // SEEDS_OF_A_PROGRAM, PLACES[seed % len(PLACES)]
 
 
-def check(seed: int, *, threads: bool = False) -> None:
-    check_at(seed, *drawn(seed), threads=threads)
-
-
-def check_at(seed: int, number: int, place: Place, *, threads: bool = False) -> None:
-    device = EmulatedDevice(seed, threads=threads)
-    with device.in_use():
-        found = trained(number, place)
-    assert device.count("cuMemcpyAsync") > 10
-    assert parity.differences(found, without_streams(number, place)) == []
-
-
-@pytest.mark.sweep(most=2)
-@pytest.mark.parametrize("first", range(0, 60, 12))
-def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
-    for seed in range(first, first + 12):
-        check(seed)
-
-
-@pytest.mark.parametrize("update", UPDATES)
-def test_updates_on_the_device_are_ordered_too(update: str) -> None:
-    for seed in range(6):
-        check_at(seed, seed // 2, Place("device", update, kernels=True))
-
-
-@pytest.mark.parametrize("home", HOMES)
-def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If updates run on the CPU while the model goes on, the checker finds an order for every access to
-    memory, and the results have the bits of a run without streams.
-
-    As on a GPU, the model waits for an update only when it uses the update's results.
+@contextlib.contextmanager
+def behind_the_model() -> Iterator[None]:
+    """Within the `with` statement, updates run on the CPU while the model goes on, which waits for an update
+    only when it uses the results, as on a GPU.
     """
     made = UpdateScheduler.__init__
 
@@ -90,14 +67,30 @@ def test_updates_behind_the_model_are_ordered_too(home: str, monkeypatch: pytest
         made(scheduler, *arguments, **options)
         scheduler._shares_cpu = False
 
-    for seed, update in enumerate(UPDATES):
-        place = Place(home, update)
-        expected = without_streams(0, place)
-        with monkeypatch.context() as patch, (device := EmulatedDevice(seed)).in_use():
-            patch.setattr(UpdateScheduler, "__init__", apart)
-            found = trained(0, place)
-        assert device.count("cuMemcpyAsync") > 10
-        assert parity.differences(found, expected) == []
+    with mock.patch.object(UpdateScheduler, "__init__", apart):
+        yield
+
+
+def run(seed: int) -> dict[str, Any]:
+    """Train as a seed determines, on the device that is in use. Returns the results."""
+    with behind_the_model() if seed % 2 else contextlib.nullcontext():
+        return trained(*drawn(seed))
+
+
+def check(seed: int, *, threads: bool = False) -> None:
+    device = EmulatedDevice(seed, threads=threads)
+    with device.in_use():
+        found = run(seed)
+    assert device.count("cuMemcpyAsync") > 10
+    assert parity.differences(found, without_streams(*drawn(seed))) == []
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(0, 1000, len(PLACES))[1:])]
+)
+def test_random_training_is_ordered_and_has_every_bit(first: int) -> None:
+    for seed in range(first, first + len(PLACES)):
+        check(seed)
 
 
 @pytest.mark.sweep(most=4)
@@ -106,20 +99,13 @@ def test_streams_that_are_threads_change_nothing(seed: int) -> None:
     check(seed, threads=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(60, 1000, 20))
-def test_more_random_training_is_ordered_and_has_every_bit(first: int) -> None:
-    for seed in range(first, first + 20):
-        check(seed)
-
-
 @pytest.mark.parametrize("order", [each for each in Order if each is not Order.OFFER])  # needs other ranks
 def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
     for seed in range(60):
         device = EmulatedDevice(seed)
         try:
             with device.in_use(), device.without(order):
-                trained(*drawn(seed))
+                run(seed)
         except AssertionError:
             assert device.violations
             return
@@ -127,16 +113,16 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
 
 
 @contextlib.contextmanager
-def opened(device: EmulatedDevice, home: str = "host", update: str = "lazy") -> Iterator[tuple[Any, Any]]:
+def opened(device: EmulatedDevice, home: str = "host") -> Iterator[tuple[Any, Any]]:
     """Yield a small model and its runtime on the emulated device. Asserts at the end that the device's
     checker has found an order for all accesses to memory.
 
-    home: where pages rest, one of HOMES. update: when updates run, one of UPDATES.
+    home: where pages rest, one of HOMES.
     """
     model = Blocks()
     with (
         device.in_use(),
-        infinity.offload(model, adamw(model), budget=budget_of(home), device="cpu", update=update) as runtime,
+        infinity.offload(model, adamw(model), budget=budget_of(Place(home)), device="cpu") as runtime,
     ):
         yield model, runtime
 

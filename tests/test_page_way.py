@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from emulated_device import EmulatedDevice
-from random_programs import Blocks, adamw, budget_of, stepped
+from random_programs import Blocks, Place, adamw, budget_of, stepped
 from small_runtime import TIED, opened, train_step
 
 import infinity
@@ -65,7 +65,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> dict[str, None]:
 
 
 def test_a_page_takes_the_way_that_the_map_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget = budget_of("nvme", False)
+    budget = budget_of(Place("nvme"))
     called = watch(monkeypatch)
     with EmulatedDevice().in_use():
         model = Blocks()
@@ -77,7 +77,7 @@ def test_a_page_takes_the_way_that_the_map_says(tmp_path: Path, monkeypatch: pyt
         apart = list(called)
         model = Blocks()
         options = {"precision": infinity.Precision(compute="fp32"), "device": "cpu"}
-        with infinity.offload(model, adamw(model), budget=budget_of("host", False), **options) as runtime:
+        with infinity.offload(model, adamw(model), budget=budget_of(Place("host")), **options) as runtime:
             stepped(model, runtime)
     with opened(TIED.make(), tmp_path, home="unified") as runtime:
         train_step(runtime._model, runtime)

@@ -131,6 +131,7 @@ void Machine::wait(Lock& lock, Stream& stream, const std::shared_ptr<Event>& eve
     follow(stream.actor, moment->clock);
     stream.time = std::max(stream.time, moment->time);
     if (stream.is_inline) {
+        if (!moment->happened && !clock_.on()) moment->shown_at = calls_ + draw(lateness_ + 1);
         until(lock, [&] { return moment->happened; });
         return;
     }

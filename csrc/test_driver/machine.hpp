@@ -9,8 +9,8 @@
 //
 // The null stream is "inline": the calling thread does its work, as it does torch's operations on
 // the CPU. So a wait of this stream makes the calling thread wait. An event that is recorded on it
-// has happened at once, though `query` says so only after a drawn number of calls, as for a GPU
-// that is behind. For the checker it is a stream.
+// has happened at once, and one that it waits for soon, though `query` says so only after a drawn
+// number of calls, as for a GPU that is behind. For the checker it is a stream.
 #pragma once
 
 #include <chrono>
@@ -42,7 +42,7 @@ enum class Pace { stepped, threads };
 // event is recorded again.
 struct Moment {
     bool happened = false;
-    std::uint64_t shown_at = 0;  // inline: the number of the call from which `query` says so
+    std::uint64_t shown_at = 0;  // the number of the call from which `query` says so
     Clock clock;                 // the stream's clock when the recording was queued
     std::chrono::steady_clock::time_point at;
     Time time = 0;  // on the virtual clock

@@ -15,7 +15,7 @@ import torch
 from emulated_device import COMPUTE, LIBRARY, EmulatedDevice
 from homes import ROOMY
 from planned_models import check, planned, stack
-from random_programs import BLOCKS, Blocks, adamw, budget_of
+from random_programs import BLOCKS, Blocks, Place, adamw, budget_of
 
 import infinity
 from infinity.cpu_adam import BLOCK
@@ -116,7 +116,7 @@ def opened(device: EmulatedDevice, model: Any, update: str, **options: Any) -> I
         infinity.offload(
             model,
             adamw(model),
-            budget=budget_of("mirrored"),
+            budget=budget_of(Place("mirrored")),
             precision=FP32,
             device="cpu",
             update=update,
@@ -219,7 +219,7 @@ def test_edits_reach_the_parameters_in_ram(update: str) -> None:
 
 def test_without_room_nothing_is_mirrored_and_all_is_trained() -> None:
     model = Blocks()
-    budget = budget_of("mirrored")
+    budget = budget_of(Place("mirrored"))
     plan = infinity.plan(model, adamw(model), budget=budget, precision=FP32, device="cpu")
     tight = infinity.Budget(device=budget.device_bytes, host=plan.host_bytes - plan.mirror_bytes)
     with infinity.offload(model, adamw(model), budget=tight, precision=FP32, device="cpu") as runtime:

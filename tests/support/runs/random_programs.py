@@ -1,8 +1,8 @@
 """Random training programs for tests of copy streams, the CUDA streams that copy pages between tiers. The
 programs train a model of a few blocks (submodules), with all pages at a chosen place.
 
-A number determines a program: which blocks each forward goes through, in which order and how often, and what
-happens between backward and step and after the step.
+A number determines a program: which blocks each forward goes through, in which order and how often, in which
+thread each backward runs, and what happens between backward and step and after the step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,45 +58,56 @@ class Step:
     """Indices of the blocks that a forward under no_grad uses, in the order of their use. This forward runs
     after the backwards and before the optimizer's step. Empty if there is no such forward.
     """
-    clipped: bool
+    limit: float | None
+    """The norm to which the gradients are clipped; a large one changes nothing. None: there is no clipping."""
     read: bool
     """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None
     """Index of the block whose first weight is changed after the step; None if no weight is changed."""
+    elsewhere: bool
+    """Whether the backwards run in another thread than the rest, which waits for that thread."""
 
 
 @dataclass(frozen=True)
 class Place:
+    """Where the pages of a Blocks model rest (`home` of `budget_for`), and when updates run."""
+
     home: str
-    update: str
+    update: str = "lazy"
     kernels: bool = False
     """Whether the device updates the units whose pages rest on it; if not, the CPU does."""
 
 
 def program_of(number: int, update: str) -> list[Step]:
-    """Return the three steps of program `number`. update: "lazy" or "eager", as in `offload`.
+    """Return the three steps of program `number`. update: as in `offload`, but not "auto".
 
-    Eager updates begin in the backward. With them, a program reads and clips no gradients, evaluates nothing
-    before a step, and uses no block twice in a step.
+    Eager updates use gradients up in the backward. With them, a program reads and clips no gradients, and
+    evaluates nothing before a step. Where `declares`, all steps have the same number of backwards.
     """
     draw = random.Random(number)
-    eager = update == "eager"
+    eager, backwards = update == "eager", draw.randint(1, 2)
 
     def order() -> tuple[int, ...]:
         blocks = draw.sample(range(BLOCKS), draw.randint(2, BLOCKS))
-        again = [] if eager or draw.random() < 0.5 else draw.choices(blocks, k=1)
+        again = [] if draw.random() < 0.5 else draw.choices(blocks, k=1)
         return (*blocks, *again)
 
     return [
         Step(
-            orders=tuple(order() for _ in range(1 if eager else draw.randint(1, 2))),
-            evaluated=order() if draw.random() < 0.5 and not eager else (),
-            clipped=draw.random() < 0.3 and not eager,
+            orders=tuple(order() for _ in range(backwards if declares(update) else draw.randint(1, 2))),
+            evaluated=order() if draw.random() < 0.4 and not eager else (),
+            limit=draw.choice((0.1, 1e9)) if draw.random() < 0.5 and not eager else None,
             read=draw.random() < 0.3 and not eager,
             edited=draw.randrange(BLOCKS) if draw.random() < 0.3 else None,
+            elsewhere=draw.random() < 0.5,
         )
         for _ in range(3)
     ]
+
+
+def declares(update: str) -> bool:
+    """Whether `offload` has to be told how many backwards each step has."""
+    return update in ("eager", "speculative")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -109,17 +121,18 @@ def folder() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def budget_of(home: str, kernels: bool = False) -> Any:
-    """Return the infinity.Budget with which all pages of a Blocks model rest at `home`, one of homes.HOMES.
+def budget_of(place: Place, backwards: int | None = None) -> Any:
+    """Return the infinity.Budget with which all pages of a Blocks model rest at `place.home`.
 
-    kernels: the value that the caller has made `twin_flow.has_kernels` return. The plan, and so the budget,
-    depends on that value. It is a parameter because results are cached by parameters.
+    backwards: the number of backwards that is declared to `offload`. The caller has made
+    `twin_flow.has_kernels` return `place.kernels`, because the plan, and so the budget, depends on that.
     """
     model = Blocks()
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
+    options: Any = {"accumulation": backwards, "update": place.update}
     with emulated(driver, driver.foreign(COMPUTE)):  # so that plans are for memory apart
-        found = budget_for(home, model, adamw(model), Path(folder().name), precision)
-        if home != "host":
+        found = budget_for(place.home, model, adamw(model), Path(folder().name), precision, **options)
+        if place.home != "host":
             return found
         # Room for more than one page to be resident.
         return infinity.Budget(device=2 * found.device_bytes, host=found.host_bytes)
@@ -132,7 +145,8 @@ def trained(number: int, place: Place) -> dict[str, Any]:
     ("gradients") and the norms of clipping ("norms"), each a list in the order of the program. It also has
     the final state dicts of the model ("parameters") and of the optimizer ("optimizer").
     """
-    model = Blocks()
+    model, program = Blocks(), program_of(number, place.update)
+    backwards = len(program[0].orders) if declares(place.update) else None
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     with (
@@ -140,23 +154,27 @@ def trained(number: int, place: Place) -> dict[str, Any]:
         infinity.offload(
             model,
             adamw(model),
-            budget=budget_of(place.home, place.kernels),
+            budget=budget_of(place, backwards),
             precision=infinity.Precision(compute="fp32"),
             device="cpu",
             update=place.update,
-            accumulation=1 if place.update == "eager" else None,
+            accumulation=backwards,
         ) as runtime,
+        ThreadPoolExecutor(1) as other,
     ):
         assert bool(runtime.plan.updated_on_device) == place.kernels
-        for step in program_of(number, place.update):
+        for step in program:
             for order in step.orders:
                 loss = model(inputs, order)
-                loss.backward()
+                if step.elsewhere:
+                    other.submit(loss.backward).result()
+                else:
+                    loss.backward()
                 seen["losses"].append(loss.item())
             if step.read:
                 seen["gradients"].append([runtime.grad(each) for each in model.parameters()])
-            if step.clipped:
-                seen["norms"].append(float(runtime.clip_grad_norm_(0.1)))
+            if step.limit is not None:
+                seen["norms"].append(float(runtime.clip_grad_norm_(step.limit)))
             if step.evaluated:
                 with torch.no_grad():
                     seen["evaluated"].append(model(inputs, step.evaluated).item())
