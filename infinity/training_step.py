@@ -225,7 +225,8 @@ class TrainingStep:
                 )
             if self._eager is not None:
                 self._eager.step(self._param_groups)
-            finite = math.isfinite(norm)
+            stopped = self._uncount_stopped()
+            finite = math.isfinite(norm) and not stopped
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
@@ -629,11 +630,19 @@ class TrainingStep:
     def _forget_stored(self) -> None:
         """Forget all stored gradients, so that the next step can begin."""
         self._scheduler.undo_all()
+        self._uncount_stopped()
         self._ranks.clear()
         self._times_forgotten += 1
         self.open = False
         if self._eager is not None:
             self._eager.clear()
+
+    def _uncount_stopped(self) -> bool:
+        """Take back what was counted for updates that the device left out. Whether there were any."""
+        if self._eager is None or not (stopped := self._scheduler.uncount_stopped()):
+            return False
+        self._eager.stopped(len(stopped))
+        return True
 
     def _updated_units(self, options: StepOptions) -> list[int]:
         """The units with a parameter that has both a gradient, on any rank, and a param group."""

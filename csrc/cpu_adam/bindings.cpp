@@ -237,12 +237,13 @@ void translate(const std::exception_ptr& caught, void*) {
 }
 
 // The layout that infinity/device_update/table.py packs.
-static_assert(sizeof(UpdateLaunch) == 3936 && offsetof(UpdateLaunch, hypers) == 28 &&
-              offsetof(UpdateLaunch, seeds) == 732 && offsetof(UpdateLaunch, hyper) == 3292);
+static_assert(sizeof(UpdateLaunch) == 4072 && offsetof(UpdateLaunch, gradients) == 24 &&
+              offsetof(UpdateLaunch, hypers) == 2084 && offsetof(UpdateLaunch, seeds) == 2788 &&
+              offsetof(UpdateLaunch, hyper) == 3812);
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
-              offsetof(DevicePiece, gradient) == 88);
+              offsetof(DevicePiece, gradient) == 88 && offsetof(DevicePiece, index_high) == 92);
 static_assert(sizeof(SquaresLaunch) == 32);
-static_assert(sizeof(FreshSquaresLaunch) == 32 && offsetof(FreshSquaresLaunch, dtype) == 24);
+static_assert(sizeof(FreshSquaresLaunch) == 40 && offsetof(FreshSquaresLaunch, dtype) == 36);
 
 void bind_formats(nb::module_& m) {
     nb::enum_<Dtype>(m, "Dtype")

@@ -16,12 +16,13 @@ constexpr int code_of(Rule rule, Dtype gradient, ParameterFormat format, MomentF
            static_cast<int>(format) << 8 | static_cast<int>(moments);
 }
 
-void run_update(const DevicePiece& piece, const Folded& folded, const Range& range) {
+void run_update(const DevicePiece& piece, const UpdateArrays& arrays, const Folded& folded,
+                const Range& range) {
     switch (code_of(folded.rule, piece.gradient, piece.format, piece.moments)) {
-#define INFINITY_UPDATE(K, D, P, M)                                                         \
-    case code_of(Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M):                   \
-        UpdateOf<Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M>::run(piece.arrays, \
-                                                                              folded, range); \
+#define INFINITY_UPDATE(K, D, P, M)                                                            \
+    case code_of(Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M):                      \
+        UpdateOf<Rule::K, Dtype::D, ParameterFormat::P, MomentFormat::M>::run(arrays, folded, \
+                                                                              range);          \
         break;
         INFINITY_UPDATES
 #undef INFINITY_UPDATE

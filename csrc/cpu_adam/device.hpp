@@ -25,11 +25,12 @@ struct DevicePiece {
     Dtype gradient;
     ParameterFormat format;
     MomentFormat moments;
+    uint32_t index_high;  // the same index, divided by 2^32
 };
 static_assert(sizeof(DevicePiece) == 96);
 
 constexpr uint32_t kMostHypers = 16;
-constexpr uint32_t kMostParameters = 640;
+constexpr uint32_t kMostParameters = 256;
 constexpr uint8_t kNoUpdate = 255;
 
 static_assert(sizeof(Folded) == 44);
@@ -39,6 +40,9 @@ static_assert(sizeof(Folded) == 44);
 struct UpdateLaunch {
     const DevicePiece* pieces;
     const uint32_t* tiles_before;  // tiles before each piece and, at the end, all tiles
+    const uint32_t* stop;          // nothing is updated if this is not 0; null: always
+    // The whole gradient of each parameter, or null: its pieces lie in the arrays of their chunks.
+    const void* gradients[kMostParameters];
     uint32_t first_piece;
     uint32_t end_piece;
     uint32_t first_parameter;
@@ -62,6 +66,8 @@ struct FreshSquaresLaunch {
     const void* gradient;
     double* sums;    // one sum for every block
     uint64_t count;  // elements
+    uint32_t* stop;  // gets `number` if it is 0 and an element is not finite; null: nothing does
+    uint32_t number;
     Dtype dtype;
 };
 

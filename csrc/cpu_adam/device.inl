@@ -6,7 +6,8 @@ namespace infinity::cpu_adam {
 namespace {
 
 // Runs the update that the piece's formats and the rule select.
-void run_update(const DevicePiece& piece, const Folded& folded, const Range& range);
+void run_update(const DevicePiece& piece, const UpdateArrays& arrays, const Folded& folded,
+                const Range& range);
 
 // The index in [first, end) of the last entry of `before` that is at most `at`: the piece that `at`
 // is in.
@@ -29,12 +30,19 @@ inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
     const DevicePiece& piece = launch.pieces[at];
     const uint32_t parameter = piece.parameter - launch.first_parameter;
     const uint8_t hyper = launch.hyper[parameter];
-    if (hyper == kNoUpdate) return;
+    if (hyper == kNoUpdate || (launch.stop != nullptr && *launch.stop != 0)) return;
     const uint32_t done = (tile - launch.tiles_before[at]) * kTile;
     const uint32_t left = piece.count - done;
     const Range range{size_t{piece.start} + done, left < kTile ? left : kTile, piece.index + done,
                       launch.seeds[parameter]};
-    run_update(piece, launch.hypers[hyper], range);
+    UpdateArrays arrays = piece.arrays;
+    if (const void* whole = launch.gradients[parameter]) {
+        // The element `start` of the array that the update reads is the element `index` of `whole`.
+        const int64_t shift = (int64_t{piece.index_high} << 32) + piece.index - piece.start;
+        const int64_t size = piece.gradient == Dtype::kF32 ? 4 : 2;
+        arrays.grad = static_cast<const char*>(whole) + shift * size;
+    }
+    run_update(piece, arrays, launch.hypers[hyper], range);
 }
 
 // Sums the squares of at most a block of the `left` elements of a gradient from `begin` on.
@@ -69,7 +77,12 @@ inline void square_blocks(const SquaresLaunch& launch, uint32_t warp) {
 inline void square_fresh(const FreshSquaresLaunch& launch, uint32_t warp) {
     const size_t done = size_t{warp} * kBlock;
     if (done >= launch.count) return;
-    square(launch.dtype, launch.gradient, done, launch.count - done, launch.sums[warp]);
+    double& sum = launch.sums[warp];
+    square(launch.dtype, launch.gradient, done, launch.count - done, sum);
+    // The square of a finite element is far below the largest float64.
+    constexpr double kLargest = 0x1.fffffffffffffp+1023;
+    if (launch.stop == nullptr || Vec::lane(0) != 0 || sum <= kLargest) return;
+    if (*launch.stop == 0) *launch.stop = launch.number;  // all warps write the same number
 }
 
 }  // namespace

@@ -12,10 +12,11 @@ namespace {
 
 constinit const KernelTable kWarpKernels = make_table("warp", nullptr);
 
-void run_update(const DevicePiece& piece, const Folded& folded, const Range& range) {
+void run_update(const DevicePiece& piece, const UpdateArrays& arrays, const Folded& folded,
+                const Range& range) {
     kWarpKernels.update[static_cast<int>(folded.rule)][static_cast<int>(piece.gradient)]
                        [static_cast<int>(piece.format)][static_cast<int>(piece.moments)](
-                           piece.arrays, folded, range);
+                           arrays, folded, range);
 }
 
 template <class Launch>

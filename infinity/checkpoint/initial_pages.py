@@ -207,9 +207,9 @@ class InitialPages:
 
     def home(self, unit: int, kind: Kind) -> Home:
         tier = self.plan.homes[unit][kind]
-        if tier is None:
-            return Home.of_nothing()
         nbytes = self.plan.page_bytes(unit, kind)
+        if tier is None or not nbytes:
+            return Home.of_nothing()
         home = self.store.home(tier, nbytes, durable=self._has_slots(tier, kind))
         copied = kind is Kind.PARAMETER and tier is Tier.DEVICE and not self.plan.share.whole_parameters
         home.computed = copied or unit in self.plan.updated_on_device

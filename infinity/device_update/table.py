@@ -38,15 +38,16 @@ class WorkspaceSize:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Bytes of the four arrays in the workspace, in order: the sum of squares of each block, the table's
-        entry of each piece, the number of tiles (elements of one warp) before each piece, and the number of
-        blocks before each piece.
+        """Bytes of the five arrays in the workspace, in order: the sum of squares of each block, the table's
+        entry of each piece, the number of tiles (elements of one warp) before each piece, the number of
+        blocks before each piece, and `DeviceTable.stop`.
         """
         counts = (
             8 * self.blocks,
             PIECE_BYTES * self.pieces,
             4 * (self.pieces + 1),
             4 * (self.pieces + 1),
+            4,
         )
         return tuple(round_up(each, _LENGTH) for each in counts)
 
@@ -93,23 +94,29 @@ _Counts: TypeAlias = "npt.NDArray[np.int64]"
 
 _PIECE = np.dtype(
     {
-        "names": ["arrays", "start", "count", "index", "parameter", "gradient", "format", "moments"],
-        "formats": ["9<u8", "<u4", "<u4", "<u4", "<u4", "u1", "u1", "u1"],
-        "offsets": [0, 72, 76, 80, 84, 88, 89, 90],
+        "names": [
+            *("arrays", "start", "count", "index", "parameter", "gradient", "format", "moments"),
+            "index_high",
+        ],
+        "formats": ["9<u8", "<u4", "<u4", "<u4", "<u4", "u1", "u1", "u1", "<u4"],
+        "offsets": [0, 72, 76, 80, 84, 88, 89, 90, 92],
         "itemsize": PIECE_BYTES,
     }
 )
 UPDATE_LAUNCH = np.dtype(
     {
-        "names": ["pieces", "tiles", "first", "end", "parameter", "hypers", "seeds", "hyper"],
+        "names": [
+            *("pieces", "tiles", "stop", "gradients", "first", "end", "parameter", "hypers", "seeds"),
+            "hyper",
+        ],
         "formats": [
-            *("<u8", "<u8", "<u4", "<u4", "<u4"),
+            *("<u8", "<u8", "<u8", f"{MOST_PARAMETERS}<u8", "<u4", "<u4", "<u4"),
             f"{MOST_HYPERS}V{FOLDED_BYTES}",
             f"{MOST_PARAMETERS}<u4",
             f"{MOST_PARAMETERS}u1",
         ],
-        "offsets": [0, 8, 16, 20, 24, 28, 732, 3292],
-        "itemsize": 3936,
+        "offsets": [0, 8, 16, 24, 2072, 2076, 2080, 2084, 2788, 3812],
+        "itemsize": 4072,
     }
 )
 SQUARES_LAUNCH = np.dtype(
@@ -122,23 +129,28 @@ SQUARES_LAUNCH = np.dtype(
 )
 FRESH_SQUARES_LAUNCH = np.dtype(
     {
-        "names": ["gradient", "sums", "count", "dtype"],
-        "formats": ["<u8", "<u8", "<u8", "u1"],
-        "offsets": [0, 8, 16, 24],
-        "itemsize": 32,
+        "names": ["gradient", "sums", "count", "stop", "number", "dtype"],
+        "formats": ["<u8", "<u8", "<u8", "<u8", "<u4", "u1"],
+        "offsets": [0, 8, 16, 24, 32, 36],
+        "itemsize": 40,
     }
 )
 
 
-def fresh_squares_launch(gradient: torch.Tensor, sums: torch.Tensor) -> _Struct:
+def fresh_squares_launch(
+    gradient: torch.Tensor, sums: torch.Tensor, stop: torch.Tensor | None = None, number: int = 0
+) -> _Struct:
     """Make the argument of the kernel that sums the squares of each block of BLOCK elements of one gradient.
 
-    gradient: (n,), contiguous, on the device. sums: float64 on the device, one for each block. Returns a
+    gradient: (n,), contiguous, on the device. sums: float64 on the device, one for each block. stop: int32
+    (1,) on the device, which gets `number` if it is 0 and an element of the gradient is not finite. Returns a
     scalar array of the numpy dtype FRESH_SQUARES_LAUNCH. The kernel needs a warp for each block.
     """
     launch = np.zeros((), FRESH_SQUARES_LAUNCH)
     launch["gradient"], launch["sums"], launch["count"] = gradient.data_ptr(), sums.data_ptr(), len(gradient)
     launch["dtype"] = GRAD_DTYPES[gradient.dtype].value
+    if stop is not None:
+        launch["stop"], launch["number"] = stop.data_ptr(), number
     return launch
 
 
@@ -192,6 +204,7 @@ class DeviceTable:
             pieces,
             self.tiles.astype(np.uint32),
             blocks.astype(np.uint32),
+            np.zeros(1, np.uint32),
         )
         size = WorkspaceSize(len(pieces), self.blocks)
         parts = memory[: sum(size.lengths)].split(size.lengths)
@@ -206,6 +219,13 @@ class DeviceTable:
         """
         return memory[: 8 * self.blocks].view(torch.float64)
 
+    def stop(self, memory: torch.Tensor) -> torch.Tensor:
+        """The number of the first gradient that was not finite, of those measured alone by the launch of
+        `fresh_squares_launch`; 0: all were. int32 (1,), a view of `memory`, as in `squares`.
+        """
+        start = self._addresses[4] - self._addresses[0]
+        return memory[start : start + 4].view(torch.int32)
+
     def place(self, whose: Hashable) -> slice:
         """The range of a parameter's blocks in the result of `squares`. whose: the parameter's key."""
         row = self.rows[whose]
@@ -215,11 +235,13 @@ class DeviceTable:
         """Make the argument of the update kernel for the parameters [first, end) of the table, as in `rows`.
 
         Returns a scalar array of the numpy dtype UPDATE_LAUNCH in which no parameter has an update. The
-        caller sets three fields: `hypers`, the sets of hyper-parameters; `hyper`, the index of each
-        parameter's set; and `seeds`, each parameter's seed of stochastic rounding.
+        caller sets four fields: `hypers`, the sets of hyper-parameters; `hyper`, the index of each
+        parameter's set; `seeds`, each parameter's seed of stochastic rounding; and `gradients`, the address
+        of each parameter's gradient, or 0 if it lies in the arrays of the chunks. Nothing is updated while
+        `stop` is not 0.
         """
         launch = np.zeros((), UPDATE_LAUNCH)
-        launch["pieces"], launch["tiles"] = self._addresses[1], self._addresses[2]
+        launch["pieces"], launch["tiles"], launch["stop"] = *self._addresses[1:3], self._addresses[4]
         launch["first"], launch["end"], launch["parameter"] = self.pieces[first], self.pieces[end], first
         launch["hyper"] = _cpu_adam.NO_UPDATE
         return launch
@@ -249,6 +271,7 @@ class DeviceTable:
         pieces["start"] = [each.start for each in work.segments]
         pieces["count"] = [each.count for each in work.segments]
         pieces["index"] = [each.index & 0xFFFFFFFF for each in work.segments]
+        pieces["index_high"] = [each.index >> 32 for each in work.segments]
         pieces["parameter"] = [self.rows[whose] for whose in chunk.parameters]
         pieces["gradient"] = GRAD_DTYPES[work.grad.dtype].value
         pieces["format"] = parameter_format(work).value

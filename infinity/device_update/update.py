@@ -22,6 +22,9 @@ class ParameterUpdate(NamedTuple):
     hyper: Hyper
     seed: int
     """The seed of stochastic rounding, 32 bits; see cpu_adam.Segment."""
+    gradient: torch.Tensor | None = None
+    """The parameter's gradient, (numel,), contiguous, on the device; None if it lies in the chunks' arrays.
+    """
 
 
 class DeviceUpdates:
@@ -72,6 +75,11 @@ class DeviceUpdates:
             stream.wait_stream(self._stream)
         self._stream = stream
 
+    def give_back(self, gradient: torch.Tensor) -> None:
+        """Tell torch's allocator, before the caller drops a tensor, that updates that are queued read it."""
+        if gradient.device.type == "cuda":
+            gradient.record_stream(torch.cuda.current_stream(gradient.device))
+
     def _launch(self, rows: Sequence[tuple[int, ParameterUpdate]], scale: float) -> None:
         first, end = rows[0][0], rows[-1][0] + 1
         launch = self.table.update_launch(first, end)
@@ -80,6 +88,8 @@ class DeviceUpdates:
             number = known.setdefault(update.hyper, len(known))
             launch["hyper"][row - first] = number
             launch["seeds"][row - first] = update.seed
+            if update.gradient is not None:
+                launch["gradients"][row - first] = update.gradient.data_ptr()
         folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
         launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
         rules = {each[0] for each in folded}

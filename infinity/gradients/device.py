@@ -1,6 +1,13 @@
 """Units that the device updates: their gradients are accumulated, measured and used on the device, where they
 rest.
 
+[Note: updates in the backward] Where updates are eager and each parameter gets one gradient a step, a unit is
+updated as soon as it has all its gradients, from the tensors in which autograd made them, and needs no
+gradient page. The device measures each gradient when it comes. A gradient that is not finite must stop the
+updates queued after it, but the host, which queues them, does not wait to know. So the kernel that measures
+writes the gradient's number to a word in device memory (`DeviceTable.stop`), and the updates do nothing from
+then on. `step()` reads the sums of squares and, if they are not finite, the word.
+
 With several ranks these are the sums of this rank's own shards. Gradients of all ranks come to them from RAM
 or from devices, through upload buffers, in the order in which they are added.
 
@@ -12,14 +19,14 @@ block, to the host.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
 from infinity.cpu_adam import BLOCK, Segment, Update
-from infinity.device_update.table import DeviceChunk
+from infinity.device_update.table import DeviceChunk, fresh_squares_launch
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import GradientPage
@@ -57,6 +64,16 @@ class DeviceUnits:
         self._store = store
         self._changed = True
         """Whether gradients may have changed since their sums of squares were last computed."""
+        self.in_backward = store.plan.updates_in_backward
+        """Whether units are updated in the backward; see [Note: updates in the backward]."""
+        self._fresh: dict[tuple[int, int], torch.Tensor] = {}
+        """(unit, index of a parameter) -> the gradient, (numel,) on the device, that waits for the update.
+        Empty unless `in_backward`, as are the next two attributes.
+        """
+        self._measured = 0
+        """Number of gradients that were measured since gradients were cleared."""
+        self._queued: dict[int, int] = {}
+        """Unit whose update is queued -> `_measured` at that time."""
         assert store.workspace is not None and store.kernels is not None
         chunks = [
             self._chunk(unit, chunk_index)
@@ -88,6 +105,9 @@ class DeviceUnits:
         page = self._gradients[unit]
         self._changed = True
         self._updates.order()
+        if self.in_backward:
+            self._keep(page, parameter, fresh)
+            return
         with torch.no_grad():
             for start, target, places in page.runs(parameter):
                 part = fresh[start : start + target.numel()]
@@ -98,6 +118,66 @@ class DeviceUnits:
                     target.copy_(part)
                 for chunk_index, begin in places:
                     page.chunks[chunk_index].blocks[parameter, begin] = _NOT_MEASURED
+
+    def _keep(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
+        """Keep and measure a new gradient of a parameter, or the sum if there is one already."""
+        with torch.no_grad():
+            fresh = fresh.detach().to(page.stored_dtype(parameter))
+            if parameter in page.content:  # other code may use autograd's tensor, too
+                fresh = self._fresh[page.index, parameter] + fresh
+        self._fresh[page.index, parameter] = fresh
+        self._measure(page, parameter, fresh)
+
+    def _measure(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
+        assert self._store.workspace is not None
+        unit, link, table = page.index, self._store.link, self._updates.table
+        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
+        self._measured += 1
+        sums = table.squares(self._store.workspace)[table.place((unit, parameter))]
+        launch = fresh_squares_launch(fresh, sums, self._stop, self._measured)
+        self._updates.kernels.launch("infinity_fresh_squares", len(sums), launch.tobytes())
+        link.uses(User.COMPUTE, sums, self._stop, writes=True, label="sums of squares")
+        for chunk_index, piece in page.pieces(parameter):
+            page.chunks[chunk_index].blocks[parameter, piece.start] = _NOT_MEASURED
+
+    @property
+    def _stop(self) -> torch.Tensor:
+        assert self._store.workspace is not None
+        return self._updates.table.stop(self._store.workspace)
+
+    def kept(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient of a parameter, (numel,) on the device, that waits for an update in the backward."""
+        return self._fresh.get((unit, parameter))
+
+    def stopped(self) -> Set[int]:
+        """Return the units whose updates were queued in the backward and left out by the device, because a
+        gradient that came before was not finite. Waits for the device.
+        """
+        if not self._queued:
+            return frozenset()
+        self._updates.order()
+        first = int(self._store.copied_to_host(self._stop))
+        return {unit for unit, measured in self._queued.items() if first and measured >= first}
+
+    def clear(self) -> None:
+        """Forget the gradients that wait for an update in the backward, and let updates run again."""
+        if self._measured:
+            self._updates.order()
+            self._store.link.uses(User.COMPUTE, self._stop, writes=True, label="stop")
+            self._stop.zero_()
+            self._changed = True
+        self._measured = 0
+        self._fresh.clear()
+        self._queued.clear()
+
+    def drop(self, unit: int, parameter: int) -> None:
+        """Forget the gradient of one parameter, before any update is queued in the backward."""
+        if self._fresh.pop((unit, parameter), None) is not None:
+            self._fresh, left = {}, self._fresh
+            self.clear()
+            self._fresh = left
+            for key, each in left.items():  # the stop may have been that gradient's
+                self._measure(self._gradients[key[0]], key[1], each)
 
     def add_piece(
         self,
@@ -153,7 +233,8 @@ class DeviceUnits:
         if not self._changed or not self._updates.table.blocks:
             return
         assert self._store.workspace is not None
-        self._updates.measure()
+        if not self.in_backward:
+            self._updates.measure()
         there = self._updates.table.squares(self._store.workspace)
         # Also where the CPU can use the device's memory, as the next sums take the place of these.
         kept = self._store.squares
@@ -187,7 +268,17 @@ class DeviceUnits:
             if parameter not in self._gradients[unit].content:
                 self._write_zeros(unit, parameter)
         self._note_uses(unit)
-        self._updates.update({(unit, parameter): update for parameter, update in updates.items()}, scale)
+        self._updates.update(
+            {
+                (unit, parameter): update._replace(gradient=self._fresh.get((unit, parameter)))
+                for parameter, update in updates.items()
+            },
+            scale,
+        )
+        if self.in_backward:
+            self._queued[unit] = self._measured
+            for parameter in updates:
+                self._updates.give_back(self._fresh.pop((unit, parameter)))
         written = self._store.link.record()
         self._pages[unit].home.written = self._states.pages[unit].home.written = written
 
@@ -196,7 +287,14 @@ class DeviceUnits:
         the parameter is zero, and was not stored so far.
         """
         self._updates.order()
-        for _, target, _ in self._gradients[unit].runs(parameter):
+        page = self._gradients[unit]
+        if self.in_backward:
+            numel, dtype = page.layout.parameters[parameter].numel, page.stored_dtype(parameter)
+            zeros = torch.zeros(numel, dtype=dtype, device=self._store.plan.device)
+            self._store.link.uses(User.COMPUTE, zeros, writes=True, label="gradient")
+            self._fresh[unit, parameter] = zeros
+            return
+        for _, target, _ in page.runs(parameter):
             self._store.link.uses(User.COMPUTE, target, writes=True, label="gradient")
             target.zero_()
 
@@ -205,8 +303,11 @@ class DeviceUnits:
         homes = (self._pages[unit].home, self._states.pages[unit].home)
         written = [home.memory for home in homes if home.memory is not None]
         gradient = self._gradients[unit].home.memory
-        assert gradient is not None
-        self._store.link.uses(User.COMPUTE, gradient, writes=False, label="update")
+        gradients = [each for key, each in self._fresh.items() if key[0] == unit]
+        if not self.in_backward:
+            assert gradient is not None
+            gradients.append(gradient)
+        self._store.link.uses(User.COMPUTE, *gradients, writes=False, label="update")
         self._store.link.uses(User.COMPUTE, *written, writes=True, label="update")
 
     def _prepare(self, unit: int, parameter: int) -> None:
@@ -238,8 +339,13 @@ class DeviceUnits:
         master = arrays.get("master")
         moments: dict[str, Any] = self._states.rule.moments_of(arrays)
         pieces = page.layout.chunks[chunk_index].pieces
+        if self.in_backward:  # each update says where its gradients are
+            gradients = torch.empty(0, dtype=page.dtype(chunk_index), device=parameter.device)
+        else:
+            home = page.home.view(page.offset(chunk_index), page.nbytes(chunk_index))
+            gradients = page.typed(chunk_index, home)
         work = Update(
-            grad=page.typed(chunk_index, page.home.view(page.offset(chunk_index), page.nbytes(chunk_index))),
+            grad=gradients,
             segments=[Segment(each.offset, each.count, index=each.start) for each in pieces],
             hypers=[],
             parameter=parameter if master is None else master,

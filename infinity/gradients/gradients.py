@@ -516,6 +516,11 @@ class Gradients:
         """Whether the gradients of a unit stay on the device, which then updates the unit."""
         return self._on_device is not None and unit in self._on_device
 
+    @property
+    def on_device_in_backward(self) -> bool:
+        """Whether the device updates its units in the backward, with gradients that have no page."""
+        return self._on_device is not None and self._on_device.in_backward
+
     def consume(self, unit: int) -> None:
         """Mark a unit's gradients as used by an eager update.
 
@@ -539,6 +544,8 @@ class Gradients:
             page.consumed = False
             page.chunks = [GradientChunk() for _ in page.layout.chunks]
             page.home.renew()
+        if self._on_device is not None:
+            self._on_device.clear()
         self.staged.clear()
         self.forgive()
 
@@ -601,6 +608,8 @@ class Gradients:
             page = self.pages[unit]
             self._sums.clear()
             page.content.discard(parameter)
+            if self._on_device is not None:
+                self._on_device.drop(unit, parameter)
             for chunk_index, piece in page.pieces(parameter):  # these are what ranks ask each other for
                 page.forget_piece(chunk_index, piece)
 
@@ -699,6 +708,9 @@ class Gradients:
         found = []
         if self._on_device is not None:
             self._on_device.order()
+            kept = self._on_device.kept(page.index, parameter)
+            if kept is not None:
+                return self._store.copied_to_host(kept[first : first + count]).clone()
         for chunk_index, piece in page.pieces(parameter):
             part = piece.within(first, count)
             if part is not None and page.has_piece(chunk_index, piece):

@@ -215,14 +215,17 @@ class EagerStep:
         """Whether to update a unit now: it has all gradients of the step, and all gradients were finite so
         far.
 
-        False for a unit that the device updates. Called after every new gradient of the unit.
+        The device itself stops the updates that it runs in the backward; see [Note: updates in the backward]
+        in infinity/gradients/device.py. False for other units that the device updates. Called after every new
+        gradient of the unit.
         """
         page, gradients = self._pages[unit], self._gradients.pages[unit]
-        if self._gradients.on_device(unit):
+        there = self._gradients.on_device(unit)
+        if self._broken or (there and not self._gradients.on_device_in_backward):
             return False
-        if self._broken or not gradients.complete(page.parameters, self._accumulation):
+        if not gradients.complete(page.parameters, self._accumulation):
             return False
-        self._broken = not _finite(gradients)
+        self._broken = not (there or _finite(gradients))
         return not self._broken
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
@@ -237,6 +240,11 @@ class EagerStep:
             self._options = StepOptions(_frozen(groups), group_of, self._rule)
         self._updated += 1
         return self._options
+
+    def stopped(self, units: int) -> None:
+        """Note that the device has left out the updates of some of the units that count as updated."""
+        self._updated -= units
+        self._broken = True
 
     def step(self, groups: Sequence[Group]) -> None:
         """Check that user code may call `optimizer.step()` now, after the eager updates of this step.

@@ -123,6 +123,8 @@ class UpdateScheduler(Updates):
         """
         self._early: dict[int, Set[int]] = {}
         """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
+        self._first: dict[int, Set[int]] = {}
+        """Unit -> those of the parameters in `_early` that had no moments before."""
         self._ahead = self._make_read_ahead()
 
     def _make_read_ahead(self) -> ReadAhead | None:
@@ -265,8 +267,9 @@ class UpdateScheduler(Updates):
         self.complete_awaited()
         seen = exposed(unit)
         self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
+        had_moments = self._states.pages[unit].has_moments.copy()
         counted = self._decide(unit, options)
-        self._early[unit] = counted
+        self._early[unit], self._first[unit] = counted, counted - had_moments
         self._gradients.consume(unit)
         if seen:
             self._complete_for_user(unit)
@@ -348,6 +351,18 @@ class UpdateScheduler(Updates):
                 raise
         self._store.meter.undone()
 
+    def uncount_stopped(self) -> Set[int]:
+        """Take back the steps that `begin_early` has counted for units that the device then did not update,
+        because a gradient was not finite. Returns these units.
+        """
+        stopped = frozenset() if self._on_device is None else self._on_device.stopped() & self._early.keys()
+        for unit in stopped:
+            state = self._states.pages[unit]
+            for index in self._early.pop(unit):
+                state.steps[index] -= 1
+            state.has_moments -= self._first[unit]
+        return stopped
+
     def _count_elsewhere(self, options: StepOptions) -> None:
         """Count the step for parameters that other ranks update, in units that were updated early. The early
         update could not count it: their gradients may not have been known on this rank when it began.
@@ -360,6 +375,7 @@ class UpdateScheduler(Updates):
                     with torch._C.DisableTorchFunctionSubclass():
                         count_step(self._pages[unit], self._states, others, options)
         self._early.clear()
+        self._first.clear()
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit was decided and has not ended, so that its parameters are out of

@@ -177,6 +177,22 @@ class Plan(Placement):
         return updated_there(self.homes) if self.updates_there else frozenset()
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether the device updates its units in the backward, so that these have no gradient pages; see
+        [Note: updates in the backward] in infinity/gradients/device.py.
+        """
+        return self.update == "eager" and self.accumulation == 1 and self.share.ranks == 1
+
+    @functools.cached_property
+    def fresh_bytes(self) -> int:
+        """Bytes of the largest unit's gradients, of those units that the device updates in the backward. They
+        stay where autograd allocates them. 0 if there are no such units.
+        """
+        if not self.updates_in_backward:
+            return 0
+        return max((self.gradient_bytes[unit] for unit in self.updated_on_device), default=0)
+
+    @property
     def update_kinds(self) -> frozenset[UpdateKind]:
         """The kinds of kernels that updates on the device need."""
         if self.rule is None:
@@ -248,11 +264,12 @@ class Plan(Placement):
     @property
     def device_tier_bytes(self) -> int:
         """Bytes of the device tier: `device_bytes` without those that autograd allocates."""
-        return self.device_bytes - self.leaving_bytes
+        return self.device_bytes - self.leaving_bytes - self.fresh_bytes
 
     @property
     def _working_there(self) -> int:
-        return self.resident_bytes + self.workspace_bytes + self.leaving_bytes + self.waiting_there_bytes
+        allocated = self.leaving_bytes + self.fresh_bytes
+        return self.resident_bytes + self.workspace_bytes + allocated + self.waiting_there_bytes
 
     @functools.cached_property
     def mirror_bytes(self) -> int:
@@ -475,10 +492,19 @@ class Plan(Placement):
     def page_sizes(self) -> dict[Kind, list[int]]:
         """Bytes of the homes of all pages: for each kind, a list indexed by unit."""
         ranks = 1 if self.share.whole_parameters else self.share.ranks
+        without = self.updated_on_device if self.updates_in_backward else ()
         return {
             Kind.PARAMETER: [part_bytes(unit, ranks) for unit in self.layout.units],
-            **{kind: [offsets[-1] for offsets in units] for kind, units in self._offsets.items()},
+            Kind.GRADIENT: [
+                0 if unit in without else nbytes for unit, nbytes in enumerate(self.gradient_bytes)
+            ],
+            Kind.OPTIMIZER: [offsets[-1] for offsets in self._offsets[Kind.OPTIMIZER]],
         }
+
+    @functools.cached_property
+    def gradient_bytes(self) -> list[int]:
+        """Bytes of the gradients of each unit, also of those that keep them in no page."""
+        return [offsets[-1] for offsets in self._offsets[Kind.GRADIENT]]
 
     @functools.cached_property
     def _offsets(self) -> dict[Kind, list[list[int]]]:

@@ -73,7 +73,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         if plan.messages:
             yield f"messages: {plan.messages}"
     if plan.updated_on_device:
-        trained = plan.page_sizes[Kind.GRADIENT]
+        trained = plan.gradient_bytes
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
         yield f"updates: {part:.0%} on the device"
     elif plan.no_updates_there and plan.rule is not None:

@@ -286,7 +286,13 @@ class _Planner:
             elements = placement.layout.chunk_elements  # shorter chunks need a larger workspace
         shared = self._planned(placement, facts, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
-        shared = replace(shared, homes=twin_flow.gathered(shared.homes, shared.page_sizes, host_free))
+        homes = twin_flow.gathered(
+            shared.homes,
+            shared.page_sizes | {Kind.GRADIENT: shared.gradient_bytes},
+            host_free,
+            in_backward=shared.updates_in_backward,
+        )
+        shared = replace(shared, homes=homes)
         spared = sum(shared.page_bytes(unit, kind) for unit in shared.updated_on_device for kind in Kind)
         return shared if spared and twin_flow.pays(spared, plan.home_bytes, shared.home_bytes) else plan
 

@@ -176,7 +176,7 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     the chunks that other ranks have updated.
     """
     share, unified = plan.share, plan.unified
-    training = any(plan.page_sizes[Kind.GRADIENT])
+    training = any(plan.gradient_bytes)
     missing = missing_share(plan)
     forward = backward = accumulation = updating = PhaseBytes()
     for unit, home in enumerate(plan.homes):

@@ -53,7 +53,12 @@ def updated_there(homes: Homes) -> frozenset[int]:
 
 
 def gathered(
-    homes: Homes, sizes: Mapping[Kind, Sequence[int]], host_free: int, *, whole_units: bool = True
+    homes: Homes,
+    sizes: Mapping[Kind, Sequence[int]],
+    host_free: int,
+    *,
+    whole_units: bool = True,
+    in_backward: bool = False,
 ) -> Homes:
     """Return homes in which the gradients and optimizer states on the device are those of whole units, as
     many as fit; see [Note: whole units]. Those of other units rest in host RAM, as far as it has room.
@@ -61,25 +66,36 @@ def gathered(
     These pages take no more device memory than before. Parameter pages and pages on NVMe keep their homes.
     sizes: bytes of every page, by kind and unit. host_free: bytes of host RAM that no page takes. The homes
     are returned unchanged if the pages that would leave the device need more. whole_units: False if the
-    device updates no unit, so that all of these pages are better in host RAM.
+    device updates no unit, so that all of these pages are better in host RAM. in_backward: True if the device
+    updates its units in the backward, so that of their gradients only one unit's take room at a time.
     """
     kinds = (Kind.GRADIENT, Kind.OPTIMIZER)
     near = [(unit, kind) for unit, home in enumerate(homes) for kind in kinds if home[kind] is Tier.DEVICE]
-    room = sum(sizes[kind][unit] for unit, kind in near)
+    reachable = [
+        unit
+        for unit, home in enumerate(homes)
+        if home[Kind.GRADIENT] is not None
+        and home[Kind.PARAMETER] is Tier.DEVICE
+        and Tier.NVME not in home.values()
+    ]
+    leaving = room = sum(sizes[kind][unit] for unit, kind in near)
+    if in_backward:
+        room -= max((sizes[Kind.GRADIENT][unit] for unit in reachable), default=0)
     chosen: set[tuple[int, Kind]] = set()
-    for unit, home in enumerate(homes) if whole_units else ():
-        nbytes = sum(sizes[kind][unit] for kind in kinds)
-        within_reach = home[Kind.PARAMETER] is Tier.DEVICE and Tier.NVME not in home.values()
-        if home[Kind.GRADIENT] is not None and within_reach and nbytes <= room:
-            room -= nbytes
-            chosen |= {(unit, kind) for kind in kinds if home[kind] is not None}
+    for unit in reachable if whole_units else ():
+        gradients = sizes[Kind.GRADIENT][unit]
+        there = sizes[Kind.OPTIMIZER][unit] + gradients * (not in_backward)
+        if there <= room:
+            room, leaving = room - there, leaving - sizes[Kind.OPTIMIZER][unit] - gradients
+            chosen |= {(unit, kind) for kind in kinds if homes[unit][kind] is not None}
     for unit, kind in near:
-        if room <= host_free:  # as many bytes move to host RAM as the device has left over
+        if leaving <= host_free:
             break
-        if (unit, kind) not in chosen and sizes[kind][unit] <= room:
-            room -= sizes[kind][unit]
+        nbytes = sizes[kind][unit]
+        if (unit, kind) not in chosen and nbytes <= room:
+            room, leaving = room - nbytes, leaving - nbytes
             chosen.add((unit, kind))
-    if room > host_free:
+    if leaving > host_free:
         return homes
     moved = [dict(home) for home in homes]
     for unit, kind in near:

@@ -226,6 +226,7 @@ def moved_with(
     plan: Any = SimpleNamespace(
         homes=tuple(dict.fromkeys(Kind, tier) for _ in range(2)),
         page_sizes=PAGES,
+        gradient_bytes=PAGES[Kind.GRADIENT],
         layout=SimpleNamespace(units=[SimpleNamespace(nbytes=each) for each in PAGES[Kind.PARAMETER]]),
         stays=lambda unit: tier is (Tier.HOST if unified else Tier.DEVICE),
         resident_bytes=resident,

@@ -160,7 +160,7 @@ def test_the_devices_room_goes_to_whole_units(monkeypatch: pytest.MonkeyPatch) -
         halves = [unit for unit in range(12) if Tier.DEVICE in list(made.homes[unit].values())[1:]]
         assert len(halves) <= len(made.updated_on_device) + 1
         with monkeypatch.context() as patch:
-            patch.setattr(twin_flow, "gathered", lambda homes, sizes, host_free: homes)
+            patch.setattr(twin_flow, "gathered", lambda homes, *_, **__: homes)
             assert len(planned(model, accumulation=accumulation, **budget).updated_on_device) < 5
 
 
