@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,12 +175,14 @@ def clearing_on_devices() -> list[Any]:
 
 def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
     held, was_read, kept = list[tuple[Any, ...]](), GradientShards._was_read, list[bool]()
+    holding, holds = threading.Lock(), True
 
     def hold(self: GradientShards, offer: Any, began: int) -> None:
-        if place.rank == 1 and offer.source == 0:
-            held.append((self, offer, began))
-        else:
-            was_read(self, offer, began)
+        with holding:
+            if holds and place.rank == 1 and offer.source == 0:
+                held.append((self, offer, began))
+                return
+        was_read(self, offer, began)
 
     def arrived(self: Gradients, number: int) -> bool:
         """Whether a gradient is seen to have come: in a wait for it alone."""
@@ -196,6 +199,7 @@ def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
         shards = step.shards
         for both in (True, False):
             waited.clear()
+            holds = True
             with mock.patch.object(GradientShards, "_was_read", hold):
                 if both or place.rank == 1:
                     backwards(case, place, model, runtime, 0)
@@ -204,9 +208,10 @@ def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
                 step.agree("all have cleared their gradients")
             kept.append(shards._waiting_there.leased > 0)
             step.agree("all have looked")
-            for each in held:
-                was_read(*each)
-            held.clear()
+            with holding:  # another thread may be about to hold one more
+                holds = False
+            while held:
+                was_read(*held.pop(0))
             assert step._wire.wait(lambda: not shards._outgoing and not shards._going_up, "gradients")
             step._wire.wait(lambda: not shards._waiting_there.leased, "gradients")  # the last view
             kept.append(shards._waiting_there.leased > 0)
