@@ -33,6 +33,7 @@ from resumed_cases import (
     train_with_a_break,
     train_with_a_move,
 )
+from two_memories import TwoMemories
 
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
@@ -220,7 +221,11 @@ def _clear_on_device(case: Case, place: Place, directory: Path) -> list[bool]:
 
 @contextmanager
 def _on(device: EmulatedDevice) -> Iterator[None]:
-    with device.in_use(shared=True), mock.patch.object(twin_flow, "has_kernels", lambda _: True):
+    with (
+        device.in_use(shared=True),
+        mock.patch.object(twin_flow, "has_kernels", lambda _: True),
+        TwoMemories().checked(),
+    ):
         yield
     assert not [each for each in device.left if "opened" in each]
 

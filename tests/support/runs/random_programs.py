@@ -59,7 +59,7 @@ class Step:
     after the backwards and before the optimizer's step. Empty if there is no such forward.
     """
     limit: float | None
-    """The norm to which the gradients are clipped; a large one changes nothing. None: there is no clipping."""
+    """The norm to which the gradients are clipped; a large one changes nothing. None: nothing is clipped."""
     read: bool
     """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None

@@ -1,0 +1,167 @@
+"""No torch operation mixes host memory with the memory of a device, in whatever a program does. On a CUDA
+device such an operation would be an error, or a copy outside of the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cover import covered
+from device_units import adamw
+from emulated_device import EmulatedDevice, planned_apart
+from homes import budget_for
+from small_runtime import TIED, loss_of
+from torch import nn
+from two_memories import TwoMemories
+
+import infinity
+from infinity.planning import twin_flow
+from infinity.tiers import Tier
+
+HOMES = ("host", "mixed", "device", "nvme", "mirrored")
+
+
+def stepped(model: nn.Module, runtime: Any, numbers: range) -> None:
+    """Take a step of several backwards with clipping, if updates wait for the norm."""
+    for number in numbers:
+        (loss_of(model, number) / len(numbers)).backward()
+    if runtime.plan.update != "eager":
+        for parameter in model.parameters():
+            runtime.grad(parameter)
+        runtime.clip_grad_norm_(0.5)
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+
+
+def used(model: nn.Module, runtime: Any, directory: Path) -> None:
+    """Make all other calls that read or write parameters and states, with a step after each change."""
+    stepped(model, runtime, range(2))
+    kept = runtime.optimizer.state_dict()
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        parameter.mul_(0.5)
+        parameter[0] = 0.25
+    stepped(model, runtime, range(2, 4))
+    for module in model.modules():
+        if not [*module.children()]:
+            with runtime.full_parameters(module), torch.no_grad():
+                for each in module.parameters():
+                    each.add_(each, alpha=0.01)
+    with runtime.masters():
+        model.state_dict()
+    runtime.optimizer.state[parameter]["exp_avg"].abs().max()
+    runtime.optimizer.load_state_dict(kept)
+    model.load_state_dict({name: 1.01 * each for name, each in model.state_dict().items()})
+    stepped(model, runtime, range(2))
+    runtime.export(directory / "export")
+    runtime.save(directory / "copy", state={"step": 3})
+    assert runtime.load(directory / "copy") == {"step": 3}
+    stepped(model, runtime, range(2))
+
+
+@pytest.mark.sweep(most=3)
+@covered(
+    {
+        "home": HOMES,
+        "kernels": (False, True),
+        "compute": ("fp32", "bf16", "fp16"),
+        "states": ("fp32", "bf16", "int8"),
+        "update": ("lazy", "eager", "speculative", "sync"),
+    },
+    allowed=lambda case: (
+        (case["compute"], case["update"]) != ("fp16", "eager")  # which is refused
+        and (not case["kernels"] or (case["home"] == "device" and case["update"] != "speculative"))
+    ),
+)
+def test_no_operation_mixes_the_memories(
+    *,
+    home: str,
+    kernels: bool,
+    compute: str,
+    states: str,
+    update: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in a run that goes on from a commit of another one, and in its commits."""
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: kernels)
+    precision, commits = infinity.Precision(compute=compute, states=states), tmp_path / "commits"
+    options: dict[str, Any] = {
+        "update": update,
+        "accumulation": 2 if update in ("eager", "speculative") else None,
+    }
+    model = TIED.make()
+    with planned_apart():
+        budget = budget_for(home, model, adamw(model), tmp_path, precision, checkpoint=commits, **options)
+    options |= {"budget": budget, "precision": precision, "device": "cpu"}
+    with EmulatedDevice(3).in_use(), TwoMemories().checked():
+        with infinity.offload(model, adamw(model), checkpoint=commits, **options) as runtime:
+            assert bool(runtime.plan.updated_on_device) == kernels
+            used(model, runtime, tmp_path)
+            commit = runtime.save(state="last")
+            stepped(model, runtime, range(2))
+            commit.wait()
+        model = TIED.make()
+        with infinity.offload(model, adamw(model), resume=commits, **options) as runtime:
+            assert runtime.load() == "last"
+            stepped(model, runtime, range(2))
+            runtime.save().wait()
+
+
+def added(here: torch.Tensor, there: torch.Tensor) -> object:
+    return here + there
+
+
+def copied(here: torch.Tensor, there: torch.Tensor) -> object:
+    return there.copy_(here)
+
+
+def joined(here: torch.Tensor, there: torch.Tensor) -> object:
+    return torch.cat((here, there))
+
+
+def all_added(here: torch.Tensor, there: torch.Tensor) -> object:
+    return torch._foreach_add([there, there], [there, here])
+
+
+def result_added(here: torch.Tensor, there: torch.Tensor) -> object:
+    return (there * 2).add_(here[:1])
+
+
+def input_used_twice(here: torch.Tensor, there: torch.Tensor) -> object:
+    inputs = torch.ones(4)
+    return inputs * there, inputs * here
+
+
+def scaled(here: torch.Tensor, there: torch.Tensor) -> object:
+    return there * here.sum()
+
+
+def picked(here: torch.Tensor, there: torch.Tensor) -> object:
+    return there[here.long()]
+
+
+@pytest.mark.parametrize("act", [added, copied, joined, all_added, result_added, input_used_twice])
+def test_an_operation_that_mixes_them_is_found(act: Callable[..., object]) -> None:
+    with pytest.raises(AssertionError, match=r"test_two_memories\.py"), TwoMemories().checked() as memories:
+        act(*both(memories))
+
+
+@pytest.mark.parametrize("act", [scaled, picked])
+def test_what_a_gpu_takes_from_the_host_is_no_mixture(act: Callable[..., object]) -> None:
+    with TwoMemories().checked() as memories:
+        act(*both(memories))
+
+
+def both(memories: TwoMemories) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four zeros in host memory, and four in device memory."""
+    here, there = torch.zeros(4), torch.zeros(4)
+    memories.put(here, Tier.HOST)
+    memories.put(there, Tier.DEVICE)
+    here.add_(0)
+    there.add_(0)
+    return here, there
