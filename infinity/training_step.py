@@ -29,6 +29,7 @@ from infinity.prefetch.trace import AccessKind
 from infinity.ranks import GRADIENT_CURE, SingleStep
 from infinity.telemetry.stats import Phase
 from infinity.tiers import Tier
+from infinity.tiers.device import peak_bytes
 
 if TYPE_CHECKING:
     from infinity.build import Components
@@ -81,11 +82,9 @@ class TrainingStep:
         self.open = False
         """Whether gradients have come for a step that `step` has not ended yet."""
         self._last_step = time.perf_counter()
-        self._knows_activations = parts.plan.activations is not None or parts.plan.device.type != "cpu"
-        """False until the first step has checked that activations fit the budget, if this check is needed.
-
-        It is not needed if the plan knew the activations, nor on CUDA, where a limit of torch's allocator
-        enforces the budget.
+        self._knows_activations = parts.plan.activations is not None
+        """False until the first step has compared its activations with the room that the plan has left for
+        them. True from the start if the plan knew the activations.
         """
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
@@ -515,8 +514,19 @@ class TrainingStep:
             self._gradients.lose(RuntimeError())
 
     def _check_activations(self) -> None:
-        """Warn if the activations of the first step take more memory than the plan has left in the budget."""
+        """Warn if the activations of the first step take more memory than the plan has left in the budget; on
+        CUDA, where a limit of torch's allocator enforces the budget, if they take much less.
+        """
         plan, saved = self._components.plan, self._pager.saved_bytes.peak
+        if plan.device.type == "cuda":
+            if idle := plan.idle(peak_bytes(plan.device)):
+                warnings.warn(
+                    f"The first step left {format_size(idle)} of the device budget unused: the plan keeps "
+                    "room for activations, of which it knows nothing. Give infinity.offload the largest "
+                    "batch as example_inputs=, and more pages have their homes on the device.",
+                    stacklevel=4,
+                )
+            return
         beyond = plan.shortfall(saved)
         if beyond:
             tier = Tier.HOST if plan.unified else Tier.DEVICE

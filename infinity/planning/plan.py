@@ -44,6 +44,8 @@ _LARGEST_UPLOAD = 4 << 20
 """Bytes of the largest upload buffer: enough for the full rate of a link."""
 _MOST_WAITING_THERE = 256 << 20
 """Bytes that hold some ranks' parts of the largest weights. What finds no room there waits in RAM."""
+_WORTH_TELLING = 16
+"""Unused bytes are few if they are at most the device budget divided by this number."""
 _WAITING_SHARE = 32
 """The gradients that wait in device memory take at most this share of the device's budget."""
 
@@ -480,6 +482,15 @@ class Plan(Placement):
         """
         used = self.host_bytes if self.unified else self.device_bytes
         return max(0, activations - (self.budgets[self.computes_in] - used))
+
+    def idle(self, peak: int) -> int:
+        """Bytes of the device budget that a step has not used, if pages could use them; 0 if they are few.
+
+        peak: the most bytes that all tensors on the device, with pages, took in the step.
+        """
+        budget = self.budgets[Tier.DEVICE]
+        away = any(tier not in (Tier.DEVICE, None) for homes in self.homes for tier in homes.values())
+        return budget - peak if away and budget - peak > budget // _WORTH_TELLING else 0
 
     def __str__(self) -> str:
         return text_of(self)

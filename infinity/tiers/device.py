@@ -58,6 +58,11 @@ def available_bytes(device: torch.device, own: int = 0) -> int:
     return left_of(free, held - partly_used_bytes(device) + own)
 
 
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes that segments of torch's allocator have taken on a CUDA device so far."""
+    return torch.cuda.max_memory_reserved(device)
+
+
 def partly_used_bytes(device: torch.device) -> int:
     """The free bytes of those segments of torch's CUDA allocator in which a tensor lies. They cannot go back
     to CUDA.

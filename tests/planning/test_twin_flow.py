@@ -365,3 +365,14 @@ def test_homes_that_the_cpu_updates_wait_for_no_kernel(kernels: None, tmp_path: 
         for unit, page in parts.states.pages.items():
             assert page.home.computed == (unit in plan.updated_on_device)
             assert parts.pages[unit].home.computed == page.home.computed
+
+
+def test_unused_device_memory_is_told_where_pages_could_use_it(kernels: None) -> None:
+    model = stack([64] * 12)
+    near = planned(model, device="64MiB", host="64MiB")
+    far = planned(model, device=near.device_bytes // 2, host="64MiB")
+    budget = far.budgets[Tier.DEVICE]
+    assert any(Tier.HOST in home.values() for home in far.homes)
+    assert far.idle(budget // 2) == budget - budget // 2
+    assert far.idle(budget - budget // 16) == 0
+    assert near.idle(0) == 0
