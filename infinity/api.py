@@ -17,7 +17,7 @@ from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
 from infinity.config import Budget, Precision, node_cache_limit
-from infinity.device_update.trial import refusal
+from infinity.device_update.kernel_trial import refusal
 from infinity.errors import ConfigError
 from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule

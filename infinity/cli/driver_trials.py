@@ -13,8 +13,8 @@ import torch
 
 from infinity.cli.finding import Finding
 from infinity.cli.trial import Trial
+from infinity.device_update.kernel_trial import refusal
 from infinity.device_update.kernels import UpdateKind, can_compile, kinds_of
-from infinity.device_update.trial import refusal
 from infinity.errors import DeviceError, InfinityError, KernelError
 from infinity.tiers.arena import REGISTER_CURE
 from infinity.tiers.driver import Driver, Event, Stream, compute_stream, current, driver_of

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from infinity.config import Budget, round_up
+from infinity.device_update.kernel_trial import kernels_that_measure
 from infinity.device_update.kernels import Kernels
-from infinity.device_update.trial import kernels_that_measure
 from infinity.errors import InfinityError
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest

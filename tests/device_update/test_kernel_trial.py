@@ -19,8 +19,8 @@ from small_runtime import TIED
 import infinity
 from infinity.config import Budget
 from infinity.device_update import kernels as device_kernels
+from infinity.device_update.kernel_trial import refusal
 from infinity.device_update.kernels import RULES, kinds_of
-from infinity.device_update.trial import refusal
 from infinity.errors import DeviceError, KernelError
 from infinity.formats.optimizer_rules import Rule
 from infinity.planning import twin_flow

@@ -1,4 +1,4 @@
-"""Trial: whether a device computes updates and squares with the CPU's bits. Else the CPU computes them."""
+"""Kernel trial: whether a device computes updates and squares with the CPU's bits. Else the CPU computes them."""
 
 from __future__ import annotations
 
