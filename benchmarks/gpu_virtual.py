@@ -116,20 +116,17 @@ _NORESERVE = 0x4000
 _FIXED_SHARED = 0x10 | mmap.MAP_SHARED
 
 
-def absent(tier: Tier, nbytes: int, **_: Any) -> Any:
-    """Make a region of memory that is not there; stands in for infinity.tiers.tier.map_ram."""
-    memory = Absent(nbytes)
-    return adopt(memory.address, nbytes, torch.device("cpu"), memory)
-
-
 class NoArithmetic(TorchDispatchMode):
     """A mode in which operations on large tensors take virtual time on the compute stream and do nothing.
 
     Their results have the right shapes, and bytes that nobody has written. Matrix products and attention take
-    the time of their FLOPs, and other operations that of the bytes which they read and write.
+    the time of their FLOPs, and other operations that of the bytes which they read and write. The trainer's
+    thread waits for operations in host RAM.
     """
 
     clock: VirtualClock
+    host_ram = range(0)
+    """The addresses of the host tier."""
 
     def __init__(self, emulated: EmulatedDevice, *, flops: int, memory: int) -> None:
         """flops, memory: FLOPs and bytes of the device in a second."""
@@ -171,7 +168,10 @@ class NoArithmetic(TorchDispatchMode):
                 min(each.numel() * each.itemsize, each.untyped_storage().nbytes())
                 for each in (*operands, *results)
             )
-            self.works(0, nbytes)
+            if operands[0].data_ptr() in self.host_ram:
+                self.clock.wait_until(self.clock.host_works(nbytes))
+            else:
+                self.works(0, nbytes)
         return result
 
     def works(self, flops: int, nbytes: int = 0) -> None:
@@ -348,7 +348,7 @@ class Bench:
             cleanup.callback(self.emulated.reset, 0)
             cleanup.enter_context(self.emulated.in_use())
             for module in (arena, device):
-                cleanup.enter_context(mock.patch.object(module, "map_ram", absent))
+                cleanup.enter_context(mock.patch.object(module, "map_ram", self._absent))
             cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
             timed = TimedKernels(self.mode)
             cleanup.enter_context(mock.patch.object(store, "kernels_that_measure", lambda device: timed))
@@ -390,6 +390,13 @@ class Bench:
     def _start(self, *_: Any) -> None:
         """Start the clock, once the tiers are open and have tried their copies, in place of filling pages."""
         self.clock = self.mode.clock = VirtualClock(self.rates, copies=False)
+
+    def _absent(self, tier: Tier, nbytes: int, **_: Any) -> Any:
+        """Make a region of memory that is not there; stands in for infinity.tiers.tier.map_ram."""
+        memory = Absent(nbytes)
+        if tier is Tier.HOST:
+            self.mode.host_ram = range(memory.address, memory.address + memory.nbytes)
+        return adopt(memory.address, nbytes, torch.device("cpu"), memory)
 
     def _make_pool(self, *arguments: Any) -> TimedPool:
         self.pool = TimedPool(self.clock, *arguments)
