@@ -138,6 +138,7 @@ class Pool:
         segments: Sequence[tuple[int, int, int, int, int]],
         hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper | LionHyper],
         scale: float,
+        outputs: tuple[int, ...] | None,
         awaited: bool,
     ) -> UpdateTicket: ...
     def submit_gradient(

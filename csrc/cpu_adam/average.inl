@@ -6,9 +6,9 @@ namespace {
 // The formula and the roundings are those of torch.lerp: the difference gets the smaller of the two
 // weights. So an average has the bits of torch's AveragedModel over fp32 parameters.
 template <ParameterFormat P>
-void average(const UpdateArrays& arrays, float* averages, const AverageStep& step,
+void average(const UpdateArrays& outputs, float* averages, const AverageStep& step,
              const Range& range) {
-    const Parameters<P> parameters(arrays);
+    const Parameters<P> parameters(outputs, outputs);
     const bool begins = step.begins;
     const bool from_average = step.weight < 0.5F;
     const F weight = Vec::set(from_average ? step.weight : step.weight - 1.0F);

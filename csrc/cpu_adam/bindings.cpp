@@ -127,6 +127,24 @@ std::vector<Segment> segments_of(const std::vector<SegmentTuple>& tuples) {
     return segments;
 }
 
+// parameter, remainder, copy, first moment, second moment, first scale, second scale
+using OutputTuple =
+    std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+
+std::optional<UpdateArrays> outputs_of(const std::optional<OutputTuple>& tuple) {
+    if (!tuple) return std::nullopt;
+    const auto& [parameter, remainder, copy, first, second, first_scale, second_scale] = *tuple;
+    UpdateArrays arrays;
+    arrays.param = pointer<void>(parameter);
+    arrays.remainder = pointer<int16_t>(remainder);
+    arrays.copy = pointer<void>(copy);
+    arrays.first_moment = pointer<void>(first);
+    arrays.second_moment = pointer<void>(second);
+    arrays.first_scale = pointer<uint8_t>(first_scale);
+    arrays.second_scale = pointer<uint8_t>(second_scale);
+    return arrays;
+}
+
 JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t elements,
                                    Dtype grad_dtype, ParameterFormat format, MomentFormat moments,
                                    uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
@@ -135,21 +153,24 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
                                    uintptr_t second_scale, uintptr_t average,
                                    const AverageStep& average_step,
                                    const std::vector<SegmentTuple>& segments,
-                                   const std::vector<Hyper>& hypers, double scale, bool awaited) {
-    UpdateRequest request{
-        elements,
-        grad_dtype,
-        format,
-        moments,
-        {pointer<const void>(grad), pointer<const float>(accumulated), pointer<void>(parameter),
-         pointer<int16_t>(remainder), pointer<void>(copy), pointer<void>(first_moment),
-         pointer<void>(second_moment), pointer<uint8_t>(first_scale),
-         pointer<uint8_t>(second_scale)},
-        segments_of(segments),
-        hypers,
-        scale,
-        pointer<float>(average),
-        average_step};
+                                   const std::vector<Hyper>& hypers, double scale,
+                                   const std::optional<OutputTuple>& outputs, bool awaited) {
+    const UpdateArrays arrays{pointer<const void>(grad),     pointer<const float>(accumulated),
+                              pointer<void>(parameter),      pointer<int16_t>(remainder),
+                              pointer<void>(copy),           pointer<void>(first_moment),
+                              pointer<void>(second_moment),  pointer<uint8_t>(first_scale),
+                              pointer<uint8_t>(second_scale)};
+    UpdateRequest request{elements,
+                          grad_dtype,
+                          format,
+                          moments,
+                          arrays,
+                          segments_of(segments),
+                          hypers,
+                          scale,
+                          pointer<float>(average),
+                          average_step,
+                          outputs_of(outputs)};
     return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
                        std::move(owners), awaited);
 }
@@ -308,7 +329,7 @@ void bind_pool(nb::module_& m) {
         .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
              "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
              "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "average"_a,
-             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "awaited"_a)
+             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "outputs"_a.none(), "awaited"_a)
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
              "segments"_a, "scale"_a, "awaited"_a)

@@ -16,7 +16,7 @@ void run_update(const DevicePiece& piece, const UpdateArrays& arrays, const Fold
                 const Range& range) {
     kWarpKernels.update[static_cast<int>(folded.rule)][static_cast<int>(piece.gradient)]
                        [static_cast<int>(piece.format)][static_cast<int>(piece.moments)](
-                           arrays, folded, range);
+                           arrays, arrays, folded, range);
 }
 
 template <class Launch>

@@ -154,10 +154,12 @@ struct StreamArray {
 };
 constexpr int kMaxStreamArrays = 8;
 
-// Returns true if a scaled gradient was not finite.
-using UpdateKernel = bool (*)(const UpdateArrays&, const Folded&, const Range&);
-// Averages the masters of the range, which an update kernel has updated before.
-using AverageKernel = void (*)(const UpdateArrays&, float* averages, const AverageStep&,
+// Reads `arrays` and writes `outputs`: the same arrays, or others, to which all but the gradient
+// and what is added to it belong. Returns true if a scaled gradient was not finite.
+using UpdateKernel = bool (*)(const UpdateArrays& arrays, const UpdateArrays& outputs,
+                              const Folded&, const Range&);
+// Averages the masters of the range, which an update kernel has written to `outputs` before.
+using AverageKernel = void (*)(const UpdateArrays& outputs, float* averages, const AverageStep&,
                                const Range&);
 // If squares are requested, writes into `sums` one sum for each started block of kBlock elements.
 using GradientKernel = void (*)(const GradientArrays&, size_t begin, size_t count, double* sums);

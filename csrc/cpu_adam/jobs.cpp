@@ -179,23 +179,35 @@ std::vector<Array> arrays_of(const UpdateRequest& r, bool updates, bool first_mo
                              bool second_moment) {
     const bool split = r.format == ParameterFormat::kSplit;
     std::vector<Array> arrays;
+    const UpdateArrays& outputs = r.outputs ? *r.outputs : r.arrays;
+    const auto changed = [&](const char* name, const void* before, const void* after, size_t bytes,
+                             size_t elements_per_entry = 1) {
+        if (before != after) {
+            arrays.push_back({name, before, bytes, false, elements_per_entry});
+        }
+        arrays.push_back({name, after, bytes, true, elements_per_entry});
+    };
     if (updates) arrays.push_back({"grad", r.arrays.grad, dtype_bytes(r.grad_dtype), false});
-    arrays.push_back({"parameter", r.arrays.param, split ? 2U : 4U, true});
+    changed("parameter", r.arrays.param, outputs.param, split ? 2U : 4U);
     if (r.averages != nullptr) arrays.push_back({"average", r.averages, 4, true});
     if (r.arrays.acc != nullptr) arrays.push_back({"accumulated", r.arrays.acc, 4, false});
-    if (split) arrays.push_back({"remainder", r.arrays.remainder, 2, true});
+    if (split) changed("remainder", r.arrays.remainder, outputs.remainder, 2);
     if (const size_t bytes = copy_bytes(r.format); bytes != 0) {
-        arrays.push_back({"copy", r.arrays.copy, bytes, true});
+        arrays.push_back({"copy", outputs.copy, bytes, true});
     }
     const size_t bytes = moment_bytes(r.moments);
     const bool scales = r.moments == MomentFormat::kInt8;
     if (first_moment) {
-        arrays.push_back({"first_moment", r.arrays.first_moment, bytes, true});
-        if (scales) arrays.push_back({"first_scale", r.arrays.first_scale, 1, true, kCodeBlock});
+        changed("first_moment", r.arrays.first_moment, outputs.first_moment, bytes);
+        if (scales) {
+            changed("first_scale", r.arrays.first_scale, outputs.first_scale, 1, kCodeBlock);
+        }
     }
     if (second_moment) {
-        arrays.push_back({"second_moment", r.arrays.second_moment, bytes, true});
-        if (scales) arrays.push_back({"second_scale", r.arrays.second_scale, 1, true, kCodeBlock});
+        changed("second_moment", r.arrays.second_moment, outputs.second_moment, bytes);
+        if (scales) {
+            changed("second_scale", r.arrays.second_scale, outputs.second_scale, 1, kCodeBlock);
+        }
     }
     return arrays;
 }
@@ -212,6 +224,7 @@ UpdateJob::UpdateJob(const KernelTable& kernels, const UpdateRequest& request, C
       nonfinite_(request.segments.size()) {}
 
 void UpdateJob::run(size_t chunk) noexcept {
+    const UpdateArrays& outputs = request_.outputs ? *request_.outputs : request_.arrays;
     for (size_t i = plan_.first[chunk]; i < plan_.first[chunk + 1]; ++i) {
         const Piece& piece = plan_.pieces[i];
         const Segment& segment = request_.segments[piece.segment];
@@ -223,13 +236,13 @@ void UpdateJob::run(size_t chunk) noexcept {
             const auto rule = static_cast<int>(folded.rule);
             const UpdateKernel kernel = kernels_.update[rule][static_cast<int>(request_.grad_dtype)]
                                                        [format][static_cast<int>(request_.moments)];
-            if (kernel(request_.arrays, folded, range)) {
+            if (kernel(request_.arrays, outputs, folded, range)) {
                 nonfinite_[piece.segment].store(true, std::memory_order_relaxed);
             }
         }
         // The piece is small enough to be in a cache still.
         if (request_.averages != nullptr) {
-            kernels_.average[format](request_.arrays, request_.averages, request_.average, range);
+            kernels_.average[format](outputs, request_.averages, request_.average, range);
         }
     }
 }

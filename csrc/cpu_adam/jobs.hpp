@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "formats.hpp"
@@ -41,6 +42,9 @@ struct UpdateRequest {
     double scale;
     float* averages = nullptr;  // running averages of the masters; null if there are none
     AverageStep average{};
+    // Other memory for the results, in place of the arrays that the update changes; none: these
+    // arrays themselves. Elements outside the segments are not written.
+    std::optional<UpdateArrays> outputs{};
 };
 
 struct GradientRequest {

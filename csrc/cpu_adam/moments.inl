@@ -70,9 +70,16 @@ struct Noise {
 struct MomentsF32 {
     static constexpr bool kBlocks = false;
     static constexpr bool kInfinite = true;
-    MomentsF32(const UpdateArrays& a, const Range&)
-        : first(static_cast<float*>(a.first_moment)),
-          second(static_cast<float*>(a.second_moment)) {}
+    MomentsF32(const UpdateArrays& a, const UpdateArrays& outputs, const Range&)
+        : first(static_cast<const float*>(a.first_moment)),
+          second(static_cast<const float*>(a.second_moment)),
+          new_first(static_cast<float*>(outputs.first_moment)),
+          new_second(static_cast<float*>(outputs.second_moment)) {}
+    template <class R>
+    bool aligned(size_t i) const {
+        return (!R::kFirst || aligned_at(new_first + i)) &&
+               (!R::kSecond || aligned_at(new_second + i));
+    }
     template <class L>
     INFINITY_INLINE F load_first(size_t i, L lanes) const {
         return Vec::load(first + i, lanes);
@@ -83,19 +90,25 @@ struct MomentsF32 {
     }
     template <class R, class L>
     INFINITY_INLINE void store(size_t i, F m, F v, L lanes) const {
-        if constexpr (R::kFirst) Vec::store(first + i, m, lanes);
-        if constexpr (R::kSecond) Vec::store(second + i, v, lanes);
+        if constexpr (R::kFirst) Vec::store(new_first + i, m, lanes);
+        if constexpr (R::kSecond) Vec::store(new_second + i, v, lanes);
     }
     // See [Note: quiet last].
     template <class R, class L>
     INFINITY_INLINE void quiet(size_t i, L lanes) const {
-        if constexpr (R::kFirst) Vec::store(first + i, Vec::quiet(load_first(i, lanes)), lanes);
-        if constexpr (R::kSecond) Vec::store(second + i, Vec::quiet(load_second(i, lanes)), lanes);
+        if constexpr (R::kFirst) {
+            Vec::store(new_first + i, Vec::quiet(load_first(i, lanes)), lanes);
+        }
+        if constexpr (R::kSecond) {
+            Vec::store(new_second + i, Vec::quiet(load_second(i, lanes)), lanes);
+        }
     }
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
-    float* first;
-    float* second;
+    const float* first;
+    const float* second;
+    float* new_first;
+    float* new_second;
 };
 
 // Moments in bf16. NaNs are made quiet before they are stored, since a payload does not survive the
@@ -103,10 +116,17 @@ struct MomentsF32 {
 struct MomentsBf16 {
     static constexpr bool kBlocks = false;
     static constexpr bool kInfinite = true;
-    MomentsBf16(const UpdateArrays& a, const Range& range)
-        : first(static_cast<uint16_t*>(a.first_moment)),
-          second(static_cast<uint16_t*>(a.second_moment)),
+    MomentsBf16(const UpdateArrays& a, const UpdateArrays& outputs, const Range& range)
+        : first(static_cast<const uint16_t*>(a.first_moment)),
+          second(static_cast<const uint16_t*>(a.second_moment)),
+          new_first(static_cast<uint16_t*>(outputs.first_moment)),
+          new_second(static_cast<uint16_t*>(outputs.second_moment)),
           noise(range) {}
+    template <class R>
+    bool aligned(size_t i) const {
+        return (!R::kFirst || aligned_at(new_first + i)) &&
+               (!R::kSecond || aligned_at(new_second + i));
+    }
     template <class L>
     INFINITY_INLINE F load_first(size_t i, L lanes) const {
         return Vec::load_bf16(first + i, lanes);
@@ -119,9 +139,9 @@ struct MomentsBf16 {
     INFINITY_INLINE void store(size_t i, F m, F v, L lanes) const {
         const U random = noise.at(i);
         const U low = Vec::and_u(random, Vec::set_u(0xFFFFU));
-        if constexpr (R::kFirst) store_rounded(first + i, m, low, lanes);
+        if constexpr (R::kFirst) store_rounded(new_first + i, m, low, lanes);
         if constexpr (R::kSecond) {
-            store_rounded(second + i, v, Vec::template shr<16>(random), lanes);
+            store_rounded(new_second + i, v, Vec::template shr<16>(random), lanes);
         }
     }
     template <class L>
@@ -132,8 +152,10 @@ struct MomentsBf16 {
     INFINITY_INLINE void quiet(size_t, L) const {}
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_group(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_group(second, i); }
-    uint16_t* first;
-    uint16_t* second;
+    const uint16_t* first;
+    const uint16_t* second;
+    uint16_t* new_first;
+    uint16_t* new_second;
     Noise noise;
 };
 
@@ -192,11 +214,15 @@ struct MomentsInt8 {
     using First = Compander<kFirstSpan>;
     using Second = Compander<kSecondSpan>;
 
-    MomentsInt8(const UpdateArrays& a, const Range& range)
-        : first(static_cast<uint8_t*>(a.first_moment)),
-          second(static_cast<uint8_t*>(a.second_moment)),
+    MomentsInt8(const UpdateArrays& a, const UpdateArrays& outputs, const Range& range)
+        : first(static_cast<const uint8_t*>(a.first_moment)),
+          second(static_cast<const uint8_t*>(a.second_moment)),
           first_scale(a.first_scale),
           second_scale(a.second_scale),
+          new_first(static_cast<uint8_t*>(outputs.first_moment)),
+          new_second(static_cast<uint8_t*>(outputs.second_moment)),
+          new_first_scale(outputs.first_scale),
+          new_second_scale(outputs.second_scale),
           noise(range) {}
 
     // The block that is being updated: its codes, their scales, and the largest new magnitudes.
@@ -275,13 +301,13 @@ struct MomentsInt8 {
             }
         }
         if constexpr (R::kFirst) {
-            Vec::template store_codes<kCodeBit, true>(first + i, first_code, n);
-            close(first, first_scale, i, n, e.first);
+            Vec::template store_codes<kCodeBit, true>(new_first + i, first_code, n);
+            close(new_first, new_first_scale, i, n, e.first);
         }
         if constexpr (R::kSecond) {
-            bool zero = Vec::template store_codes<kCodeBit, false>(second + i, second_code, n);
-            if (__builtin_expect(zero, 0)) raise_zeros(second + i, v, second_code, n);
-            close(second, second_scale, i, n, e.second);
+            bool zero = Vec::template store_codes<kCodeBit, false>(new_second + i, second_code, n);
+            if (__builtin_expect(zero, 0)) raise_zeros(new_second + i, v, second_code, n);
+            close(new_second, new_second_scale, i, n, e.second);
         }
         return (R::kSecond ? e.second : e.first) != kNotFinite;
     }
@@ -317,10 +343,14 @@ struct MomentsInt8 {
     INFINITY_INLINE void prefetch_first(size_t i) const { prefetch_codes(first, i); }
     INFINITY_INLINE void prefetch_second(size_t i) const { prefetch_codes(second, i); }
 
-    uint8_t* first;
-    uint8_t* second;
-    uint8_t* first_scale;
-    uint8_t* second_scale;
+    const uint8_t* first;
+    const uint8_t* second;
+    const uint8_t* first_scale;
+    const uint8_t* second_scale;
+    uint8_t* new_first;
+    uint8_t* new_second;
+    uint8_t* new_first_scale;
+    uint8_t* new_second_scale;
     Noise noise;
     First first_codec;
     Second second_codec;

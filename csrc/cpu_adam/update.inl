@@ -35,7 +35,8 @@ __attribute__((noinline)) bool finite(Gradient<D> gradient, const Range& range) 
 // The way of one element from its gradient and parameter to the new parameter.
 template <class R, Dtype D, ParameterFormat P, class M>
 struct Pass {
-    Pass(const UpdateArrays& a, const Folded& h) : gradient(a, h), rule(h), parameters(a) {}
+    Pass(const UpdateArrays& a, const UpdateArrays& outputs, const Folded& h)
+        : gradient(a, h), rule(h), parameters(a, outputs) {}
 
     // Returns the gradient as the rule has changed it, for new_parameter().
     template <class L>
@@ -49,7 +50,9 @@ struct Pass {
     INFINITY_INLINE F new_parameter(size_t i, F g, F m, F v, L lanes) {
         const F p = rule.parameter(parameters.load(i, lanes), g, m, v);
         finite_result.see(p);
-        parameters.store(i, p, lanes);
+        store_lanes(streaming, lanes, [&](auto stored) __attribute__((always_inline)) {
+            parameters.store(i, p, stored);
+        });
         return p;
     }
     INFINITY_INLINE void prefetch(size_t i) const {
@@ -60,6 +63,7 @@ struct Pass {
     Gradient<D> gradient;
     R rule;
     Parameters<P> parameters;
+    bool streaming = false;  // whether results beside the inputs, all aligned, go past the caches
     Vec::Finite finite_gradient;  // where moments have no blocks; else finite_moments
     bool finite_moments = true;
     Vec::Finite finite_result;
@@ -67,9 +71,9 @@ struct Pass {
 
 // Makes every NaN in the outputs the same NaN, see [Note: quiet last].
 template <class R, ParameterFormat P, class M>
-__attribute__((noinline)) void quiet(const UpdateArrays& a, const Range& range) {
-    const Parameters<P> parameters(a);
-    const M moments(a, range);
+__attribute__((noinline)) void quiet(const UpdateArrays& outputs, const Range& range) {
+    const Parameters<P> parameters(outputs, outputs);
+    const M moments(outputs, outputs, range);
     const auto element = [&](size_t i, auto lanes) {
         if constexpr (!M::kBlocks) moments.template quiet<R>(i, lanes);
         const F p = Vec::quiet(parameters.load(i, lanes));
@@ -91,12 +95,16 @@ INFINITY_INLINE void each_element(Body& pass, const M& moments, const Range& ran
         if constexpr (R::kSecond) v = moments.load_second(i, lanes);
         const F g = pass.new_moments(i, m, v, lanes);
         const F p = pass.new_parameter(i, g, m, v, lanes);
-        if constexpr (R::kFirst || R::kSecond) moments.template store<R>(i, m, v, lanes);
+        if constexpr (R::kFirst || R::kSecond) {
+            store_lanes(pass.streaming, lanes, [&](auto stored) __attribute__((always_inline)) {
+                moments.template store<R>(i, m, v, stored);
+            });
+        }
         return p;
     };
     // The copy is not read again soon. Streaming stores save the read of its cache lines.
     const auto whole = [&](size_t i) __attribute__((always_inline)) {
-        pass.parameters.stream_copy(i, element(i, Full{}));
+        pass.parameters.store_copy(i, element(i, Full{}), Vec::Streamed{});
     };
     const auto part = [&](size_t i, size_t n) {
         const Part lanes(n);
@@ -154,7 +162,9 @@ INFINITY_INLINE void one_block(Body& pass, const M& moments, size_t i, size_t n,
     each_vector(n, [&](size_t k, auto lanes) __attribute__((always_inline)) {
         const size_t at = k / kWidth;
         const F p = pass.new_parameter(i + k, gradient[at], first[at], second[at], lanes);
-        pass.parameters.write_copy(i + k, p, streaming, lanes);
+        store_lanes(streaming, lanes, [&](auto stored) __attribute__((always_inline)) {
+            pass.parameters.store_copy(i + k, p, stored);
+        });
     });
     pass.finite_moments &= moments.template store<R>(i, n, first, second, exponents);
 }
@@ -177,18 +187,23 @@ INFINITY_INLINE void each_block(Body& pass, const M& moments, const Range& range
 }
 
 template <class R, Dtype D, ParameterFormat P, class M>
-bool update(const UpdateArrays& arrays, const Folded& h, const Range& given) {
+bool update(const UpdateArrays& arrays, const UpdateArrays& results, const Folded& h,
+            const Range& given) {
     const UpdateArrays a = arrays;  // by value, so that the compiler knows that no store changes it
+    const UpdateArrays outputs = results;
     const Range range = given;
-    Pass<R, D, P, M> pass(a, h);
-    const M moments(a, range);
+    Pass<R, D, P, M> pass(a, outputs, h);
+    const M moments(a, outputs, range);
+    // Lines that were read are in the caches, and are written there. Others would be read first.
+    pass.streaming = outputs.param != a.param && pass.parameters.aligned(range.begin);
     if constexpr (M::kBlocks) {
         each_block<R>(pass, moments, range);
     } else {
+        pass.streaming &= moments.template aligned<R>(range.begin);
         each_element<R>(pass, moments, range);
     }
     Vec::fence();
-    if (!pass.finite_result.all()) quiet<R, P, M>(a, range);
+    if (!pass.finite_result.all()) quiet<R, P, M>(outputs, range);
     // A gradient that is not finite leaves moments that are not finite, whatever the rule is.
     if (M::kBlocks && !pass.finite_moments) return !finite(pass.gradient, range);
     return !pass.finite_gradient.all();

@@ -58,7 +58,7 @@ struct UpdateOf {
     using R = typename RuleOf<K>::Type;
     using Moments = typename MomentsOf<M, R::kFirst || R::kSecond>::Type;
     static bool run(const UpdateArrays& arrays, const Folded& folded, const Range& range) {
-        return update<R, D, P, Moments>(arrays, folded, range);
+        return update<R, D, P, Moments>(arrays, arrays, folded, range);
     }
 };
 

@@ -23,6 +23,8 @@ struct Vec {
     };
     static constexpr int kWidth = 16;
     struct Full {};
+    // All elements, in stores past the caches. The address must be a multiple of 32 bytes.
+    struct Streamed {};
     // The first `count` elements. There are no masked 16-bit accesses before AVX-512, so such
     // accesses go through a copy. The lanes beyond the count are zero.
     struct Part {
@@ -88,6 +90,10 @@ struct Vec {
         _mm256_storeu_ps(p, x.a);
         _mm256_storeu_ps(p + 8, x.b);
     }
+    static void store(float* p, F x, Streamed) {
+        _mm256_stream_ps(p, x.a);
+        _mm256_stream_ps(p + 8, x.b);
+    }
     static void store(float* p, F x, Part lanes) {
         _mm256_maskstore_ps(p, lanes.a, x.a);
         _mm256_maskstore_ps(p + 8, lanes.b, x.b);
@@ -115,13 +121,6 @@ struct Vec {
         store_words(reinterpret_cast<uint16_t*>(low), in_order(lower), lanes);
         store_words(high, in_order(rounded), lanes);
     }
-    // Stores past the caches. The address must be a multiple of the access size.
-    static void stream(float* p, F x) {
-        _mm256_stream_ps(p, x.a);
-        _mm256_stream_ps(p + 8, x.b);
-    }
-    static void stream_bf16(uint16_t* p, F x) { stream_words(p, round_bf16(x)); }
-    static void stream_f16(uint16_t* p, F x) { stream_words(p, round_f16(x)); }
     static void fence() { _mm_sfence(); }
 
     static U set_u(uint32_t x) {
@@ -299,7 +298,7 @@ struct Vec {
         _mm256_store_si256(reinterpret_cast<__m256i*>(buffer), x);
         for (size_t i = 0; i < lanes.count; ++i) p[i] = buffer[i];
     }
-    static void stream_words(uint16_t* p, __m256i x) {
+    static void store_words(uint16_t* p, __m256i x, Streamed) {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), x);
     }
     // AVX2 packs and unpacks within 128-bit halves, which leaves the two middle quarters exchanged.

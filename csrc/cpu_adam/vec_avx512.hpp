@@ -26,6 +26,8 @@ struct Vec {
     };
     static constexpr int kWidth = 32;
     struct Full {};
+    // All elements, in stores past the caches. The address must be a multiple of 64 bytes.
+    struct Streamed {};
     // The first `count` elements. The lanes beyond the count are zero.
     struct Part {
         explicit Part(size_t count)
@@ -95,6 +97,10 @@ struct Vec {
         _mm512_storeu_ps(p, first_half(x));
         _mm512_storeu_ps(p + 16, second_half(x));
     }
+    static void store(float* p, F x, Streamed) {
+        _mm512_stream_ps(p, first_half(x));
+        _mm512_stream_ps(p + 16, second_half(x));
+    }
     static void store(float* p, F x, Part lanes) {
         _mm512_mask_storeu_ps(p, low_half(lanes), first_half(x));
         _mm512_mask_storeu_ps(p + 16, high_half(lanes), second_half(x));
@@ -117,13 +123,6 @@ struct Vec {
         store_words(reinterpret_cast<uint16_t*>(low), lower, lanes);
         store_words(high, rounded, lanes);
     }
-    // Stores past the caches. The address must be a multiple of 64 bytes.
-    static void stream(float* p, F x) {
-        _mm512_stream_ps(p, first_half(x));
-        _mm512_stream_ps(p + 16, second_half(x));
-    }
-    static void stream_bf16(uint16_t* p, F x) { stream_words(p, round_bf16(x)); }
-    static void stream_f16(uint16_t* p, F x) { stream_words(p, round_f16(x)); }
     static void fence() { _mm_sfence(); }
 
     static U set_u(uint32_t x) {
@@ -341,7 +340,7 @@ struct Vec {
     static void store_words(uint16_t* p, __m512i x, Part lanes) {
         _mm512_mask_storeu_epi16(p, lanes.all, x);
     }
-    static void stream_words(uint16_t* p, __m512i x) {
+    static void store_words(uint16_t* p, __m512i x, Streamed) {
         _mm512_stream_si512(reinterpret_cast<__m512i*>(p), x);
     }
     static __m512i round_bf16(F x) {

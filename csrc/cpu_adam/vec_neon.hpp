@@ -17,6 +17,7 @@ struct Vec {
     using U = uint32x4_t;
     static constexpr int kWidth = 4;
     struct Full {};
+    using Streamed = Full;  // NEON has no streaming stores for one register
     // The first `count` elements. There are no masked accesses, so accesses go through a copy. The
     // lanes beyond the count are zero.
     struct Part {
@@ -87,10 +88,6 @@ struct Vec {
         store_words(reinterpret_cast<uint16_t*>(low), lower, lanes);
         store_bf16(high, x, lanes);
     }
-    // NEON has no streaming stores for one register.
-    static void stream(float* p, F x) { store(p, x, Full{}); }
-    static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
-    static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
     static void fence() {}
 
     static U set_u(uint32_t x) { return vdupq_n_u32(x); }

@@ -14,7 +14,8 @@ struct Vec {
     using U = uint32_t;
     static constexpr int kWidth = 1;
     struct Full {};
-    struct Part {  // never made, since a width of one leaves no tail
+    using Streamed = Full;  // there are no stores past the caches
+    struct Part {           // never made, since a width of one leaves no tail
         explicit Part(size_t) {}
     };
 
@@ -70,9 +71,6 @@ struct Vec {
         *low = Scalar::to_remainder(x);
         store_bf16(high, x, lanes);
     }
-    static void stream(float* p, F x) { *p = x; }
-    static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
-    static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
     static void fence() {}
 
     static U set_u(uint32_t x) { return x; }

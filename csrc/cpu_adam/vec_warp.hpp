@@ -31,6 +31,7 @@ struct Vec {
     struct Full {
         bool has(size_t) const { return true; }
     };
+    using Streamed = Full;
     // The first `count` lanes.
     struct Part {
         explicit Part(size_t n) : count(n) {}
@@ -175,9 +176,6 @@ struct Vec {
             high[l] = Scalar::to_bf16(x.held[h]);
         });
     }
-    static void stream(float* p, F x) { store(p, x, Full{}); }
-    static void stream_bf16(uint16_t* p, F x) { store_bf16(p, x, Full{}); }
-    static void stream_f16(uint16_t* p, F x) { store_f16(p, x, Full{}); }
 
     static U set_u(uint32_t x) {
         return each_u([&](int) { return x; });

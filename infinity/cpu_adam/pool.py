@@ -241,6 +241,7 @@ class ThreadPool(Closing):
         *,
         scale: float,
         average_step: AverageStep | None = None,
+        outputs: Sequence[int] | None = None,
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
     ) -> Ticket[UpdateResult]:
@@ -251,6 +252,11 @@ class ThreadPool(Closing):
         arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
         fields of `Segment`. hypers: made by `Hyper.native`. scale, average_step: as in `Update`. owners: the
         tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
+
+        outputs: addresses like `addresses` of other arrays, to which the results are written past the caches;
+        None: the update changes its arrays. Elements outside the segments are not written. The gradient and
+        the average have no other arrays.
+
         Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
         """
         grad, parameter, remainder, copy, first, second, first_scale, second_scale, average = addresses
@@ -272,6 +278,7 @@ class ThreadPool(Closing):
             segments=segments,
             hypers=hypers,
             scale=scale,
+            outputs=None if outputs is None else tuple(outputs[1:8]),
             elements=form.elements,
             owners=owners,
             awaited=awaited,
@@ -328,6 +335,7 @@ class ThreadPool(Closing):
             segments=segment_tuples(work.segments),
             hypers=[each.native() for each in work.hypers],
             scale=work.scale,
+            outputs=None,
             elements=page.elements,
             owners=page.owners,
             awaited=awaited,

@@ -30,12 +30,14 @@ from hypothesis import strategies as st
 
 from infinity.cpu_adam import (
     BLOCK,
+    CODE_BLOCK,
     SGD,
     AdamW,
     Gradient,
     Segment,
     ThreadPool,
     Update,
+    UpdateForm,
     runnable_isas,
 )
 
@@ -230,6 +232,47 @@ def test_all_isas_give_the_same_bits() -> None:
     for now, blocks in results[1:]:
         assert all(same_bits(now[name], results[0][0][name]) for name in now)
         assert torch.equal(blocks, results[0][1])
+
+
+@pytest.mark.sweep(strength=2)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("copy", ["split", torch.float32, torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("offset", [0, 5])
+def test_results_beside_are_those_in_place(
+    pool: ThreadPool, rule: str, copy: Any, moments: torch.dtype, offset: int
+) -> None:
+    """The arrays keep what they had, and elements outside the segments are not written."""
+    n = 5003
+    arrays: dict[str, torch.Tensor] = {"grad": floats(9, n), **states(n)}
+    for name in ("first_moment", "second_moment"):
+        if moments is torch.uint8:
+            arrays[name] = (arrays[name].view(torch.int32) & 0x7F).to(torch.uint8)
+            arrays[name.replace("moment", "scale")] = torch.full((n // CODE_BLOCK + 1,), 120).to(torch.uint8)
+        arrays[name] = arrays[name].to(moments)
+    if copy == "split":
+        arrays["parameter"], arrays["remainder"] = split(arrays["parameter"])
+    elif copy is not None:
+        arrays["copy"] = torch.zeros(n, dtype=copy)
+    arrays = {name: padded(each, offset) for name, each in arrays.items()}
+    expected, beside = clones(arrays), {name: padded(each, offset) for name, each in arrays.items()}
+    segments = [Segment(64, 1003, seed=1), Segment(1152, 3800)]
+    work: dict[str, Any] = {"segments": segments, "hypers": [RULES[rule]]}
+    pool.run(Update(**expected, **work))
+
+    before, update = clones(arrays), Update(**arrays, **work)
+    form = UpdateForm.of(update, list(arrays.values()))
+    pool.submit_again(
+        form,
+        form.addresses(list(arrays.values())),
+        [(each.start, each.count, each.hyper, each.index, each.seed) for each in segments],
+        [each.native() for each in update.hypers],
+        scale=1.0,
+        outputs=form.addresses(list(beside.values())),
+        owners=[*arrays.values(), *beside.values()],
+    ).wait()
+    assert all(same_bits(beside[name], expected[name]) for name in arrays)
+    assert all(same_bits(arrays[name], before[name]) for name in arrays)
 
 
 def test_flushing_denormals_changes_nothing() -> None:

@@ -142,12 +142,17 @@ inline void compare_formats(const KernelTable& a, const KernelTable& b, const Fo
                 if (accumulated) one.calm();
                 Page two = one;
                 const ParameterFormat f = static_cast<ParameterFormat>(format);
-                const bool bad_one = a.update[rule][dtype][format][kept](
-                    one.arrays(f, moments, accumulated), folded, range);
+                Page beside = one;
+                const Page before = one;
+                const UpdateArrays in_place = one.arrays(f, moments, accumulated);
+                const bool bad_one =
+                    a.update[rule][dtype][format][kept](in_place, in_place, folded, range);
                 const bool bad_two = b.update[rule][dtype][format][kept](
-                    two.arrays(f, moments, accumulated), folded, range);
+                    two.arrays(f, moments, accumulated), beside.arrays(f, moments, accumulated),
+                    folded, range);
                 CHECK(bad_one == bad_two);
-                CHECK(same_bits(one, two));
+                CHECK(same_bits(one, beside));
+                CHECK(same_bits(two, before));
             }
         }
     }

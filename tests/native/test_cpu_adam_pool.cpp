@@ -191,8 +191,8 @@ void compare_jobs_with_calls(MomentFormat moments, const std::vector<Segment>& s
     for (const Segment& s : segments) {
         const Folded folded = fold(hypers[s.hyper], 0.5);
         const Range range{s.start, s.count, static_cast<uint32_t>(s.index), s.seed};
-        kernels.update[0][0][4][static_cast<int>(moments)](
-            expected.arrays(ParameterFormat::kSplit, moments, true), folded, range);
+        const UpdateArrays arrays = expected.arrays(ParameterFormat::kSplit, moments, true);
+        kernels.update[0][0][4][static_cast<int>(moments)](arrays, arrays, folded, range);
     }
     for (const size_t chunk : {kBlock, 2 * kBlock, 64 * kBlock}) {
         for (const size_t threads : {1U, 2U, 5U}) {
