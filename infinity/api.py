@@ -74,7 +74,7 @@ def offload(
     "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py says
     what this needs. "speculative": as "eager", but exact with clipping and with the loss scaling of fp16: an
     update that turns out to be wrong is undone and done again. What updates change then takes a second place
-    in its tier. "auto": chosen by infinity, at present "lazy".
+    in its tier, in RAM as far as it has room. "auto": chosen by infinity, at present "lazy".
 
     accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
     number. Lazy

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -16,10 +17,10 @@ from infinity.checkpoint.commit_source import CommitSource
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
-from infinity.config import Budget
+from infinity.config import Budget, round_up
 from infinity.cpu_adam import default_cpus
 from infinity.layout.names import named_parameters, transformers_model
-from infinity.layout.shards import PageShard
+from infinity.layout.shards import PageShard, kept_chunks
 from infinity.layout.strides import part_in_memory_order
 from infinity.model.materialize import materialize
 from infinity.optim.paged_optimizer import adopt
@@ -30,7 +31,7 @@ from infinity.pages.store import Store
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.ranks import Given, SingleRank, Take
-from infinity.tiers import Tier
+from infinity.tiers import PAGE_ALIGNMENT, Tier
 
 _DRAWN_SHARE = 32
 """The RAM budget divided by this number is for tensors whose initial values are drawn while those of others
@@ -214,4 +215,18 @@ class InitialPages:
         copied = kind is Kind.PARAMETER and tier is Tier.DEVICE and not self.plan.share.whole_parameters
         home.computed = copied or unit in self.plan.updated_on_device
         home.describe = functools.partial(content_at, self.plan, unit, kind)
+        if kind is not Kind.GRADIENT and tier is Tier.HOST and unit in self.plan.speculating:
+            home.shown = kind is Kind.PARAMETER and self.store.device.shares_host
+            self.store.pair_up(home, [each for each in self._changed(unit, kind) if each[1]])
         return home
+
+    def _changed(self, unit: int, kind: Kind) -> Iterator[tuple[int, int]]:
+        """The ranges (start, bytes) of a home that chunk updates change, in order."""
+        plan, layout, shard = self.plan, self.plan.layout.units[unit], self.shards[unit]
+        for index in kept_chunks(layout, plan.share, whole=plan.share.whole_states):
+            if kind is Kind.OPTIMIZER:
+                yield plan.state_offset(unit, index), plan.state_format(unit, index).nbytes
+            else:
+                chunk = layout.chunks[index]
+                itemsize = layout.regions[chunk.region].dtype.itemsize
+                yield shard.home_start(index), round_up(chunk.count * itemsize, PAGE_ALIGNMENT)

@@ -10,10 +10,10 @@ decided), and its bytes are read again when a caller waits for the unit. A write
 copy of its bytes. The update is LOST then, and the runtime cannot be used any more.
 
 [Note: speculative updates] An update that is decided before all gradients are known may be wrong: clipping
-may scale its gradient, and an overflow may skip the step. So it leaves what it changes as it was, too. On
-NVMe its results go to another slot (`Part.tentative`). What it changes at home in host RAM is first copied to
-a second place. Bytes in the memory where the model computes can be brought from home again. `step()` then
-confirms the update, and nothing is moved, or undoes it, and the update is decided again with the right scale.
+may scale its gradient, and an overflow may skip the step. So it leaves what it changes as it was, too: its
+results go to another slot, on NVMe (`Part.tentative`) and in host RAM (`SlotPair.tentative`). Bytes in the
+memory where the model computes can be brought from home again. `step()` then confirms the update, and
+nothing is moved, or undoes it, and the update is decided again with the right scale.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.health import Health
+from infinity.pages.home import Home
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
+from infinity.pages.slot_pair import SlotPair
 from infinity.pages.store import Store
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.link import ARRIVED, Joined, Transfer, User
@@ -116,10 +118,6 @@ class ChunkUpdate:
     """Whether the update was decided before all gradients were known, and is not confirmed yet."""
     numel = 0
     """Number of parameter elements that the update submitted last changes."""
-    _kept: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    """(bytes at home in host RAM, their copy before a speculative update), each uint8."""
-    _second: Sequence[torch.Tensor] = ()
-    """The memory of these copies, which the first speculative update has leased for good."""
 
     def __init__(
         self,
@@ -164,7 +162,8 @@ class ChunkUpdate:
         """Bytes of the chunk's slice of the parameter page, in whole 4 KiB blocks."""
         self.gradient_bytes = gradients.nbytes(chunk_index)
         """Bytes of the chunk's part of the gradient page."""
-        self.state_bytes = self._state_page.formats[chunk_index].nbytes
+        self._state_form = self._state_page.formats[chunk_index]
+        self.state_bytes = self._state_form.nbytes
         """Bytes of the chunk's part of the optimizer page."""
         self._reads: list[Transfer] = []
         self._parameter = self._gradient = self._states = NOTHING
@@ -179,15 +178,17 @@ class ChunkUpdate:
         """
         self._version = 0
         """`StatePage.version` of the states that were read ahead."""
-        self._at_home: Memory | None = None
-        """Views of the inputs in their homes, made by the first update if `in_ram`; else None."""
+        self._at_home: dict[int, Memory] = {}
+        """Slot with the newest bytes (0 for A, also where there is one place) -> views of the inputs in their
+        homes. Made by the first updates if `in_ram`; else empty.
+        """
         self._form: cpu_adam.UpdateForm | None = None
         """The dtypes, length and places of the first update's arrays, with which all later updates are
         described; None before the first update.
         """
-        self._addresses: Sequence[int] | None = None
-        """Addresses of the arrays that updates use (parameters, gradient and states), kept from the first
-        update on if `in_ram`; None otherwise.
+        self._addresses: dict[int, Sequence[int]] = {}
+        """Slot -> addresses of the arrays that updates use (parameters, gradient and states), as long as
+        `_at_home` has these.
         """
 
     # --- what it needs and has --------------------------------------------------------------------------
@@ -256,24 +257,27 @@ class ChunkUpdate:
 
     @property
     def can_be_undone(self) -> bool:
-        """Whether a speculative update can leave what it changes as it is, too: each changed page is at home
-        in host RAM, or on NVMe with a slot that is free.
+        """Whether a speculative update can leave what it changes as it is, too: commits hold all but one of
+        no part's slots on NVMe. Its unit is in `Plan.speculating`.
         """
-        homes = [self.page.home, *([self._state_page.home] if self.state_bytes else [])]
-        slots = [part.slot_beside() for part in self._parts()]
-        return None not in slots and all(
-            home.tier is Tier.HOST or (home.nvme_lease is not None and home.parts) for home in homes
-        )
+        return all([part.slot_beside() is not None for part in self._parts()])
 
     def _parts(self) -> Iterator[Part]:
         """The parts of the chunk on NVMe that have slots there."""
-        ranges = (
-            (self.page.home, self._home_start, self.parameter_bytes),
-            (self._state_page.home, self._state_offset, self.state_bytes),
-        )
-        for home, start, nbytes in ranges:
-            if home.nvme_lease is not None and nbytes:
+        for home, start, nbytes in self._changed_ranges():
+            if home.nvme_lease is not None:
                 yield from home.parts.over(start, start + nbytes)
+
+    def _pairs(self) -> tuple[SlotPair | None, SlotPair | None]:
+        """The pairs of slots in host RAM of the parameters, and of the states."""
+        states = self._state_page.home.pair(self._state_offset) if self.state_bytes else None
+        return self.page.home.pair(self._home_start), states
+
+    def _changed_ranges(self) -> Iterator[tuple[Home, int, int]]:
+        """(home, start, bytes) of each range that an update changes."""
+        yield self.page.home, self._home_start, self.parameter_bytes
+        if self.state_bytes:
+            yield self._state_page.home, self._state_offset, self.state_bytes
 
     @property
     def can_read_ahead(self) -> bool:
@@ -407,29 +411,30 @@ class ChunkUpdate:
             self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
         assert self.decision is not None
         link = self._store.link
+        memory = (self._parameter, self._gradient, self._states)
+        outputs = self._beside(memory) if self.speculative else memory
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
-            link.uses(User.HOST, self._parameter, self._states, writes=True, label="update")
-        memory = (self._parameter, self._gradient, self._states)
-        if self.speculative:
-            self._keep()
-        self.ticket = self._submit(self.decision, memory, awaited)
+            link.uses(User.HOST, *memory[::2], writes=outputs is memory, label="update")
+            link.uses(User.HOST, *outputs[::2], writes=True, label="update")
+        self.ticket = self._submit(self.decision, memory, outputs, awaited)
+        self._parameter, _, self._states = outputs
         self._to(UpdateState.COMPUTING)
         return self.ticket
 
-    def _keep(self) -> None:
-        """Copy what the update changes at home in host RAM to a second place."""
-        pairs = ((self.page.home, self._parameter), (self._state_page.home, self._states))
-        changed = [memory for home, memory in pairs if home.in_place and memory.nbytes]
-        if not self._second:
-            self._second = [self._leased(each.nbytes) for each in changed]
-        self._kept = list(zip(changed, self._second, strict=True))
-        for memory, copy in self._kept:
-            copy.copy_(memory)
-
-    def _leased(self, nbytes: int) -> torch.Tensor:
-        with self._store.second.lease(nbytes) as lease:
-            return lease.residency()
+    def _beside(self, memory: Memory) -> Memory:
+        """Begin a speculative update of what is at home in host RAM, and return the memory for the results:
+        other slots there, and the same memory for what goes to NVMe. Returns `memory` itself without such
+        slots.
+        """
+        parameters, states = self._pairs()
+        if parameters is None and states is None:
+            return memory
+        return (
+            memory[0] if parameters is None else parameters.begin(),
+            memory[1],
+            memory[2] if states is None else states.begin(),
+        )
 
     def write(self) -> None:
         """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST."""
@@ -458,9 +463,14 @@ class ChunkUpdate:
         """
         if self.state is UpdateState.TENTATIVE:
             self._to(UpdateState.IDLE)
-        self.speculative, self._kept = False, ()
+        self.speculative = False
         for part in self._parts():
             part.confirm()
+        if self.page.home.shown and self.ticket is not None:
+            self.ticket.wait()  # the results are copied to where the model computes
+        for pair in self._pairs():
+            if pair is not None:
+                pair.confirm()
 
     def undo(self) -> None:
         """Make a speculative update undone, after it has ended: any state -> IDLE.
@@ -469,11 +479,9 @@ class ChunkUpdate:
         those at home there, are not.
         """
         self.end()
-        for part in self._parts():
-            part.tentative = None
-        for home, copy in self._kept:
-            self._store.link.uses(User.HOST, home, writes=True, label="undone")
-            home.copy_(copy)
+        for part in (*self._parts(), *self._pairs()):
+            if part is not None:
+                part.tentative = None
         self._drop()
 
     def finish(self) -> Transfer:
@@ -492,14 +500,13 @@ class ChunkUpdate:
         Waits for reads, computation and the copy to the device. Failures of reads are ignored.
         """
         self.end()
-        self._at_home = self._addresses = None  # the homes may move
-        self._second = ()
+        self._at_home, self._addresses = {}, {}  # the homes may move
         self._drop()
 
     def _drop(self) -> None:
         self._let_go()
         self.ticket = self.decision = self.taken = None
-        self.copy, self.speculative, self._kept = ARRIVED, False, ()
+        self.copy, self.speculative = ARRIVED, False
         self.state = UpdateState.IDLE
 
     def end(self) -> None:
@@ -556,14 +563,23 @@ class ChunkUpdate:
     def _take_at_home(self) -> None:
         """Wait for the gradient, and use the inputs in their homes. Raises the error of a lost gradient."""
         self._gradient_page.settle(self.chunk_index)
-        if self._at_home is None:
+        slot = self._slot
+        if slot not in self._at_home:
             offset = self._gradient_page.offset(self.chunk_index)
-            self._at_home = (
+            self._at_home[slot] = (
                 self.page.home.view(self._home_start, self.parameter_bytes),
                 self._gradient_page.home.view(offset, self.gradient_bytes),
                 self._state_page.home.view(self._state_offset, self.state_bytes),
             )
-        self._parameter, self._gradient, self._states = self._at_home
+        self._parameter, self._gradient, self._states = self._at_home[slot]
+
+    @property
+    def _slot(self) -> int:
+        """The slot with the newest bytes, the same one for parameters and states if `in_ram`; 0 without
+        slots.
+        """
+        pair = self.page.home.pair(self._home_start)
+        return 0 if pair is None else pair.newest
 
     def _read_states(self, memory: torch.Tensor) -> None:
         fresh = self.decision is not None and self.chunk_index in self.decision.fresh
@@ -586,11 +602,12 @@ class ChunkUpdate:
     # --- what the update threads compute ----------------------------------------------------------------
 
     def _submit(
-        self, decision: Decision, memory: Memory, awaited: bool
+        self, decision: Decision, memory: Memory, outputs: Memory, awaited: bool
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the computation to the update threads, and return its ticket at once.
 
-        memory: the bytes that it reads and changes; they stay in use until the ticket is done.
+        memory: the bytes that it reads. outputs: the memory of the results, or `memory` itself. Both stay in
+        use until the ticket is done.
         """
         if self.chunk_index in decision.fresh:
             self._states_of_all.fill(self._state_page, self.chunk_index, memory[2])
@@ -609,23 +626,42 @@ class ChunkUpdate:
             for each in self.chunk.pieces
             if each.parameter in decision.averaged
         ]
+        if outputs is not memory:
+            self._copy_rest(decision, memory, outputs)
         self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
         if averages and not segments:  # without a gradient there is no form for later updates
             return self._threads.submit(self._work(decision, memory, averages), awaited=awaited)
         segments += averages
         if self._form is None:
             self._form = cpu_adam.UpdateForm.of(self._work(decision, memory, segments), memory)
-            self._addresses = self._form.addresses(memory) if self.in_ram else None
+        if not self.in_ram:
+            addresses: Sequence[int] = self._form.addresses(memory)
+        elif (slot := self._slot) in self._addresses:
+            addresses = self._addresses[slot]
+        else:
+            addresses = self._addresses[slot] = self._form.addresses(memory)
         return self._threads.submit_again(
             self._form,
-            self._form.addresses(memory) if self._addresses is None else self._addresses,
+            addresses,
             segments,
             decision.native,
             scale=decision.scale,
             average_step=decision.average,
-            owners=memory,
+            outputs=None if outputs is memory else self._form.addresses(outputs),
+            owners=memory if outputs is memory else (*memory, *outputs),
             awaited=awaited,
         )
+
+    def _copy_rest(self, decision: Decision, memory: Memory, outputs: Memory) -> None:
+        """Copy the entries of parameters that the update does not change from `memory` to `outputs`."""
+        for piece in self.chunk.pieces:
+            if piece.parameter in decision.parameters:
+                continue
+            here, form = slice(piece.offset, piece.offset + piece.count), self._state_form
+            self._typed(outputs[0])[here] = self._typed(memory[0])[here]
+            for array in form.arrays:
+                start, nbytes = form.place(array.name, piece.offset, piece.count)
+                outputs[2][start : start + nbytes] = memory[2][start : start + nbytes]
 
     def _work(
         self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]

@@ -281,13 +281,13 @@ class UpdateScheduler(Updates):
 
         `step` confirms the update if it would decide the same one, and else undoes it. A call that needs the
         unit before undoes it, too. The unit's parameter page must not be on its way. options, exposed: as in
-        `step`; the update of an exposed unit is left to `step`. So is that of a unit in RAM where the CPU
-        computes, which would gain nothing.
+        `step`; the update of an exposed unit is left to `step`. So is that of a unit not in
+        `Plan.speculating`.
         """
         self.complete(unit)
         self.complete_awaited()
         group = self._units[unit]
-        if (group.in_ram and self._store.device.shares_host) or exposed(unit):
+        if unit not in self._store.plan.speculating or exposed(unit):
             return
         if not all([update.can_be_undone for update in group.chunks]):
             return

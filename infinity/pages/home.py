@@ -11,14 +11,15 @@ home is not lost, and the caller may write the bytes again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.errors import InfinityError
 from infinity.layout.shards import PageShard, kept_pieces
-from infinity.pages.parts import PageParts
+from infinity.pages.parts import PageParts, Ranges
+from infinity.pages.slot_pair import SlotPair
 from infinity.planning.placement import Kind
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT, NvmeLease, Tier
@@ -66,6 +67,12 @@ class Home:
     """The page's leased bytes on NVMe; None if the tier is not NVMe."""
     parts: PageParts = PageParts()  # noqa: RUF009
     """The durable page's parts. Empty if commits are off, and for gradients."""
+    second: torch.Tensor | None = None
+    """Memory, uint8, with the slots B of `pairs`; None if there are none."""
+    pairs: Ranges[SlotPair] = Ranges()  # noqa: RUF009
+    """The ranges of `memory` with two slots. See [Note: slots in RAM]."""
+    shown: bool = False
+    """Whether the model computes with `memory` itself."""
     computed: bool = False
     """Whether kernels on the device write to `memory`, or copies on the device read it, for which kernels
     wait. If so, a copy into `memory` waits for all kernels that were queued before the copy.
@@ -96,9 +103,45 @@ class Home:
         return None if describe is None else lambda position: describe(offset + position)
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a view of bytes [offset, offset + nbytes) of `memory`."""
+        """Return a view of the newest bytes [offset, offset + nbytes), which lie in one slot."""
+        (found,) = self.views(offset, nbytes)
+        return found
+
+    def views(self, offset: int, nbytes: int) -> list[torch.Tensor]:
+        """Return views of the newest bytes [offset, offset + nbytes) of a home in memory, in order."""
         assert self.memory is not None
-        return self.memory[offset : offset + nbytes]
+        if not self.pairs:
+            return [self.memory[offset : offset + nbytes]]
+        end, position = offset + nbytes, offset
+        spans: list[tuple[bool, int, int]] = []
+
+        def add(there: bool, first: int, last: int) -> None:
+            if spans and spans[-1][0] == there and spans[-1][2] == first:
+                first = spans.pop()[1]
+            if first < last:
+                spans.append((there, first, last))
+
+        for pair in self.pairs.over(offset, end):
+            if pair.newest:
+                low, high = max(offset, pair.start), min(end, pair.end)
+                add(False, position, low)
+                add(True, pair.beside + low - pair.start, pair.beside + high - pair.start)
+                position = high
+        add(False, position, end)
+        assert self.second is not None
+        return [(self.second if there else self.memory)[first:last] for there, first, last in spans]
+
+    def pair(self, start: int) -> SlotPair | None:
+        """The pair of slots whose range begins at byte `start`; None if there is none."""
+        return next((each for each in self.pairs.over(start, start + 1) if each.start == start), None)
+
+    def pair_up(self, second: torch.Tensor, ranges: Iterable[tuple[int, int]]) -> None:
+        """Give ranges of the home a second slot. second: memory for these slots. ranges: (start, bytes)."""
+        beside, pairs = 0, []
+        for start, nbytes in ranges:
+            pairs.append(SlotPair(self, start, start + nbytes, beside))
+            beside += nbytes
+        self.second, self.pairs = second, Ranges(pairs)
 
     def busy(self, start: int, end: int, writing: bool) -> bool:
         """Whether a new request over bytes [start, end) would have to wait; see [Note: order of requests].

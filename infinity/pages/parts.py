@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -195,18 +195,33 @@ class Part:
             self.tentative = None
 
 
-class PageParts(tuple[Part, ...]):
-    """The parts of one page, in the order of its home's bytes. Together they cover the home."""
+class _Range(Protocol):
+    """A range [start, end) of a home."""
 
-    def __init__(self, parts: Iterable[Part] = ()) -> None:
-        self._starts = [part.start for part in self]
+    start: int
+    end: int
 
-    def over(self, start: int, end: int) -> Iterator[Part]:
-        """Yield the parts that have bytes in the range [start, end) of the home."""
+
+_T = TypeVar("_T", bound=_Range)
+
+
+class Ranges(tuple[_T, ...]):
+    """Ranges of one home that do not overlap, in the order of its bytes."""
+
+    def __init__(self, ranges: Iterable[_T] = ()) -> None:
+        self._starts = [each.start for each in self]
+
+    def over(self, start: int, end: int) -> Iterator[_T]:
+        """Yield the ranges that have bytes in the range [start, end) of the home."""
         index = max(0, bisect_right(self._starts, start) - 1)
         while index < len(self) and self[index].start < end:
-            yield self[index]
+            if self[index].end > start:
+                yield self[index]
             index += 1
+
+
+class PageParts(Ranges[Part]):
+    """The parts of one page, in the order of its home's bytes. Together they cover the home."""
 
     def extents(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield where the newest bytes [start, end) of the home lie on disk, in order.

@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,8 +101,7 @@ class Store:
             near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
             self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
-            self.second: Pool = self.host.pool("second places", plan.second_bytes)
-            """For copies of what speculative updates change at home in host RAM."""
+            self._second = self.host.pool("second places", plan.second_bytes)
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
             with self._transit.lease(plan.transit_buffer_bytes) as lease:
                 self.bounce: torch.Tensor | None = lease.residency()
@@ -145,7 +144,7 @@ class Store:
         """Close all tiers. The caller has waited for all transfers."""
         self.bounce = None
         for home in self._opened:
-            home.memory = None  # the model's Parameters know their homes, and outlive the tiers
+            home.memory = home.second = None  # the model's Parameters know homes, and outlive the tiers
         self.workspace = self.kernels = self.landing = self.squares = None
         self._cleanup.close()
 
@@ -202,6 +201,12 @@ class Store:
         home = Home(tier, nbytes, memory, tier is Tier.HOST or self.device.shares_host)
         self._opened.append(home)
         return home
+
+    def pair_up(self, home: Home, ranges: Sequence[tuple[int, int]]) -> None:
+        """Give ranges (start, bytes) of a home in host RAM a second slot; see [Note: slots in RAM]."""
+        if ranges:
+            with self._second.lease(sum(nbytes for _, nbytes in ranges)) as lease:
+                home.pair_up(lease.residency(), ranges)
 
     @property
     def transit_buffer_bytes(self) -> int:
@@ -287,10 +292,10 @@ class Store:
             request = InFlightRequest(offset, offset + into.nbytes, False, watcher_of(transfer))
             home.in_flight.append(request)
         elif home.in_place:
-            there = home.view(offset, into.nbytes)
-            self.link.uses(User.HOST, there, writes=False, label="copied from home")
             self.link.uses(User.HOST, into, writes=True, label="copied from home")
-            into.copy_(there)
+            for there, here in _side_by_side(home, offset, into):
+                self.link.uses(User.HOST, there, writes=False, label="copied from home")
+                here.copy_(there)
             transfer = ARRIVED
         else:
             after = [event for event in (self.link.record(), home.written) if event is not None]
@@ -361,9 +366,9 @@ class Store:
             self.ledger.settle(home.parts.over(offset, offset + source.nbytes))
         home.withdraw(offset, offset + source.nbytes)
         if home.in_place:
-            there = home.view(offset, source.nbytes)
-            self.link.uses(User.HOST, there, writes=True, label="written home")
-            there.copy_(source)
+            for there, here in _side_by_side(home, offset, source):
+                self.link.uses(User.HOST, there, writes=True, label="written home")
+                there.copy_(here)
             return ARRIVED
         if home.computed:
             self.link.follow_compute()
@@ -567,3 +572,11 @@ class Store:
             upto = min(end, start + self.transit_buffer_bytes)
             yield start, upto
             start = upto
+
+
+def _side_by_side(
+    home: Home, offset: int, memory: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the newest bytes of a home from `offset` on, each piece with the bytes of `memory` for it."""
+    there = home.views(offset, memory.nbytes)
+    return zip(there, memory.split([each.nbytes for each in there]), strict=True)

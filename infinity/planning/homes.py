@@ -15,8 +15,10 @@ With commits, the NVMe tier holds images of all parameter and optimizer pages, w
 home (infinity/planning/slab_layout.py). Behind the second cut only gradient pages then take further bytes of
 the tier. These bytes, too, never grow as the cut moves along the line, so that all of the above still holds.
 
-Speculative updates need a second place for the trained bytes of parameter and optimizer pages. A page takes
-its second place in the tier of its home, but none on the device, where no update is speculative.
+Speculative updates need a second place for the trained bytes of parameter and optimizer pages. On NVMe a page
+takes it with its home, and so do parameter pages in RAM, which are small beside the states. On the device no
+update is speculative. The second places of optimizer pages in RAM get what all pages leave
+(`speculating` in infinity/planning/planner.py), because a page in RAM gains more than its second place.
 
 With several ranks the line consists of the homes on one rank, which hold whole pages or only the rank's part
 (infinity/layout/shards.py). If the homes of parameters hold parts, the model can use none of them in place.
@@ -159,7 +161,12 @@ class Candidate:
         self._ends = [0, *itertools.accumulate(self._pages[kind][unit] for kind, unit in self._line)]
         """Item n is the bytes of the first n pages of the line."""
         placed = [self._pages[kind][unit] + self._second[kind][unit] for kind, unit in self._line]
-        self._in_ram = [0, *itertools.accumulate(placed)]
+        self._in_ram = [
+            0,
+            *itertools.accumulate(
+                self._pages[kind][unit] + self._second_in_ram(kind, unit) for kind, unit in self._line
+            ),
+        ]
         """Item n is the bytes of the first n pages of the line in host RAM, with their second places."""
         own = (Kind.GRADIENT,) if search.commits else tuple(Kind)
         backwards = (
@@ -199,6 +206,9 @@ class Candidate:
         self._second[Kind.GRADIENT].append(0)
         self._second[Kind.OPTIMIZER].append(optimizer * self._search.speculative)
         self._largest_unit = max(self._largest_unit, together)
+
+    def _second_in_ram(self, kind: Kind, unit: int) -> int:
+        return self._second[kind][unit] if kind is Kind.PARAMETER else 0
 
     def _images(self, index: int, unit: Sequence[RegionSize]) -> int:
         """Bytes of the images of one unit's pages; see `slab_layout` in infinity/planning/slab_layout.py."""
@@ -375,7 +385,7 @@ class Candidate:
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
-            homes[unit][kind] = _first_fit(self._pages[kind][unit], left, self._second[kind][unit])
+            homes[unit][kind] = _first_fit(self._pages[kind][unit], left, self._second_in_ram(kind, unit))
         away = [
             0 if home[Kind.PARAMETER] is computes_in and self._share.whole_parameters else nbytes
             for nbytes, home in zip(self._whole, homes, strict=True)

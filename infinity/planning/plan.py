@@ -110,6 +110,10 @@ class Plan(Placement):
     """Indices of units whose parameters are at home in host RAM and also have a copy that stays on the
     device; see infinity/planning/twin_flow.py.
     """
+    speculating: frozenset[int] = frozenset()
+    """Indices of the units whose updates are speculative: those that have no page on the device, and for
+    whose second places host RAM has room. Empty unless `update` is "speculative".
+    """
     commits: bool = False
     """Whether slab files hold durable images of all parameters and optimizer states; see `slab_layout`."""
     slab_directory: str | None = None
@@ -358,20 +362,18 @@ class Plan(Placement):
         """Whether updates begin before all gradients are known, and are done again if they were wrong."""
         return self.update == "speculative"
 
+    def second_places(self, unit: int) -> int:
+        """Bytes of host RAM that the second places of a unit's pages at home there would take. A speculative
+        update of the unit needs them.
+        """
+        home = self.homes[unit]
+        parameters = trained_bytes(self.layout.units[unit], self.share) * (home[Kind.PARAMETER] is Tier.HOST)
+        return parameters + self.page_sizes[Kind.OPTIMIZER][unit] * (home[Kind.OPTIMIZER] is Tier.HOST)
+
     @functools.cached_property
     def second_bytes(self) -> int:
-        """Bytes of host RAM in which speculative updates keep what they change at home in host RAM; 0 if
-        updates are not speculative.
-        """
-        if not self.speculative:
-            return 0
-        return sum(
-            trained_bytes(layout, self.share) * (home[Kind.PARAMETER] is Tier.HOST)
-            + states * (home[Kind.OPTIMIZER] is Tier.HOST)
-            for layout, home, states in zip(
-                self.layout.units, self.homes, self.page_sizes[Kind.OPTIMIZER], strict=True
-            )
-        )
+        """Bytes of host RAM for the second places of the units in `speculating`."""
+        return sum(map(self.second_places, self.speculating))
 
     @property
     def durable_bytes(self) -> int:

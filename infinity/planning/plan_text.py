@@ -14,7 +14,6 @@ from rich.text import Text
 
 from infinity.config import format_size
 from infinity.planning.machine_rates import multiplies
-from infinity.planning.placement import Kind
 from infinity.telemetry.stats import html_of
 from infinity.tiers import Tier
 
@@ -97,16 +96,13 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _speculation(plan: Plan) -> Iterator[str]:
     """The line on updates that begin before all gradients are known."""
-    states = plan.page_sizes[Kind.OPTIMIZER]
-    there = sum(
-        nbytes
-        for nbytes, home in zip(states, plan.homes, strict=True)
-        if Tier.DEVICE not in (home[Kind.PARAMETER], home[Kind.OPTIMIZER])
-        and not (plan.unified and Tier.NVME not in home.values())
-    )
-    share = there / sum(states) if any(states) else 1.0
-    room = format_size(plan.second_bytes)
-    yield f"speculative updates: {share:.0%}, with {room} of RAM for what a clipped step undoes"
+    trained = plan.gradient_bytes
+    share = sum(trained[unit] for unit in plan.speculating) / max(1, sum(trained))
+    line = f"speculative updates: {share:.0%}"
+    if plan.second_bytes:
+        units = "" if share == 1 else " of units whose gradients come first"
+        line += f"{units}, with {format_size(plan.second_bytes)} of RAM beside the homes"
+    yield line
 
 
 def _writes(plan: Plan) -> str:

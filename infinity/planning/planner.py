@@ -238,16 +238,15 @@ class _Planner:
                 host_free = self.budgets[Tier.HOST] - found.host_bytes - self._wanted_by_cache(found)
                 sizes = found.page_sizes[Kind.PARAMETER]
                 homes, units = twin_flow.mirrored(
-                    found.homes,
-                    [nbytes * (1 + speculative) for nbytes in sizes],
-                    host_free,
-                    updated_on_device=found.updated_on_device,
+                    found.homes, sizes, host_free, updated_on_device=found.updated_on_device
                 )
                 found = replace(found, homes=homes, mirrored=units)
         if share.caches_for_node:
             found = self._with_node_cache(found, placement, facts)
         if not share.whole_parameters:
             found = self._with_all_room_for_pages(found)
+        if self.search.speculative:
+            found = replace(found, speculating=self._speculating(found))
         return replace(found, prediction=found.predict())
 
     def _planned(self, placement: Placement, facts: Mapping[str, Any], **more: Any) -> Plan:
@@ -261,6 +260,23 @@ class _Planner:
             reserved=self.reserve.within(self.budgets[self.computes_in]),
             headroom=self.reserve.headroom,
         )
+
+    def _speculating(self, plan: Plan) -> frozenset[int]:
+        """Choose the units whose updates are speculative, as many as host RAM has room for.
+
+        The last units come first: the backward brings their gradients first, and their updates hide under all
+        of it. The first units' gradients come when the backward is nearly over, and the first updates of
+        `step()` are theirs anyway. Where the CPU computes the model, a unit in RAM would gain nothing.
+        """
+        left, found = self.room.host - plan.host_bytes, set()
+        for unit in reversed(range(len(plan.homes))):
+            homes, nbytes = plan.homes[unit], plan.second_places(unit)
+            there = Tier.DEVICE in (homes[Kind.PARAMETER], homes[Kind.OPTIMIZER])
+            in_ram = self.unified and Tier.NVME not in homes.values()
+            if homes[Kind.GRADIENT] is not None and nbytes <= left and not (there or in_ram):
+                left -= nbytes
+                found.add(unit)
+        return frozenset(found)
 
     def _with_updates_on_device(self, plan: Plan, preferred: bool, facts: Mapping[str, Any]) -> Plan:
         """Return a plan in which the device updates whole units, if that saves time; else return `plan`.

@@ -117,7 +117,10 @@ class Arrival:
             self._read_directly()
         elif page.home.in_place:
             for start, at, nbytes in self._home:
-                self._send_up(start, page.home.view(at, nbytes))
+                there = start
+                for source in page.home.views(at, nbytes):
+                    self._send_up(there, source)
+                    there += source.nbytes
         elif page.home.memory is not None:
             for start, at, nbytes in self._home:
                 into = self.residency[start : start + nbytes]
