@@ -724,11 +724,7 @@ class TrainingStep:
         options = StepOptions(self._param_groups, self._group_of(), self._states.rule)
         parts.prefetch_engine.land(unit, for_host=True)
         self._edits.write_back(parts.pages[unit])
-        try:
-            self._scheduler.begin_tentatively(unit, options, self._edits.exposed)
-        except Exception as error:
-            parts.health.lose(error)
-            raise
+        self._scheduler.begin_tentatively(unit, options, self._edits.exposed)
 
     def _group_of(self) -> Mapping[tuple[int, int], int]:
         """Bring `_groups` up to date with user code's changes of the param groups, and return it."""

@@ -33,7 +33,7 @@ from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.health import Health
-from infinity.pages.home import Home
+from infinity.pages.home import Home, Trial
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
@@ -114,8 +114,8 @@ class ChunkUpdate:
     What is equal in all computations of a chunk is described to the update threads once (`UpdateForm`).
     """
 
-    speculative = False
-    """Whether the update was decided before all gradients were known, and is not confirmed yet."""
+    trial: Trial | None = None
+    """The fate of an update that was decided before all gradients were known, while it is not confirmed."""
     numel = 0
     """Number of parameter elements that the update submitted last changes."""
 
@@ -306,7 +306,7 @@ class ChunkUpdate:
         needs staging, and False if it is READING.
         """
         assert self.decision is None
-        self.speculative = speculative
+        self.trial = Trial() if speculative else None
         if self.in_ram:
             self.decision = decision
             self._to(UpdateState.READY)
@@ -412,7 +412,7 @@ class ChunkUpdate:
         assert self.decision is not None
         link = self._store.link
         memory = (self._parameter, self._gradient, self._states)
-        outputs = self._beside(memory) if self.speculative else memory
+        outputs = self._beside(memory) if self.trial is not None else memory
         if link.checked:
             link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
             link.uses(User.HOST, *memory[::2], writes=outputs is memory, label="update")
@@ -437,9 +437,11 @@ class ChunkUpdate:
         )
 
     def write(self) -> None:
-        """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST."""
+        """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST, or
+        has failed if it is speculative (`Trial.failed`), and nothing is raised.
+        """
         store, page = self._store, self.page
-        write = functools.partial(store.write, lost=self._lose, tentative=self.speculative)
+        write = functools.partial(store.write, lost=self._lose, trial=self.trial)
         try:
             if not self._state_page.home.in_place and self._states.nbytes:
                 write(self._state_page.home, self._state_offset, self._states)
@@ -450,8 +452,10 @@ class ChunkUpdate:
                 into = living[self._start : self._start + self._parameter.nbytes]
                 self.copy = store.copy_up(into, self._parameter)
         except InfinityError as error:
-            self._lose(error)
-            raise
+            if self.trial is None:
+                self._lose(error)
+                raise
+            self.trial.failed = True
         store.ledger.updated((self.unit, self.chunk_index))
         self.ticket = self.decision = self.taken = None
         self._let_go()
@@ -463,7 +467,8 @@ class ChunkUpdate:
         """
         if self.state is UpdateState.TENTATIVE:
             self._to(UpdateState.IDLE)
-        self.speculative = False
+        if self.trial is not None:
+            self.trial.confirmed, self.trial = True, None
         for part in self._parts():
             part.confirm()
         if self.page.home.shown and self.ticket is not None:
@@ -491,7 +496,7 @@ class ChunkUpdate:
         later computation after it.
         """
         copy, self.copy = self.copy, ARRIVED
-        self._to(UpdateState.TENTATIVE if self.speculative else UpdateState.IDLE)
+        self._to(UpdateState.IDLE if self.trial is None else UpdateState.TENTATIVE)
         return copy
 
     def abandon(self) -> None:
@@ -506,7 +511,7 @@ class ChunkUpdate:
     def _drop(self) -> None:
         self._let_go()
         self.ticket = self.decision = self.taken = None
-        self.copy, self.speculative = ARRIVED, False
+        self.copy, self.trial = ARRIVED, None
         self.state = UpdateState.IDLE
 
     def end(self) -> None:

@@ -295,9 +295,13 @@ class UpdateScheduler(Updates):
         if decision is None:
             return
         self._store.link.follow_compute()  # as in `begin_early`
-        self._queue(unit, decision, speculative=True)
-        group.tentative = decision
-        self._begin_updates((unit,))
+        try:
+            self._queue(unit, decision, speculative=True)
+            group.tentative = decision
+            self._begin_updates((unit,))
+        except Exception:
+            self._undo(unit)
+            raise
 
     def undo_all(self) -> None:
         """Undo all speculative updates that `step` has not confirmed."""
@@ -317,12 +321,13 @@ class UpdateScheduler(Updates):
             if group.tentative is None:
                 continue
             decision = decide(unit, options, self._gradients, self._states)
-            if decision != group.tentative:
+            failed = any([update.trial is not None and update.trial.failed for update in group.chunks])
+            if failed or decision != group.tentative:
                 self._undo(unit)
                 continue
             group.tentative = None
             for update in group.chunks:
-                if update.speculative:
+                if update.trial is not None:
                     update.confirm()
                     if update.state is UpdateState.IDLE:
                         group.left -= 1
@@ -337,12 +342,16 @@ class UpdateScheduler(Updates):
         group, page = self._units[unit], self._pages[unit]
         self._ready.pop(unit, None)
         group.unqueued, group.tentative, group.left = (), None, 0
-        undone = [update for update in group.chunks if update.speculative]
+        undone = [update for update in group.chunks if update.trial is not None]
         self._active = [each for each in self._active if each not in undone]
         self._await_copies(unit)  # they may read the homes that are undone
         for update in undone:
             update.undo()
         living = page.living()
+        if living is None and page.incoming is not None:  # updates may have used what arrives
+            living, arrival = page.incoming
+            with contextlib.suppress(InfinityError):
+                arrival.wait()
         if living is not None and not (page.permanent and self._store.device.shares_host):
             try:
                 self._store.bring(page.home, living)
@@ -708,7 +717,7 @@ class UpdateScheduler(Updates):
         """Let the model use the results of an update, behind their copy to the device if there is one. Those
         of a speculative update wait to be confirmed.
         """
-        if not update.speculative:
+        if update.trial is None:
             self._units[update.unit].left -= 1
         copy = update.finish()
         if copy is not ARRIVED:

@@ -74,7 +74,8 @@ class DurableIO:
         return Joined(transfers, lambda: self._check(unchecked))
 
     def write(self, home: Home, offset: int, source: torch.Tensor, *, tentative: bool = False) -> Transfer:
-        """Begin to write bytes to a home on NVMe. home, offset, source, tentative: as in `Store.write`.
+        """Begin to write bytes to a home on NVMe. home, offset, source: as in `Store.write`. tentative: for a
+        speculative update, which writes whole parts beside their newest bytes.
 
         Waits for the end of the pending commit if commits hold both slots of a part. Raises ConfigError for a
         frozen part that a commit holds.

@@ -34,6 +34,14 @@ _Entry = tuple[int, int, str, str, int, int]
 
 
 @dataclass(slots=True)
+class Trial:
+    """What has become of a speculative update: until it is confirmed, its writes may fail without loss."""
+
+    confirmed: bool = False
+    failed: bool = False
+
+
+@dataclass(slots=True)
 class InFlightRequest:
     """A read or write in flight over bytes [start, end) of a home."""
 
@@ -47,6 +55,8 @@ class InFlightRequest:
     """
     spare: bool = False
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
+    trial: Trial | None = None
+    """The speculative update whose results are written; None if there is none."""
 
 
 def _nothing(start: int, end: int) -> None:
@@ -164,7 +174,8 @@ class Home:
     def finish(self, request: InFlightRequest) -> None:
         """Wait for a request in flight and remove it from `in_flight`. Raises the request's error.
 
-        A failed write loses the home, unless the write is `spare`; see [Note: order of requests]. A request
+        A failed write loses the home, unless the write is `spare`; see [Note: order of requests]. If it is of
+        a speculative update that is not confirmed, the update has failed, and nothing is raised. A request
         that is no longer in `in_flight` is ignored, so a request's error is raised once.
         """
         if request not in self.in_flight:
@@ -172,6 +183,9 @@ class Home:
         try:
             request.transfer.wait()
         except InfinityError as error:
+            if request.trial is not None and not request.trial.confirmed:
+                request.trial.failed = True
+                return
             if request.writes and not request.spare:
                 self.failure = error.again()
                 if request.lost is not None:

@@ -19,10 +19,11 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError
+from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
 from infinity.system.disk_files import injected
 from infinity.tiers import Tier
-from infinity.tiers.link import Transfer
+from infinity.tiers.link import Joined, Transfer
 
 pytestmark = pytest.mark.usefixtures("cpu_updates")
 
@@ -510,6 +511,47 @@ def test_a_disk_that_fails_ends_in_a_typed_error(kind: str, tmp_path: Path) -> N
             loss.backward()
             runtime.optimizer.step()
             settle(runtime)
+
+
+@pytest.mark.parametrize("when", ["begun", "computed", "written"])
+def test_a_speculative_update_that_fails_is_done_again_by_step(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results are not needed yet, so nothing is lost. The results have the bits of lazy updates."""
+    place, name = {
+        "begun": (ChunkUpdate, "acquire"),
+        "computed": (DurableIO, "write"),
+        "written": (DurableIO, "_write_beside"),
+    }[when]
+    method, failures = getattr(place, name), 0
+
+    def fail() -> None:
+        nonlocal failures
+        failures += 1
+        raise StorageError("A disk fails.", "Test on.", path=tmp_path)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if failures or (when == "computed" and not options["tentative"]):
+            return method(*arguments, **options)
+        return Joined([method(*arguments)], fail) if when == "written" else fail()
+
+    found = {}
+    for update in ("lazy", "speculative"):
+        with opened(tmp_path, update=update) as (model, runtime):
+            for step in range(4):
+                if step == 1 and update == "speculative":
+                    monkeypatch.setattr(place, name, failing)
+                    if when == "begun":
+                        with contextlib.suppress(StorageError):
+                            loss_of(model, step).backward()
+                        assert failures
+                        runtime.optimizer.zero_grad()
+                loss_of(model, step).backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            found[update] = {"model": values(model), "states": runtime.optimizer.state_dict()}
+    assert failures
+    assert differences(found["lazy"], found["speculative"]) == []
 
 
 @pytest.mark.parametrize(
