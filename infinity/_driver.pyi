@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 class Event:
     """A point in a stream's work, which happens when the stream has done all work queued before it."""
 
@@ -69,6 +71,41 @@ class Stream:
 
         address, nbytes: the range of bytes. writes: whether the work writes the bytes. label: a name of the
         work for messages. Does nothing where the driver is not `checked`.
+        """
+
+class CopiesAround:
+    """The copies around a job of `infinity.cpu_adam.ThreadPool`.
+
+    The pool's threads wait for one and begin the other, without the GIL.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        down: Event | None,
+        up: tuple[Stream, Event | None, int, int, int, int, bool] | None,
+        uses: Sequence[tuple[int, int, bool]],
+        label: str,
+    ) -> None:
+        """down: happens when what the job reads has come to the host; None: it is there. up: the copy of
+        what the job has written, (stream, after, into, source, nbytes, piece, timing) as in
+        `Stream.transfer`; None: nothing is copied. uses, label: (address, nbytes, writes) of bytes that the
+        job uses, for a checker of the order of accesses, and a name of the job.
+        """
+
+    @property
+    def capsule(self) -> object:
+        """The object for other native modules; see csrc/job_hooks.hpp."""
+
+    def before(self) -> bool:
+        """Whether `down` has happened, as the pool asks. Tells the checker of `uses` if it has."""
+
+    def after(self) -> None:
+        """Queue the copy `up`, as the pool does at the job's end. Raises nothing; `events` does."""
+
+    def events(self) -> tuple[Event | None, Event | None]:
+        """Return the events before and after the copy `up`: the first with timing only, both None if nothing
+        was copied. Raises DeviceError if a call failed that asked for `down` or queued the copy.
         """
 
 class Function:

@@ -1,7 +1,11 @@
 // infinity._driver: a device through the table of driver calls, for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstring>
@@ -9,6 +13,9 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "driver.hpp"
 #include "python_leaving.hpp"
@@ -108,6 +115,40 @@ void bind_streams(nb::module_& m) {
             "address"_a, "nbytes"_a, nb::kw_only(), "writes"_a, "label"_a = "", without_gil);
 }
 
+nb::capsule capsule_of(const std::shared_ptr<CopiesAround>& self) {
+    using Held = std::shared_ptr<infinity::JobHooks>;
+    return {new Held(self), infinity::kJobHooks,
+            [](void* held) noexcept { delete static_cast<Held*>(held); }};
+}
+
+// up: (stream, after, into, source, nbytes, piece, timing). uses: (address, nbytes, writes) each.
+using UpTuple = std::tuple<std::shared_ptr<Stream>, std::shared_ptr<Event>, Address, Address,
+                           std::size_t, std::size_t, bool>;
+using UseTuple = std::tuple<Address, std::size_t, bool>;
+
+std::shared_ptr<CopiesAround> copies_around(std::shared_ptr<Driver> driver,
+                                            std::shared_ptr<Event> down, std::optional<UpTuple> up,
+                                            const std::vector<UseTuple>& uses, std::string label) {
+    std::optional<CopiesAround::Up> copy;
+    if (up) copy = std::make_from_tuple<CopiesAround::Up>(std::move(*up));
+    std::vector<CopiesAround::Use> used;
+    for (const auto& each : uses) used.push_back(std::make_from_tuple<CopiesAround::Use>(each));
+    return std::make_shared<CopiesAround>(std::move(driver), std::move(down), std::move(copy),
+                                          std::move(used), std::move(label));
+}
+
+void bind_copies_around(nb::module_& m) {
+    nb::class_<CopiesAround>(m, "CopiesAround")
+        .def(nb::new_(&copies_around), "driver"_a, "down"_a.none(), "up"_a.none(), "uses"_a,
+             "label"_a)
+        .def_prop_ro("capsule", &capsule_of)
+        .def(
+            "before",
+            [](CopiesAround& self) { return self.before() == infinity::JobHooks::State::happened; })
+        .def("after", &CopiesAround::after)
+        .def("events", &CopiesAround::events);
+}
+
 void bind_functions(nb::module_& m) {
     const nb::call_guard<nb::gil_scoped_release> without_gil;
     nb::class_<Function>(m, "Function")
@@ -200,4 +241,5 @@ NB_MODULE(_driver, m) {
     bind_streams(m);
     bind_functions(m);
     bind_driver(m);
+    bind_copies_around(m);
 }

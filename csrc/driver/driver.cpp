@@ -214,4 +214,45 @@ void Stream::touched(Address address, std::size_t nbytes, bool writes, const cha
     }
 }
 
+CopiesAround::CopiesAround(std::shared_ptr<Driver> driver, std::shared_ptr<Event> down,
+                           std::optional<Up> up, std::vector<Use> uses, std::string label)
+    : driver_(std::move(driver)),
+      down_(std::move(down)),
+      up_(std::move(up)),
+      uses_(std::move(uses)),
+      label_(std::move(label)) {}
+
+JobHooks::State CopiesAround::before() noexcept {
+    try {
+        if (down_ != nullptr && !down_->done()) return State::pending;
+    } catch (...) {
+        failure_ = std::current_exception();
+        return State::failed;
+    }
+    if (driver_->checked()) {
+        for (const Use& each : uses_) {
+            driver_->table().touched(nullptr, 1, each.address, each.nbytes, each.writes ? 1 : 0,
+                                     label_.c_str());
+        }
+    }
+    return State::happened;
+}
+
+void CopiesAround::after() noexcept {
+    if (!up_) return;
+    try {
+        if (up_->after != nullptr) up_->stream->wait(*up_->after);
+        if (up_->timing) events_.first = up_->stream->record(true);
+        up_->stream->copy(up_->into, up_->source, up_->nbytes, up_->piece);
+        events_.second = up_->stream->record(up_->timing);
+    } catch (...) {
+        failure_ = std::current_exception();
+    }
+}
+
+const std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>>& CopiesAround::events() const {
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+    return events_;
+}
+
 }  // namespace infinity::driver

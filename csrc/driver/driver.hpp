@@ -3,12 +3,15 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "job_hooks.hpp"
 #include "table.hpp"
 
 namespace infinity::driver {
@@ -99,7 +102,7 @@ class SharedMemory {
 };
 
 // A moment in a stream's work. It happens once: a recorded event is never recorded again.
-class Event {
+class Event : public std::enable_shared_from_this<Event> {
   public:
     Event(std::shared_ptr<Driver> driver, bool timing);
     ~Event();
@@ -150,7 +153,7 @@ class Module : public std::enable_shared_from_this<Module> {
 };
 
 // A queue of work on the device. The stream is its own, or somebody else's, such as torch's.
-class Stream {
+class Stream : public std::enable_shared_from_this<Stream> {
   public:
     // priority: a stream with a number above 0 goes before others. The number is clamped to the
     // device's range.
@@ -177,6 +180,50 @@ class Stream {
     std::shared_ptr<Driver> driver_;
     StreamHandle handle_ = nullptr;
     bool owned_;
+};
+
+// The copies around a job of the CPU: one to the host that brings what the job reads, and one to
+// the device, of what it has written. No thread of Python takes part.
+class CopiesAround : public JobHooks, public std::enable_shared_from_this<CopiesAround> {
+  public:
+    // The copy to the device, in pieces as by Stream::copy, after an event (null: after none).
+    struct Up {
+        std::shared_ptr<Stream> stream;
+        std::shared_ptr<Event> after;
+        Address into;
+        Address source;
+        std::size_t nbytes;
+        std::size_t piece;
+        bool timing;
+    };
+    // Bytes that the job uses, for the checker.
+    struct Use {
+        Address address;
+        std::size_t nbytes;
+        bool writes;
+    };
+
+    // down: happens when the job's inputs have come; null: they are there. Without an `up` nothing
+    // is copied.
+    CopiesAround(std::shared_ptr<Driver> driver, std::shared_ptr<Event> down, std::optional<Up> up,
+                 std::vector<Use> uses, std::string label);
+
+    State before() noexcept override;
+    void after() noexcept override;
+
+    // The events before and after the copy up, which `after` has begun: the first only with timing,
+    // and both null if there is no copy. Throws the error of a call, which has kept the job from
+    // beginning or the copy from being queued.
+    const std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>>& events() const;
+
+  private:
+    const std::shared_ptr<Driver> driver_;
+    const std::shared_ptr<Event> down_;
+    const std::optional<Up> up_;
+    const std::vector<Use> uses_;
+    const std::string label_;
+    std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>> events_;
+    std::exception_ptr failure_;
 };
 
 }  // namespace infinity::driver

@@ -5,7 +5,8 @@ A device runs four queues beside each other: compute (the stream that is current
 two queues for copies up to the device (see `Lane`), and one queue for copies down to the host. Every order
 between queues that matters is enforced by an event. Each such order is a member of `Order`, whose docstring
 gives the reason. `CopyStreams._wait` and `_ask` are the only places where a queue or the host waits for an
-event, or asks whether an event has happened. `CopyStreams.uses` tells a driver with a checker which bytes
+event, or asks whether an event has happened. The update threads do so, too, for events from `_awaited`.
+`CopyStreams.uses` tells a driver with a checker which bytes
 compute and the host use, so that the checker finds any two uses that no event orders
 (tests/test_copy_order.py).
 
@@ -33,8 +34,8 @@ from dataclasses import dataclass
 import torch
 
 from infinity.errors import DeviceError
-from infinity.tiers.driver import Driver, Event, Stream, cuda_driver, emulation
-from infinity.tiers.link import After, DeviceLink, Lane, Transfer, User
+from infinity.tiers.driver import CopiesAround, Driver, Event, Stream, cuda_driver, emulation
+from infinity.tiers.link import ARRIVED, After, DeviceLink, Lane, Transfer, User
 
 _ANCHORED_NS = 10_000_000_000
 """Nanoseconds after which an anchor is replaced by a new anchor. CUDA gives the time between two events in
@@ -160,6 +161,31 @@ class EventTransfer:
         return None
 
 
+class CopiesAroundJob:
+    """The copies around a job of the update threads.
+
+    Implements the protocol infinity.tiers.link.JobCopies.
+    """
+
+    def __init__(
+        self, link: CopyStreams, hooks: CopiesAround, *ends: torch.Tensor, anchor: Anchor | None
+    ) -> None:
+        """ends: target and source of the copy to the device; none: nothing is copied."""
+        self.hooks = hooks
+        self._link = link
+        self._ends = ends
+        self._anchor = anchor
+
+    def begun(self) -> Transfer:
+        began, ended = self.hooks.events()
+        if ended is None:
+            return ARRIVED
+        timing = None
+        if self._anchor is not None and began is not None:
+            timing = EventTiming(self._anchor, began, ended)
+        return EventTransfer(self._link, ended, *self._ends, timing=timing)
+
+
 class CopyStreams(DeviceLink):
     """The link to a device over PCIe or NVLink.
 
@@ -244,6 +270,28 @@ class CopyStreams(DeviceLink):
             self._under_way.append(transfer)
         return transfer
 
+    def around_job(
+        self,
+        down: Transfer | None,
+        into: torch.Tensor | None,
+        source: torch.Tensor,
+        after: Event | None,
+        *,
+        uses: Sequence[tuple[torch.Tensor, bool]] = (),
+    ) -> CopiesAroundJob:
+        come = self._awaited(Order.HOST_ASKS, down.event) if isinstance(down, EventTransfer) else None
+        anchor, up = None, None
+        ends: tuple[torch.Tensor, ...] = ()
+        if into is not None:
+            assert into.nbytes == source.nbytes and into.is_contiguous() and source.is_contiguous()
+            anchor, ends = self._anchor_now(), (into, source)
+            after = None if after is None else self._awaited(Order.FOLLOWING, after)
+            places = into.data_ptr(), source.data_ptr(), into.nbytes
+            up = (self._up[Lane.URGENT], after, *places, _PIECE, anchor is not None)
+        used = [(each.data_ptr(), each.nbytes, writes) for each, writes in uses] if self.checked else []
+        hooks = CopiesAround(self._driver, come, up, used, "update")
+        return CopiesAroundJob(self, hooks, *ends, anchor=anchor)
+
     def record(self) -> Event:
         return self._compute().record()
 
@@ -312,6 +360,10 @@ class CopyStreams(DeviceLink):
         order: the reason for the question. Only a test uses it, to leave out the questions with one reason.
         """
         return event.done()
+
+    def _awaited(self, order: Order, event: Event) -> Event | None:
+        """Return `event`, for which native code waits. order: the reason; a test has None returned."""
+        return event
 
     def _let_copies_up_wait(self, order: Order) -> None:
         event = self.record()

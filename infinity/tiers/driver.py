@@ -19,11 +19,21 @@ from dataclasses import dataclass
 import torch
 
 from infinity import _driver
-from infinity._driver import Driver, Event, Function, Module, RepeatedMemory, SharedMemory, Stream
+from infinity._driver import (
+    CopiesAround,
+    Driver,
+    Event,
+    Function,
+    Module,
+    RepeatedMemory,
+    SharedMemory,
+    Stream,
+)
 
 atexit.register(_driver._leave)
 
 __all__ = [
+    "CopiesAround",
     "Driver",
     "Event",
     "Function",

@@ -12,7 +12,7 @@ import torch
 
 from infinity.aio import Future
 from infinity.errors import InfinityError
-from infinity.tiers.driver import Event, has_driver
+from infinity.tiers.driver import CopiesAround, Event, has_driver
 
 After = Event | Sequence[Event] | None
 """The type of `after` in `DeviceLink.to_host`: one event, several events or None, after which a copy runs."""
@@ -140,6 +140,34 @@ def watcher_of(transfer: Transfer) -> Transfer:
     return transfer.watcher() if isinstance(transfer, (Joined, Future)) else transfer
 
 
+class JobCopies(Protocol):
+    """The copies around a job of the update threads; see `DeviceLink.around_job`."""
+
+    @property
+    def hooks(self) -> CopiesAround | None:
+        """What the job is submitted with; None: nothing."""
+
+    def begun(self) -> Transfer:
+        """Return the copy to the device, which may still be under way, once the job is done.
+
+        Raises DeviceError if the job was not done because what it reads has not come, or if the copy could
+        not be queued.
+        """
+
+
+class CopyAfterJob:
+    """The copy of what a job has written, on a link where copies end with their call."""
+
+    hooks = None
+
+    def __init__(self, into: torch.Tensor | None, source: torch.Tensor) -> None:
+        self._into = into
+        self._source = source
+
+    def begun(self) -> Transfer:
+        return ARRIVED if self._into is None else _copied(self._into, self._source)
+
+
 class DeviceLink:
     """Copies between host RAM and a device. In this class both are RAM, and a copy ends with its call.
 
@@ -185,6 +213,24 @@ class DeviceLink:
         method and wait for the copy.
         """
         return _copied(into, source)
+
+    def around_job(
+        self,
+        down: Transfer | None,
+        into: torch.Tensor | None,
+        source: torch.Tensor,
+        after: Event | None,
+        *,
+        uses: Sequence[tuple[torch.Tensor, bool]] = (),
+    ) -> JobCopies:
+        """Describe the copies around a job of the update threads, which take care of both by themselves.
+
+        down: a copy of `to_host` before which the job must not begin; None: it need not wait. into: device
+        memory to which the job's last thread begins to copy `source`, host memory, on `Lane.URGENT`; None:
+        nothing is copied. after: an event after which that copy runs: kernels have used `into` by then. uses:
+        host memory that the job uses, and whether it is written, for the checker.
+        """
+        return CopyAfterJob(into, source)
 
     def record(self) -> Event | None:
         """Record an event that happens when the compute stream has done all work queued so far.

@@ -165,8 +165,11 @@ class EmulatedDevice:
 
     @contextlib.contextmanager
     def without(self, *orders: Order) -> Iterator[None]:
-        """Within the `with` statement, hide from the checker all waits of CopyStreams for these orders."""
-        wait, ask = CopyStreams._wait, CopyStreams._ask
+        """Within the `with` statement, hide from the checker all waits of CopyStreams for these orders.
+
+        Waits of the update threads for these orders are left out.
+        """
+        wait, ask, awaited = CopyStreams._wait, CopyStreams._ask, CopyStreams._awaited
 
         def waits(self_: CopyStreams, which: Order, event: Event, waiter: Stream | None) -> None:
             with self.unseen() if which in orders else contextlib.nullcontext():
@@ -176,7 +179,14 @@ class EmulatedDevice:
             with self.unseen() if which in orders else contextlib.nullcontext():
                 return ask(self_, which, event)
 
-        with mock.patch.object(CopyStreams, "_wait", waits), mock.patch.object(CopyStreams, "_ask", asks):
+        def gives(self_: CopyStreams, which: Order, event: Event) -> Event | None:
+            return None if which in orders else awaited(self_, which, event)
+
+        with (
+            mock.patch.object(CopyStreams, "_wait", waits),
+            mock.patch.object(CopyStreams, "_ask", asks),
+            mock.patch.object(CopyStreams, "_awaited", gives),
+        ):
             yield
 
     @property
