@@ -6,6 +6,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from infinity._driver import CopiesAround
+
 AVERAGED: int
 BLOCK: int
 CODE_BLOCK: int
@@ -140,6 +142,8 @@ class Pool:
         scale: float,
         outputs: tuple[int, ...] | None,
         awaited: bool,
+        priority: int,
+        hooks: CopiesAround | None,
     ) -> UpdateTicket: ...
     def submit_gradient(
         self,

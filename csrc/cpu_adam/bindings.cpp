@@ -13,6 +13,7 @@
 #include <bit>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -79,9 +80,9 @@ class OwningPool {
     ~OwningPool() { close(); }
 
     template <class J>
-    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners, bool awaited) {
+    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners, Submission how) {
         reap();
-        JobTicket<J> handle{pool_.submit(job, awaited), job};
+        JobTicket<J> handle{pool_.submit(job, std::move(how)), job};
         held_.emplace_back(std::move(job), std::move(owners));
         return handle;
     }
@@ -115,6 +116,16 @@ class OwningPool {
     std::vector<std::pair<std::shared_ptr<Job>, nb::object>> held_;
 };
 
+// hooks: None, or an object of another module that has a capsule of JobHooks.
+Submission submission(bool awaited, int64_t priority, const nb::object& hooks) {
+    Submission how{awaited, priority};
+    if (!hooks.is_none()) {
+        const nb::capsule given = nb::cast<nb::capsule>(hooks.attr("capsule"));
+        how.hooks = *static_cast<std::shared_ptr<JobHooks>*>(given.data(kJobHooks));
+    }
+    return how;
+}
+
 // start, count, hyper, index, seed
 using SegmentTuple = std::tuple<size_t, size_t, size_t, size_t, uint32_t>;
 
@@ -145,16 +156,14 @@ std::optional<UpdateArrays> outputs_of(const std::optional<OutputTuple>& tuple) 
     return arrays;
 }
 
-JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t elements,
-                                   Dtype grad_dtype, ParameterFormat format, MomentFormat moments,
-                                   uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
-                                   uintptr_t remainder, uintptr_t copy, uintptr_t first_moment,
-                                   uintptr_t second_moment, uintptr_t first_scale,
-                                   uintptr_t second_scale, uintptr_t average,
-                                   const AverageStep& average_step,
-                                   const std::vector<SegmentTuple>& segments,
-                                   const std::vector<Hyper>& hypers, double scale,
-                                   const std::optional<OutputTuple>& outputs, bool awaited) {
+JobTicket<UpdateJob> submit_update(
+    OwningPool& pool, nb::object owners, size_t elements, Dtype grad_dtype, ParameterFormat format,
+    MomentFormat moments, uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
+    uintptr_t remainder, uintptr_t copy, uintptr_t first_moment, uintptr_t second_moment,
+    uintptr_t first_scale, uintptr_t second_scale, uintptr_t average,
+    const AverageStep& average_step, const std::vector<SegmentTuple>& segments,
+    const std::vector<Hyper>& hypers, double scale, const std::optional<OutputTuple>& outputs,
+    bool awaited, int64_t priority, const nb::object& hooks) {
     const UpdateArrays arrays{pointer<const void>(grad),     pointer<const float>(accumulated),
                               pointer<void>(parameter),      pointer<int16_t>(remainder),
                               pointer<void>(copy),           pointer<void>(first_moment),
@@ -172,7 +181,7 @@ JobTicket<UpdateJob> submit_update(OwningPool& pool, nb::object owners, size_t e
                           average_step,
                           outputs_of(outputs)};
     return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), awaited);
+                       std::move(owners), submission(awaited, priority, hooks));
 }
 
 JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size_t elements,
@@ -187,8 +196,9 @@ JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size
         {pointer<const void>(grad), pointer<float>(accumulated), pointer<void>(copy),
          read_accumulated, write_accumulated, squares, static_cast<float>(scale)},
         segments_of(segments)};
+    // Others wait for a gradient's room, and nobody for an update that is queued already.
     return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), awaited);
+                       std::move(owners), {awaited, std::numeric_limits<int64_t>::max()});
 }
 
 JobTicket<StreamJob> submit_stream(
@@ -199,7 +209,7 @@ JobTicket<StreamJob> submit_stream(
         request.arrays.push_back({pointer<unsigned char>(address), bytes, access});
     }
     return pool.submit(make_stream_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), awaited);
+                       std::move(owners), {awaited});
 }
 
 using Float64Array = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
@@ -329,7 +339,8 @@ void bind_pool(nb::module_& m) {
         .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
              "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
              "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "average"_a,
-             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "outputs"_a.none(), "awaited"_a)
+             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "outputs"_a.none(), "awaited"_a,
+             "priority"_a, "hooks"_a.none())
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
              "segments"_a, "scale"_a, "awaited"_a)

@@ -1,12 +1,15 @@
-// Pinned threads that run jobs chunk by chunk. They know nothing of kernels or of Python.
+// Pinned threads that run jobs chunk by chunk. They know nothing of kernels, devices or Python.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "job_hooks.hpp"
 #include "openmp_team.hpp"
 
 namespace infinity::cpu_adam {
@@ -15,6 +18,17 @@ struct ByteRange {
     uintptr_t begin;
     uintptr_t end;
     bool written;
+};
+
+// How a job is submitted.
+struct Submission {
+    // The caller is about to wait. Then no thread is woken for jobs that the caller does by itself:
+    // small jobs, or any job if it has a team.
+    bool awaited = false;
+    // Jobs with a larger number begin first, and those with equal numbers in their order.
+    int64_t priority = 0;
+    // What the job waits for, and what it starts at its end; null: nothing.
+    std::shared_ptr<JobHooks> hooks = nullptr;
 };
 
 // Work cut into chunks that may run in any order and on any thread. `touches` gives the bytes that
@@ -40,7 +54,16 @@ class Job {
 
   private:
     friend class PoolState;
-    bool conflicts_with(const Job& other) const;
+    // The bytes that unfinished jobs use, by their first address.
+    struct Access {
+        uintptr_t end;
+        bool written;
+        Job* job;
+    };
+    using Accesses = std::multimap<uintptr_t, Access>;
+    // Jobs with a larger priority first, then those submitted first.
+    using Place = std::pair<int64_t, uint64_t>;
+
     bool has_chunks() const { return next_.load(std::memory_order_relaxed) < chunks_; }
 
     const size_t chunks_;
@@ -48,10 +71,16 @@ class Job {
     std::atomic<size_t> next_{0};
     std::atomic<size_t> finished_{0};
     std::atomic<bool> done_{false};
-    int64_t began_ns_ = 0;            // written by the thread that takes the first chunk
-    int64_t ended_ns_ = 0;            // written by the thread that ran the last chunk
-    bool after_all_earlier_ = false;  // guarded by the pool's mutex, like the next member
-    bool awaited_ = false;
+    int64_t began_ns_ = 0;  // written by the thread that takes the first chunk
+    int64_t ended_ns_ = 0;  // written by the thread that ran the last chunk
+    // Guarded by the pool's mutex:
+    Submission given_;
+    Place place_;
+    bool coming_ = false;        // what it waits for has not happened yet
+    bool refused_ = false;       // what it waits for will never happen, so that it does not run
+    size_t blockers_ = 0;        // unfinished earlier jobs that use the same bytes
+    std::vector<Job*> blocked_;  // later jobs of which this is a blocker
+    std::vector<Accesses::iterator> accesses_;
 };
 
 class PoolState;
@@ -61,9 +90,10 @@ class Ticket {
   public:
     Ticket(std::shared_ptr<PoolState> pool, std::shared_ptr<Job> job);
     bool done() const { return job_->done(); }
-    // Waits for the job, and returns whether it is done. Meanwhile the caller works on the job and
-    // on those before it, so the wait may take one chunk longer than `seconds` (negative: no
-    // limit). Throws ConfigError in a forked child, where nobody will ever finish the job.
+    // Waits for the job, which goes before all others now, and returns whether it is done.
+    // Meanwhile the caller works on the job, or on others while it cannot begin, so the wait may
+    // take one chunk longer than `seconds` (negative: no limit). Throws ConfigError in a forked
+    // child, where nobody will ever finish the job.
     bool wait(double seconds) const;
 
   private:
@@ -71,8 +101,9 @@ class Ticket {
     std::shared_ptr<Job> job_;
 };
 
-// Jobs behave as if they ran one after the other, in the order of submission. A job starts while
-// the last chunks of the job before it are still running only if the two share no written byte.
+// Jobs that share a written byte run one after the other, in the order of submission. All others
+// may run in any order, and beside each other. What jobs wait for (their hooks) should happen in
+// the order of submission, because the threads ask for the first such job only.
 class ThreadPool {
   public:
     // Starts one thread per entry of `cpus`, pinned to that CPU if the system allows. -1 pins to no
@@ -84,10 +115,8 @@ class ThreadPool {
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    // awaited: the caller is about to wait. Then no thread is woken for jobs that the caller does
-    // by itself: small jobs, or any job if it has a team. Throws ConfigError if the pool is closed,
-    // or belongs to the parent of this process.
-    Ticket submit(std::shared_ptr<Job> job, bool awaited = false);
+    // Throws ConfigError if the pool is closed, or belongs to the parent of this process.
+    Ticket submit(std::shared_ptr<Job> job, Submission how = {});
     // Finishes the queued jobs, then ends the threads. A second call does nothing.
     void close();
     bool closed() const;

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import torch
 
@@ -36,6 +36,9 @@ from infinity.cpu_adam.work import (
 )
 from infinity.errors import ConfigError
 from infinity.system.closing import Closing
+
+if TYPE_CHECKING:
+    from infinity._driver import CopiesAround
 
 _FIELDS = (
     "grad",
@@ -137,10 +140,10 @@ class Ticket(Generic[_R]):
     def wait(self, timeout: float | None = None) -> bool:
         """Block without the GIL until the job is done (returns True) or `timeout` seconds pass (False).
 
-        Meanwhile the calling thread works on the job and on jobs queued before it, so the call may last a
-        little longer than `timeout`. An exception of a signal handler, such as KeyboardInterrupt, ends the
-        wait but not the job. Raises ConfigError in a forked child process if the job was not done at the time
-        of the fork.
+        The job goes before all others now, and the calling thread works on it, or on others while it cannot
+        begin. So the call may last a little longer than `timeout`. An exception of a signal handler, such as
+        KeyboardInterrupt, ends the wait but not the job. Raises ConfigError in a forked child process if the
+        job was not done at the time of the fork.
         """
         done = self._native.wait(timeout)
         if done:
@@ -205,25 +208,36 @@ class ThreadPool(Closing):
         return self._native.isa
 
     @overload
-    def submit(self, work: Update, *, awaited: bool = False) -> Ticket[UpdateResult]: ...
+    def submit(
+        self, work: Update, *, awaited: bool = False, priority: int = 0, hooks: CopiesAround | None = None
+    ) -> Ticket[UpdateResult]: ...
     @overload
     def submit(self, work: Gradient, *, awaited: bool = False) -> Ticket[GradientResult]: ...
     @overload
     def submit(self, work: Stream, *, awaited: bool = False) -> Ticket[None]: ...
     def submit(
-        self, work: Update | Gradient | Stream, *, awaited: bool = False
+        self,
+        work: Update | Gradient | Stream,
+        *,
+        awaited: bool = False,
+        priority: int = 0,
+        hooks: CopiesAround | None = None,
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
         """Queue the work as a job, and return a ticket at once.
 
         awaited: whether the caller will wait for the job next. The calling thread then takes part in the job
-        when it waits, as in `run`, and the pool's threads may be left asleep until then.
+        when it waits, as in `run`, and the pool's threads may be left asleep until then. priority: updates
+        with a larger number begin first; gradients begin before all updates. hooks: copies for which the
+        update waits, and the one that its last thread begins. If the former fail, the update is not computed,
+        and its job counts as done; `CopiesAround.events` raises the error. The copies for which updates wait
+        should end in the order of submission, because the threads ask for the first one only.
 
         Raises ConfigError, before any array of `work` is changed, if an array has a wrong dtype, device,
         length or layout, if arrays overlap, if segments overlap or lie outside the arrays, if a
         hyper-parameter is out of range, or if the pool is closed.
         """
         if isinstance(work, Update):
-            return self._submit_update(work, awaited)
+            return self._submit_update(work, awaited, priority, hooks)
         if isinstance(work, Gradient):
             return self._submit_gradient(work, awaited)
         if isinstance(work, Stream):
@@ -244,6 +258,8 @@ class ThreadPool(Closing):
         outputs: Sequence[int] | None = None,
         owners: Sequence[torch.Tensor],
         awaited: bool = False,
+        priority: int = 0,
+        hooks: CopiesAround | None = None,
     ) -> Ticket[UpdateResult]:
         """Queue an update without checking its arrays, and return a ticket at once. The arrays must have the
         dtypes and the length of the arrays of an earlier update, and may lie in other memory.
@@ -251,7 +267,8 @@ class ThreadPool(Closing):
         form: made by `UpdateForm.of` from the earlier update. addresses: the addresses of this update's
         arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
         fields of `Segment`. hypers: made by `Hyper.native`. scale, average_step: as in `Update`. owners: the
-        tensors that own the arrays' memory; they are kept alive during the job. awaited: as in `submit`.
+        tensors that own the arrays' memory; they are kept alive during the job. awaited, priority, hooks: as
+        in `submit`.
 
         outputs: addresses like `addresses` of other arrays, to which the results are written past the caches;
         None: the update changes its arrays. Elements outside the segments are not written. The gradient and
@@ -282,6 +299,8 @@ class ThreadPool(Closing):
             elements=form.elements,
             owners=owners,
             awaited=awaited,
+            priority=priority,
+            hooks=hooks,
         )
         return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
 
@@ -303,7 +322,9 @@ class ThreadPool(Closing):
     def close(self) -> None:
         self._native.close()
 
-    def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
+    def _submit_update(
+        self, work: Update, awaited: bool, priority: int, hooks: CopiesAround | None
+    ) -> Ticket[UpdateResult]:
         page = Page()
         parameter = torch.float32 if work.remainder is None else torch.bfloat16
         if work.remainder is not None and work.copy is not None:
@@ -339,6 +360,8 @@ class ThreadPool(Closing):
             elements=page.elements,
             owners=page.owners,
             awaited=awaited,
+            priority=priority,
+            hooks=hooks,
         )
         return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
 

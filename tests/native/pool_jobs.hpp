@@ -37,6 +37,18 @@ struct AddJob : Job {
     long factor_, term_;
 };
 
+// Answers what a test has set, and records the threads' calls.
+struct TestHooks : JobHooks {
+    State before() noexcept override {
+        asked_.fetch_add(1);
+        return state_.load();
+    }
+    void after() noexcept override { ended_.fetch_add(1); }
+    std::atomic<State> state_{State::pending};
+    std::atomic<int> asked_{0};
+    std::atomic<int> ended_{0};
+};
+
 // Runs until it is released: no clock says that a job is still under way.
 struct HeldJob : Job {
     HeldJob() : Job(1, {}) {}

@@ -63,7 +63,7 @@ void test_small_awaited_work_is_the_caller_s() {
     int others = 0;
     for (int i = 0; i < 300; ++i) {
         auto job = std::make_shared<WhoJob>(i % 3);
-        const Ticket ticket = pool.submit(job, true);
+        const Ticket ticket = pool.submit(job, {.awaited = true});
         CHECK(ticket.wait(-1));
         for (const std::thread::id& each : job->who) others += each != std::this_thread::get_id();
         CHECK(job->began_ns() > 0 && job->began_ns() <= job->ended_ns());
@@ -74,11 +74,77 @@ void test_small_awaited_work_is_the_caller_s() {
     const auto count = [&] {
         return std::make_shared<CountingJob>(1, std::vector<ByteRange>{}, counter);
     };
-    pool.submit(count(), true);
+    pool.submit(count(), {.awaited = true});
     CHECK(pool.submit(std::make_shared<MeetingJob>()).wait(-1));
-    pool.submit(count(), true);
+    pool.submit(count(), {.awaited = true});
     pool.close();
     CHECK(counter == 2);
+}
+
+void test_jobs_wait_for_what_their_hooks_say() {
+    std::vector<long> cells(4, 1);
+    std::atomic<int> counter{0};
+    ThreadPool pool(unpinned(2));
+    std::vector<std::shared_ptr<TestHooks>> hooks;
+    std::vector<Ticket> tickets;
+    for (int i = 0; i < 3; ++i) {
+        hooks.push_back(std::make_shared<TestHooks>());
+        tickets.push_back(
+            pool.submit(std::make_shared<AddJob>(cells, 2, i), {.hooks = hooks.back()}));
+    }
+    // A later job over the same bytes waits, too, and another job does not.
+    const Ticket behind = pool.submit(std::make_shared<AddJob>(cells, 3, 0));
+    const auto count = std::make_shared<CountingJob>(5, std::vector<ByteRange>{}, counter);
+    CHECK(pool.submit(count).wait(-1));
+    while (hooks[0]->asked_ < 3) usleep(100);
+    CHECK(!tickets[0].done() && !behind.wait(0.001));
+    CHECK(hooks[0]->ended_ == 0 && hooks[1]->asked_ == 0);
+    hooks[1]->state_ = JobHooks::State::failed;  // that job must not run
+    hooks[2]->state_ = JobHooks::State::happened;
+    hooks[0]->state_ = JobHooks::State::happened;
+    CHECK(behind.wait(-1));
+    for (const Ticket& each : tickets) CHECK(each.done() && each.wait(0));
+    for (const long cell : cells) CHECK(cell == ((1 * 2 + 0) * 2 + 2) * 3);
+    CHECK(hooks[0]->ended_ == 1 && hooks[1]->ended_ == 0 && hooks[2]->ended_ == 1);
+    // close() waits for jobs whose hooks have not let them begin.
+    const auto last = std::make_shared<TestHooks>();
+    const Ticket ticket =
+        pool.submit(std::make_shared<AddJob>(cells, 0, 7), {.awaited = true, .hooks = last});
+    std::thread later([&] {
+        while (!pool.closed()) usleep(100);
+        last->state_ = JobHooks::State::happened;
+    });
+    pool.close();
+    later.join();
+    CHECK(ticket.done() && cells[0] == 7 && last->ended_ == 1);
+    CHECK(hooks[0].use_count() == 1);
+}
+
+// Notes the order in which jobs run.
+struct ListedJob : Job {
+    ListedJob(int number, std::vector<int>& list) : Job(1, {}), number_(number), list_(list) {}
+    void run(size_t) noexcept override { list_.push_back(number_); }
+    int number_;
+    std::vector<int>& list_;
+};
+
+void test_priorities() {
+    std::vector<int> list;
+    ThreadPool pool(unpinned(1));
+    const auto held = std::make_shared<HeldJob>();
+    pool.submit(held);
+    held->await_begin();
+    const int64_t priorities[] = {0, 1, 1, 2, 0};
+    for (int i = 0; i < 5; ++i)
+        pool.submit(std::make_shared<ListedJob>(i, list), {.priority = priorities[i]});
+    const auto hooks = std::make_shared<TestHooks>();
+    pool.submit(std::make_shared<ListedJob>(5, list), {.priority = 3, .hooks = hooks});
+    const Ticket wanted = pool.submit(std::make_shared<ListedJob>(6, list));
+    CHECK(!wanted.wait(0));  // from now on it is before all others
+    hooks->state_ = JobHooks::State::happened;
+    held->release();
+    pool.close();
+    CHECK((list == std::vector<int>{6, 5, 3, 1, 2, 0, 4}));
 }
 
 void test_many_submitters_and_close_with_work_queued() {
@@ -283,6 +349,8 @@ int main() {
     test_order();
     test_who_waits_works_too();
     test_small_awaited_work_is_the_caller_s();
+    test_jobs_wait_for_what_their_hooks_say();
+    test_priorities();
     test_many_submitters_and_close_with_work_queued();
     test_closed_and_empty();
     test_fork();

@@ -43,7 +43,7 @@ void test_a_team_helps_who_waits() {
     int strangers = 0;
     for (int i = 0; i < 100; ++i) {
         auto job = std::make_shared<WhoJob>(64);
-        CHECK(pool.submit(job, true).wait(-1));
+        CHECK(pool.submit(job, {.awaited = true}).wait(-1));
         for (const std::thread::id& each : job->who) {
             CHECK(each != std::thread::id());
             strangers += each != std::this_thread::get_id() &&
@@ -53,7 +53,7 @@ void test_a_team_helps_who_waits() {
     CHECK(team_ids.size() == 100);
     CHECK(strangers < 640);  // of 6400 chunks
     auto meeting = std::make_shared<MeetingJob>();
-    CHECK(pool.submit(meeting, true).wait(-1));
+    CHECK(pool.submit(meeting, {.awaited = true}).wait(-1));
     CHECK(!meeting->lonely_);
     // The pool does jobs that are not to be waited for. Jobs that nobody waits for in spite of that
     // are done at the end.
@@ -63,7 +63,7 @@ void test_a_team_helps_who_waits() {
     };
     const Ticket alone = pool.submit(count(64));
     while (!alone.done()) usleep(100);
-    pool.submit(count(64), true);
+    pool.submit(count(64), {.awaited = true});
     pool.close();
     CHECK(counter == 128);
 }
@@ -75,7 +75,8 @@ void test_a_team_and_jobs_in_order() {
     for (int i = 0; i < 60; ++i) {
         std::vector<Ticket> tickets;
         for (int j = 0; j < 3; ++j) {
-            tickets.push_back(pool.submit(std::make_shared<AddJob>(cells, j, i), (i + j) % 2 == 0));
+            tickets.push_back(
+                pool.submit(std::make_shared<AddJob>(cells, j, i), {.awaited = (i + j) % 2 == 0}));
             expected = expected * j + i;
         }
         if (i % 3 == 0) std::swap(tickets.front(), tickets.back());
@@ -86,7 +87,7 @@ void test_a_team_and_jobs_in_order() {
     const auto held = std::make_shared<HeldJob>();
     pool.submit(held);
     held->await_begin();
-    const Ticket behind = pool.submit(std::make_shared<AddJob>(cells, 1, 1), true);
+    const Ticket behind = pool.submit(std::make_shared<AddJob>(cells, 1, 1), {.awaited = true});
     std::thread releaser([&] {
         usleep(1000);
         held->release();
@@ -99,7 +100,7 @@ void test_a_narrow_team_does_not_stand_in_for_the_pool() {
     ThreadPool pool(unpinned(2), fake_team(1));
     auto job = std::make_shared<WhoJob>(20000);
     team_ids.clear();
-    CHECK(pool.submit(job, true).wait(-1));
+    CHECK(pool.submit(job, {.awaited = true}).wait(-1));
     auto meeting = std::make_shared<MeetingJob>();
     CHECK(pool.submit(meeting).wait(-1));
     CHECK(!meeting->lonely_ && team_ids.empty());
