@@ -38,6 +38,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -198,19 +199,25 @@ def _zeros(size: Any, stride: Any, **options: Any) -> torch.Tensor:
 class TimedTicket:
     """The ticket of a job that is not computed and ends at a time of the clock."""
 
-    def __init__(self, clock: VirtualClock, nbytes: int, sums: list[Any]) -> None:
-        self._clock, self._sums = clock, sums
-        self._begin, self._end = clock.now, clock.host_works(nbytes)
+    def __init__(self, pool: TimedPool, nbytes: int, sums: list[Any], priority: int, hooks: Any) -> None:
+        self.nbytes, self.priority, self.hooks = nbytes, priority, hooks
+        self.span: tuple[int, int] | None = None
+        """When it begins and ends, in picoseconds, once that is known."""
+        self._pool, self._sums = pool, sums
 
     def done(self) -> bool:
-        return self._clock.now >= self._end
+        self._pool.run(until=self._pool.clock.now)
+        return self.span is not None and self.span[1] <= self._pool.clock.now
 
     def wait(self, timeout: float | None) -> bool:
-        self._clock.wait_until(self._end)
+        self._pool.run(until=self._pool.clock.now)
+        self._pool.run(through=self)
+        assert self.span is not None
+        self._pool.clock.wait_until(self.span[1])
         return True
 
     def times(self) -> tuple[int, int] | None:
-        return (self._begin // 1000, self._end // 1000) if self.done() else None
+        return (self.span[0] // 1000, self.span[1] // 1000) if self.span and self.done() else None
 
     def nonfinite(self) -> list[int]:
         return []
@@ -236,6 +243,10 @@ class TimedPool:
 
     An array that is only written is read, too, because the CPU reads a line before it writes a part of it.
     `bytes` counts the bytes by kind of job.
+
+    Jobs are done in the pool's order (csrc/cpu_adam/thread_pool.hpp), one at a time, by a thread that has a
+    time of its own. What it does up to a time is decided once the trainer's thread has come so far, or waits
+    for a job: until then, the trainer may submit jobs that go first.
     """
 
     def __init__(self, clock: VirtualClock, cpus: Any, isa: str, chunk: int, openmp: bool) -> None:
@@ -243,12 +254,18 @@ class TimedPool:
         self.cpus, self.isa = cpus, "none"
         self.bytes: collections.Counter[str] = collections.Counter()
         self.jobs: collections.Counter[str] = collections.Counter()
+        self._coming: collections.deque[TimedTicket] = collections.deque()
+        self._startable: list[TimedTicket] = []
+        """In the order of submission."""
+        self._thread = ThreadPoolExecutor(1)
 
-    def submit_update(self, *, segments: Any, elements: int, **work: Any) -> TimedTicket:
+    def submit_update(
+        self, *, segments: Any, elements: int, priority: int, hooks: Any, **work: Any
+    ) -> TimedTicket:
         changed = _MASTERS[work["format"]]
         changed += _MOMENTS[work["moments"]] * (bool(work["first_moment"]) + bool(work["second_moment"]))
         count = sum(segment[1] for segment in segments) if segments else elements
-        return self._job("update", count * (_ITEMS[work["grad_dtype"]] + 2 * changed), [])
+        return self._job("update", count * (_ITEMS[work["grad_dtype"]] + 2 * changed), [], priority, hooks)
 
     def submit_gradient(self, *, segments: Any, elements: int, **work: Any) -> TimedTicket:
         item = _ITEMS[work["grad_dtype"]]
@@ -256,12 +273,51 @@ class TimedPool:
         moved += 8 if work["write_accumulated"] else 4 * work["read_accumulated"]
         counts = [segment[1] for segment in segments]
         sums = [np.zeros(-(-count // _cpu_adam.BLOCK)) for count in counts]
-        return self._job("gradient", sum(counts) * moved, sums)
+        return self._job("gradient", sum(counts) * moved, sums, 1 << 62, None)
 
-    def _job(self, kind: str, nbytes: int, sums: list[Any]) -> TimedTicket:
+    def _job(self, kind: str, nbytes: int, sums: list[Any], priority: int, hooks: Any) -> TimedTicket:
         self.bytes[kind] += nbytes
         self.jobs[kind] += 1
-        return TimedTicket(self.clock, nbytes, sums)
+        now = self.clock.now
+        self.run(until=now)
+        ticket = TimedTicket(self, nbytes, sums, priority, hooks)
+        (self._startable if hooks is None else self._coming).append(ticket)
+        self._idle(now)
+        return ticket
+
+    def run(self, until: int = 1 << 62, through: TimedTicket | None = None) -> None:
+        """Do the jobs that begin before the time `until`, or all until `through` is done."""
+        if through is None or through.span is None:
+            self._thread.submit(self._run, until, through).result()
+
+    def _idle(self, now: int) -> None:
+        """Have a pool that has had nothing to do up to now begin no job before."""
+        if len(self._coming) + len(self._startable) == 1:
+            self._thread.submit(self.clock.wait_until, now).result()
+
+    def _run(self, until: int, through: TimedTicket | None) -> None:
+        while (self._coming or self._startable) and (through is None or through.span is None):
+            while self._coming and self._come(until):
+                self._startable.append(self._coming.popleft())
+            if not self._startable or self.clock.now >= until:
+                return
+            if through in self._startable:
+                job = through
+            else:
+                job = max(self._startable, key=lambda each: each.priority)
+            self._startable.remove(job)
+            begin, end = self.clock.now, self.clock.host_works(job.nbytes)
+            self.clock.wait_until(end)
+            if job.hooks is not None:
+                job.hooks.after()
+            job.span = begin, end
+
+    def _come(self, until: int) -> bool:
+        """Whether the first of the jobs that wait may begin. With nothing else to do, wait for it."""
+        hooks = self._coming[0].hooks
+        if hooks.before():
+            return True
+        return not self._startable and self.clock.now < until and any(hooks.before() for _ in range(80))
 
     def reap(self) -> None:
         pass

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,10 @@ class TrainingStep:
         self._knows_activations = parts.plan.activations is not None
         """False until the first step has compared its activations with the room that the plan has left for
         them. True from the start if the plan knew the activations.
+        """
+        self._complete: deque[int] = deque()
+        """Units that have all gradients of the step and whose eager update has not begun, in the order in
+        which they got them.
         """
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
@@ -492,7 +496,7 @@ class TrainingStep:
         """Note that the backwards of `count` micro-batches that ran together have ended."""
         with self._pager.lock:
             self._ranks.backward_ended(count)
-            self._update_complete()
+            self._update_complete(wait=True)
 
     def _counted_backward_done(self) -> None:
         self._backward_done()
@@ -627,11 +631,19 @@ class TrainingStep:
             self._components.health.lose(error)
             raise error.again()
 
-    def _update_complete(self) -> None:
-        """Begin the eager updates of units that have got the last gradients of all ranks."""
+    def _update_complete(self, *, wait: bool = False) -> None:
+        """Begin the eager updates of units that have got the last gradients of all ranks.
+
+        wait: whether to wait for gradients that are on their way from a device. If not, units with such
+        gradients, and those that came after them, are left to a later call.
+        """
         if self._eager is not None:
-            for unit in self._ranks.take_complete():
-                self._update_early(unit)
+            self._complete.extend(self._ranks.take_complete())
+            pages = self._gradients.pages
+            while self._complete and (wait or pages[self._complete[0]].all_arrived):
+                unit = self._complete.popleft()
+                if not pages[unit].consumed:  # else it came here once more with another gradient
+                    self._update_early(unit)
         elif self._speculation is not None:
             for unit in self._ranks.take_complete():
                 if self._speculation.admits(unit):
@@ -641,6 +653,7 @@ class TrainingStep:
         """Forget all stored gradients, so that the next step can begin."""
         self._scheduler.undo_all()
         self._uncount_stopped()
+        self._complete.clear()
         self._ranks.clear()
         self._times_forgotten += 1
         self.open = False

@@ -39,8 +39,10 @@ from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
 from infinity.pages.slot_pair import SlotPair
 from infinity.pages.store import Store
+from infinity.telemetry.stats import Edge
 from infinity.tiers import PAGE_ALIGNMENT, Tier
-from infinity.tiers.link import ARRIVED, Joined, Transfer, User
+from infinity.tiers.driver import Event
+from infinity.tiers.link import ARRIVED, JobCopies, Joined, Transfer
 
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """An empty uint8 tensor, in the place of memory that an update does not have or does not need."""
@@ -118,6 +120,10 @@ class ChunkUpdate:
     """The fate of an update that was decided before all gradients were known, while it is not confirmed."""
     numel = 0
     """Number of parameter elements that the update submitted last changes."""
+    _after: Event | None = None
+    """Once decided: after it, no queued kernel uses the parameters that the model had when it was decided."""
+    _copies: JobCopies | None = None
+    """While COMPUTING, the copies around it; else None."""
 
     def __init__(
         self,
@@ -291,22 +297,27 @@ class ChunkUpdate:
         return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
 
     @property
+    def computed(self) -> bool:
+        return self.ticket is None or self.ticket.done()
+
+    @property
     def arrived(self) -> bool:
         """Whether all reads have ended, successfully or not."""
         return not self._reads or all([each.done() for each in self._reads])
 
     # --- transitions ------------------------------------------------------------------------------------
 
-    def make_ready(self, decision: Decision, *, speculative: bool = False) -> bool:
+    def make_ready(self, decision: Decision, *, after: Event | None, speculative: bool = False) -> bool:
         """Fix what to compute: IDLE -> READY, or READING or AHEAD -> READING.
 
-        decision: the update to compute. speculative: whether the update may be undone; see
-        [Note: speculative updates]. If the states that were read ahead cannot be used any more, they are
-        given up with their staging, and the update is READY. Returns True if it is READY, so that it still
-        needs staging, and False if it is READING.
+        decision: the update to compute. after: happens when no queued kernel uses the parameters any more
+        that the model has now; None where the model does not use a copy. speculative: whether the update may
+        be undone; see [Note: speculative updates]. If the states that were read ahead cannot be used any
+        more, they are given up with their staging, and the update is READY. Returns True if it is READY, so
+        that it still needs staging, and False if it is READING.
         """
         assert self.decision is None
-        self.trial = Trial() if speculative else None
+        self.trial, self._after = Trial() if speculative else None, after
         if self.in_ram:
             self.decision = decision
             self._to(UpdateState.READY)
@@ -393,32 +404,43 @@ class ChunkUpdate:
         self._let_go()
         self._to(UpdateState.IDLE)
 
-    def compute(self, *, awaited: bool) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+    def compute(self, *, awaited: bool, priority: int = 0) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the update to the update threads: READING -> COMPUTING.
 
         An update that never needs staging goes READY -> COMPUTING; for any other, call `gather` before.
         awaited: whether the caller is about to wait for the ticket and take part in the computation then.
-        Raises the error by which the gradient was lost on its way down from a device.
+        priority: updates with a larger number begin first. The update threads wait for a gradient that comes
+        from a device, and begin to copy the parameters there. Raises the error by which the gradient was lost
+        on its way, if that is known.
         """
         if self.page.home.in_place:
             self.page.home.withdraw(self._home_start, self._home_start + self.parameter_bytes)
+        assert self.decision is not None
         if self.in_ram:
+            if self.decision.zeros:
+                self._gradient_page.settle(self.chunk_index)
             self._take_at_home()
         ledger = self._store.ledger
         if ledger.pending is not None:
             ledger.settle_chunk((self.unit, self.chunk_index))
             # A write of the values before may still read the memory that the update changes.
             self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
-        assert self.decision is not None
-        link = self._store.link
         memory = (self._parameter, self._gradient, self._states)
         outputs = self._beside(memory) if self.trial is not None else memory
-        if link.checked:
-            link.uses(User.HOST, self._gradient, writes=bool(self.decision.zeros), label="update")
-            link.uses(User.HOST, *memory[::2], writes=outputs is memory, label="update")
-            link.uses(User.HOST, *outputs[::2], writes=True, label="update")
-        self.ticket = self._submit(self.decision, memory, outputs, awaited)
         self._parameter, _, self._states = outputs
+        living = self.page.living() if self._has_copy else None
+        self._copies = self._store.link.around_job(
+            self._gradient_page.arriving(self.chunk_index) if self.in_ram else None,
+            None if living is None else living[self._start : self._start + self._parameter.nbytes],
+            self._parameter,
+            self._after,
+            uses=(
+                (self._gradient, bool(self.decision.zeros)),
+                *[(each, outputs is memory) for each in memory[::2]],
+                *[(each, True) for each in outputs[::2]],
+            ),
+        )
+        self.ticket = self._submit(self.decision, memory, outputs, awaited, priority)
         self._to(UpdateState.COMPUTING)
         return self.ticket
 
@@ -443,21 +465,21 @@ class ChunkUpdate:
         store, page = self._store, self.page
         write = functools.partial(store.write, lost=self._lose, trial=self.trial)
         try:
+            assert self._copies is not None
+            self.copy = self._copies.begun()
+            if self.copy is not ARRIVED:
+                store.meter.moved(Edge.HOST_TO_DEVICE, self._parameter.nbytes, self.copy)
             if not self._state_page.home.in_place and self._states.nbytes:
                 write(self._state_page.home, self._state_offset, self._states)
             if not page.home.in_place:
                 write(page.home, self._home_start, self._parameter)
-            living = page.living() if self._has_copy else None
-            if living is not None:
-                into = living[self._start : self._start + self._parameter.nbytes]
-                self.copy = store.copy_up(into, self._parameter)
         except InfinityError as error:
             if self.trial is None:
                 self._lose(error)
                 raise
             self.trial.failed = True
         store.ledger.updated((self.unit, self.chunk_index))
-        self.ticket = self.decision = self.taken = None
+        self.ticket = self.decision = self.taken = self._copies = self._after = None
         self._let_go()
         self._to(UpdateState.WRITING)
 
@@ -510,7 +532,7 @@ class ChunkUpdate:
 
     def _drop(self) -> None:
         self._let_go()
-        self.ticket = self.decision = self.taken = None
+        self.ticket = self.decision = self.taken = self._copies = self._after = None
         self.copy, self.trial = ARRIVED, None
         self.state = UpdateState.IDLE
 
@@ -520,6 +542,12 @@ class ChunkUpdate:
             Joined(self._reads).wait()
         if self.ticket is not None:
             self.ticket.wait()
+            assert self._copies is not None
+            try:
+                self.copy = self._copies.begun()
+            except InfinityError as error:
+                if self.trial is None:
+                    self._lose(error)
         self.copy.wait()
 
     # --- memory -----------------------------------------------------------------------------------------
@@ -566,8 +594,7 @@ class ChunkUpdate:
         return NOTHING if found is None else found
 
     def _take_at_home(self) -> None:
-        """Wait for the gradient, and use the inputs in their homes. Raises the error of a lost gradient."""
-        self._gradient_page.settle(self.chunk_index)
+        """Use the inputs in their homes."""
         slot = self._slot
         if slot not in self._at_home:
             offset = self._gradient_page.offset(self.chunk_index)
@@ -607,7 +634,7 @@ class ChunkUpdate:
     # --- what the update threads compute ----------------------------------------------------------------
 
     def _submit(
-        self, decision: Decision, memory: Memory, outputs: Memory, awaited: bool
+        self, decision: Decision, memory: Memory, outputs: Memory, awaited: bool, priority: int
     ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
         """Submit the computation to the update threads, and return its ticket at once.
 
@@ -621,6 +648,8 @@ class ChunkUpdate:
         if decision.zeros:
             self._write_zeros(decision, memory)
         chosen = decision.parameters
+        assert self._copies is not None
+        hooks = self._copies.hooks
         segments = [
             (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
             for each in self.chunk.pieces
@@ -635,7 +664,8 @@ class ChunkUpdate:
             self._copy_rest(decision, memory, outputs)
         self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
         if averages and not segments:  # without a gradient there is no form for later updates
-            return self._threads.submit(self._work(decision, memory, averages), awaited=awaited)
+            work = self._work(decision, memory, averages)
+            return self._threads.submit(work, awaited=awaited, priority=priority, hooks=hooks)
         segments += averages
         if self._form is None:
             self._form = cpu_adam.UpdateForm.of(self._work(decision, memory, segments), memory)
@@ -655,6 +685,8 @@ class ChunkUpdate:
             outputs=None if outputs is memory else self._form.addresses(outputs),
             owners=memory if outputs is memory else (*memory, *outputs),
             awaited=awaited,
+            priority=priority,
+            hooks=hooks,
         )
 
     def _copy_rest(self, decision: Decision, memory: Memory, outputs: Memory) -> None:
@@ -747,8 +779,10 @@ class UnitUpdate:
     """Whether a read for one of the updates failed. It is repeated when a caller waits for the unit."""
     unqueued: Sequence[ChunkUpdate] = ()
     """READY updates that the scheduler's queue does not have, because they need no staging. Always empty
-    unless `in_ram` is true and the CPU computes the model too.
+    unless `in_ram` is true.
     """
+    handed_over: Sequence[ChunkUpdate] = ()
+    """Updates, COMPUTING, that the update threads begin and end without the trainer."""
 
     @staticmethod
     def of(chunks: Sequence[ChunkUpdate]) -> UnitUpdate:

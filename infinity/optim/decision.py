@@ -33,7 +33,6 @@ from infinity import cpu_adam
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Group, Rule
 from infinity.gradients.gradients import Gradients
-from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
@@ -225,7 +224,7 @@ class EagerStep:
             return False
         if not gradients.complete(page.parameters, self._accumulation):
             return False
-        self._broken = not (there or _finite(gradients))
+        self._broken = not (there or all(gradients.finite(index) for index in gradients.content))
         return not self._broken
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
@@ -303,24 +302,17 @@ class Speculation:
         """Number of steps in a row, up to the last one, whose gradients were clipped."""
 
     def admits(self, unit: int) -> bool:
-        """Whether to begin the update of a unit now: it has all gradients of the step, they are finite, and
-        no gradient of the step is scaled.
+        """Whether to begin the update of a unit now: it has all gradients of the step, and none of them is
+        scaled. They may be on their way from a device. If they are not finite, `step()` undoes the update.
         """
         gradients = self._gradients.pages[unit]
         if self._wrong >= _MOST_WRONG or self._gradients.factors:
             return False
-        if not gradients.complete(self._pages[unit].parameters, self._accumulation):
-            return False
-        return _finite(gradients)
+        return gradients.complete(self._pages[unit].parameters, self._accumulation)
 
     def stepped(self) -> None:
         """Note the factor of the gradients in the step that is decided now."""
         self._wrong = 0 if self._gradients.factor == 1.0 else self._wrong + 1
-
-
-def _finite(gradients: GradientPage) -> bool:
-    """Whether all stored gradients of a unit are finite."""
-    return all(gradients.finite(index) for index in gradients.content)
 
 
 def _frozen(groups: Sequence[Group]) -> list[Group]:

@@ -6,9 +6,11 @@ acquire staging, host RAM to work in, in the order in which the next forward use
 some are read while another computes and the results of others are written, and the model computes meanwhile.
 A caller that needs a unit (`complete`) waits for the updates of that unit only.
 
-Two kinds of units are updated immediately. If a unit is in host RAM as a whole and the CPU computes the model
-too, there is nothing to overlap. If a unit is at home on the device and the device updates it, the update is
-queued on the device's stream, and work that is queued later sees its results.
+Units that need no staging do not wait for their turn. If a unit is in host RAM and the CPU computes the model
+too, there is nothing to overlap, and its update is computed at once. If a device computes the model, all
+chunks of such a unit are handed over to the update threads: these wait for the gradients, and begin to copy
+the parameters to the device, whether or not the trainer calls in. If a unit is at home on the device and the
+device updates it, the update is queued on the stream of the device, and later work there sees its results.
 
 [Note: room]
 Staging is the host RAM in which chunks are updated if their pages are at home elsewhere. It has two kinds of
@@ -120,6 +122,10 @@ class UpdateScheduler(Updates):
         copy reads host RAM and writes the unit's parameter page.
 
         The compute stream is already ordered after these copies.
+        """
+        self._handed_over = 0
+        """Number of eager updates of units that were handed over to the update threads. The latest ones come
+        first there, because the next forward uses these units first.
         """
         self._early: dict[int, Set[int]] = {}
         """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
@@ -266,7 +272,6 @@ class UpdateScheduler(Updates):
         self.complete(unit)
         self.complete_awaited()
         seen = exposed(unit)
-        self._store.link.follow_compute()  # kernels may still read what the copy to the device overwrites
         had_moments = self._states.pages[unit].has_moments.copy()
         counted = self._decide(unit, options)
         self._early[unit], self._first[unit] = counted, counted - had_moments
@@ -294,7 +299,6 @@ class UpdateScheduler(Updates):
         decision = decide(unit, options, self._gradients, self._states)
         if decision is None:
             return
-        self._store.link.follow_compute()  # as in `begin_early`
         try:
             self._queue(unit, decision, speculative=True)
             group.tentative = decision
@@ -341,7 +345,7 @@ class UpdateScheduler(Updates):
         """Undo the speculative update of a unit, so that its pages have the values before."""
         group, page = self._units[unit], self._pages[unit]
         self._ready.pop(unit, None)
-        group.unqueued, group.tentative, group.left = (), None, 0
+        group.unqueued, group.handed_over, group.tentative, group.left = (), (), None, 0
         undone = [update for update in group.chunks if update.trial is not None]
         self._active = [each for each in self._active if each not in undone]
         self._await_copies(unit)  # they may read the homes that are undone
@@ -396,7 +400,8 @@ class UpdateScheduler(Updates):
         """Whether an update of the unit was decided and has not ended, and the update of at least one chunk
         has begun to read, compute or write.
         """
-        return self._units[unit].left > 0 and self._running(unit) is not None
+        group = self._units[unit]
+        return bool(group.handed_over) or (group.left > 0 and self._running(unit) is not None)
 
     def complete(self, unit: int) -> None:
         """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
@@ -410,6 +415,7 @@ class UpdateScheduler(Updates):
             self._undo(unit)
         if group.unqueued:
             self._update_unqueued(group)
+        self._take_back(group)
         while group.left:
             while unit in self._ready and self._try_acquire(self._free_place(self._ready[unit][0])):
                 pass
@@ -453,6 +459,7 @@ class UpdateScheduler(Updates):
 
         Called before the page leaves or is fetched anew. Errors of failed reads are not raised here.
         """
+        self._take_back(self._units[unit])
         while (running := self._running(unit)) is not None:
             self._end_quietly(running)
         self._await_copies(unit)
@@ -467,8 +474,7 @@ class UpdateScheduler(Updates):
         """Advance the updates that are under way, without waiting for a read, a write or a copy, and then
         begin READY updates in their order until staging has no room for the next one.
         """
-        if self._active or self._copies:
-            self._poll()
+        self._poll()
         while self._ready:
             unit, updates = next(iter(self._ready.items()))
             enough = len(self._active) >= _MOST_RUNNING and updates[0].has_inputs
@@ -495,7 +501,7 @@ class UpdateScheduler(Updates):
         self._ready.clear()
         self._active.clear()
         for each in self._units:
-            each.left, each.unqueued, each.tentative = 0, (), None
+            each.left, each.unqueued, each.handed_over, each.tentative = 0, (), (), None
             for update in each.chunks:
                 update.abandon()
 
@@ -526,8 +532,11 @@ class UpdateScheduler(Updates):
         for update in chosen:
             if update.is_ahead and self._held_up(update):
                 self._cancel(update)  # it must not hold staging until the commit has ended
-        ready = deque([each for each in chosen if each.make_ready(decision, speculative=speculative)])
-        if group.in_ram and self._shares_cpu:
+        after = self._store.link.record()  # kernels may still read what the copies to the device overwrite
+        ready = deque(
+            [each for each in chosen if each.make_ready(decision, after=after, speculative=speculative)]
+        )
+        if group.in_ram:
             group.unqueued = chosen
         else:
             self._active = [each for each in self._active if each.state is not UpdateState.READY]
@@ -564,6 +573,8 @@ class UpdateScheduler(Updates):
         """Begin updates that have just been decided, as far as staging has room. Where the CPU computes the
         model too, those whose inputs are all in host RAM end before this call returns.
         """
+        if not self._shares_cpu:
+            self._hand_over(units)
         self.advance()
         for unit in units:
             if self._units[unit].unqueued:
@@ -573,8 +584,35 @@ class UpdateScheduler(Updates):
             self._update_in_ram([each for updates in ready for each in updates if each.has_inputs])
 
     def _update_unqueued(self, group: UnitUpdate) -> None:
+        if not self._shares_cpu:
+            self._hand_over([group.chunks[0].unit])
+            return
         updates, group.unqueued = group.unqueued, ()
         self._update_in_ram(updates)
+
+    def _hand_over(self, units: Iterable[int]) -> None:
+        """Submit all chunks of units that need no staging."""
+        self._handed_over += 1
+        for unit in units:
+            group = self._units[unit]
+            for update in group.unqueued:
+                if update.state is UpdateState.READY:  # else it was submitted before an error
+                    self._compute(update, priority=self._handed_over)
+            group.handed_over, group.unqueued = group.unqueued or group.handed_over, ()
+
+    def _take_back(self, group: UnitUpdate) -> None:
+        """Wait for the computation of a unit that was handed over, and let the model use its results."""
+        if not group.handed_over:
+            return
+        updates, group.handed_over = group.handed_over, ()
+        started = time.perf_counter()
+        for update in updates:
+            if update.state is UpdateState.COMPUTING:
+                assert update.ticket is not None
+                update.ticket.wait()
+                update.write()
+                self._deliver(update)
+        self._store.meter.updating(time.perf_counter() - started)
 
     def _update_in_ram(self, updates: Sequence[ChunkUpdate]) -> None:
         """Compute READY updates whose inputs are all in host RAM, and wait for them.
@@ -634,6 +672,10 @@ class UpdateScheduler(Updates):
         """
         while self._copies and self._copies[0][1].done():
             self._copies.popleft()
+        if self._store.ledger.pending is not None:
+            for group in self._units:
+                if group.handed_over and all(each.computed for each in group.handed_over):
+                    self._take_back(group)  # the commit waits for them, and not for the model
         for update in [*self._active]:
             if update.state is UpdateState.READING and update.arrived:
                 if update.decision is None:
@@ -659,8 +701,8 @@ class UpdateScheduler(Updates):
         if not queue:
             del self._ready[update.unit]
 
-    def _compute(self, update: ChunkUpdate) -> None:
-        ticket = update.compute(awaited=self._shares_cpu)
+    def _compute(self, update: ChunkUpdate, priority: int = 0) -> None:
+        ticket = update.compute(awaited=self._shares_cpu, priority=priority)
         self._store.meter.submitted(ticket, update.numel)
 
     def _compute_quietly(self, update: ChunkUpdate) -> None:
@@ -751,10 +793,6 @@ class UpdateScheduler(Updates):
         """Lease staging for a READY update and begin its reads, or compute it if it needs none. Returns False
         if there is no room now.
         """
-        if update.in_ram:
-            self._compute(update)
-            self._began(update)
-            return True
         present = update.present()
         memory = self._try_take(update.needed(present))
         if memory is None:

@@ -73,6 +73,11 @@ class GradientCopy:
         self._transfers = transfers
         """Those that are not known to have ended."""
 
+    @property
+    def last(self) -> Transfer | None:
+        """The copy that ends last, after all that were queued before; None if all are known to have ended."""
+        return self._transfers[-1] if self._transfers else None
+
     def done(self) -> bool:
         """Whether the copies are known to have ended. Never blocks. An error is kept as in `wait`."""
         try:

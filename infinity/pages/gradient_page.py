@@ -18,6 +18,7 @@ from infinity.pages.gradient_copies import GradientCopies, GradientCopy
 from infinity.pages.home import Home
 from infinity.planning.plan import Plan
 from infinity.tiers import PAGE_ALIGNMENT
+from infinity.tiers.link import Transfer
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +208,11 @@ class GradientPage:
         copied = chunk.copy is None or chunk.copy.done()
         return copied and (self._copies is None or self._copies.arrived(chunk.sent))
 
+    @property
+    def all_arrived(self) -> bool:
+        """Whether all gradients of the page have come from the device. Never blocks."""
+        return self._copies is None or all(self.arrived(each) for each in range(len(self.chunks)))
+
     def settle(self, chunk_index: int) -> None:
         """Wait until all gradients of a chunk have come from the device.
 
@@ -218,6 +224,18 @@ class GradientPage:
                 chunk.copy.wait()
             self._copies.wait(chunk.sent)
             self._copies.check()
+
+    def arriving(self, chunk_index: int) -> Transfer | None:
+        """Return the copy after which all gradients of a chunk have come from the device; None if they have.
+
+        Waits for gradients that a worker adds. Raises `GradientCopies.failure` if a gradient was lost.
+        """
+        chunk = self.chunks[chunk_index]
+        if self._copies is None:
+            return None
+        self._copies.wait(chunk.sent)
+        self._copies.check()
+        return None if chunk.copy is None else chunk.copy.last
 
     def memory(self, chunk_index: int, taken: GradientChunk | None = None) -> torch.Tensor | None:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that have not

@@ -160,12 +160,13 @@ class CopyAfterJob:
 
     hooks = None
 
-    def __init__(self, into: torch.Tensor | None, source: torch.Tensor) -> None:
+    def __init__(self, link: DeviceLink, into: torch.Tensor | None, source: torch.Tensor) -> None:
+        self._link = link
         self._into = into
         self._source = source
 
     def begun(self) -> Transfer:
-        return ARRIVED if self._into is None else _copied(self._into, self._source)
+        return ARRIVED if self._into is None else self._link.to_device(self._into, self._source, 0)
 
 
 class DeviceLink:
@@ -230,7 +231,7 @@ class DeviceLink:
         nothing is copied. after: an event after which that copy runs: kernels have used `into` by then. uses:
         host memory that the job uses, and whether it is written, for the checker.
         """
-        return CopyAfterJob(into, source)
+        return CopyAfterJob(self, into, source)
 
     def record(self) -> Event | None:
         """Record an event that happens when the compute stream has done all work queued so far.

@@ -1,0 +1,122 @@
+"""Tests of updates that the update threads begin and end by themselves, on an emulated device.
+
+They wait for the gradients that come from the device, and begin to copy the parameters there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from emulated_device import EmulatedDevice
+from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of
+from torch import nn
+
+import infinity
+from infinity.errors import DeviceError, InfinityError
+from infinity.optim.scheduler import UpdateScheduler
+from infinity.tiers.copy_streams import CopyStreams, Order
+from infinity.tiers.driver import Event
+
+ILLEGAL_ADDRESS = 700
+
+
+@contextlib.contextmanager
+def opened(device: EmulatedDevice) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield a model and its runtime: parameters on the device, with mirrors, and all else in RAM. Updates are
+    speculative, and the trainer's thread does not compute them, as on a GPU.
+    """
+    model = Blocks()
+    with (
+        device.in_use(),
+        infinity.offload(
+            model,
+            adamw(model),
+            budget=budget_of(Place("mirrored", "speculative"), 1),
+            precision=infinity.Precision(compute="fp32"),
+            device="cpu",
+            update="speculative",
+            accumulation=1,
+        ) as runtime,
+    ):
+        runtime._components.scheduler._shares_cpu = False
+        runtime._components.gradients._copies._limit = 1 << 30  # backward ends while copies are held
+        yield model, runtime
+
+
+def backward(model: nn.Module) -> None:
+    inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    model(inputs, tuple(range(BLOCKS))).backward()
+
+
+def handed_over(scheduler: UpdateScheduler) -> list[Any]:
+    return [update for group in scheduler._units for update in group.handed_over]
+
+
+def await_computed(scheduler: UpdateScheduler) -> None:
+    """Wait without any call of the runtime until the updates that were handed over are computed."""
+    deadline = time.monotonic() + 60
+    tickets = [update.ticket for update in handed_over(scheduler)]
+    assert tickets
+    while not all(each.done() for each in tickets):
+        assert time.monotonic() < deadline, "an update waits for the trainer"
+        time.sleep(0.001)
+
+
+def test_updates_end_while_the_trainer_does_nothing() -> None:
+    device = EmulatedDevice(2, threads=True)
+    with opened(device) as (model, runtime):
+        scheduler, link = runtime._components.scheduler, runtime._components.store.link
+        before = [each.clone() for each in model.parameters()]
+        device.hold(link.streams["down"])
+        backward(model)
+        assert len(handed_over(scheduler)) == sum(len(each.chunks) for each in scheduler._units)
+        assert not any(update.ticket.done() for update in handed_over(scheduler))
+        copies = device.count("cuMemcpyAsync")
+        device.let_go(link.streams["down"])
+        await_computed(scheduler)
+        assert device.count("cuMemcpyAsync") >= copies + len(handed_over(scheduler))
+        for update in handed_over(scheduler):
+            _, ended = update._copies.hooks.events()
+            ended.synchronize()
+        runtime.optimizer.step()
+        assert runtime.stats.confirmed_updates == len(scheduler._units)
+        assert all(not torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+
+
+def test_a_gradient_that_update_threads_do_not_wait_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = CopyStreams._awaited
+
+    def gives(streams: CopyStreams, order: Order, event: Event) -> Event | None:
+        return None if order is Order.HOST_ASKS else awaited(streams, order, event)
+
+    monkeypatch.setattr(CopyStreams, "_awaited", gives)
+    device = EmulatedDevice(2, threads=True)
+    with contextlib.suppress(AssertionError), opened(device) as (model, runtime):
+        link = runtime._components.store.link
+        device.hold(link.streams["down"])
+        backward(model)
+        await_computed(runtime._components.scheduler)
+        device.let_go(link.streams["down"])
+    assert any("host: update" in each for each in device.violations)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuEventQuery", "cuStreamWaitEvent", "cuEventRecord"])
+def test_a_call_that_fails_in_an_update_thread_is_raised_and_ends_the_runtime(call: str) -> None:
+    device = EmulatedDevice(2, threads=True)
+    with opened(device) as (model, runtime):
+        scheduler, link = runtime._components.scheduler, runtime._components.store.link
+        device.hold(link.streams["down"])
+        backward(model)
+        device.fail(call, ILLEGAL_ADDRESS)
+        device.let_go(link.streams["down"])
+        await_computed(scheduler)
+        with pytest.raises(DeviceError, match=call):
+            runtime.optimizer.step()
+            backward(model)
+        with pytest.raises(InfinityError, match=call):
+            runtime.optimizer.step()
