@@ -434,15 +434,19 @@ class ChunkUpdate:
             None if living is None else living[self._start : self._start + self._parameter.nbytes],
             self._parameter,
             self._after,
-            uses=(
-                (self._gradient, bool(self.decision.zeros)),
-                *[(each, outputs is memory) for each in memory[::2]],
-                *[(each, True) for each in outputs[::2]],
-            ),
+            uses=self._uses(memory, outputs) if self._store.link.checked else (),
         )
         self.ticket = self._submit(self.decision, memory, outputs, awaited, priority)
         self._to(UpdateState.COMPUTING)
         return self.ticket
+
+    def _uses(self, memory: Memory, outputs: Memory) -> Iterator[tuple[torch.Tensor, bool]]:
+        """Yield the memory that the computation uses, and whether it is written."""
+        assert self.decision is not None
+        yield self._gradient, bool(self.decision.zeros)
+        for here, there in zip(memory[::2], outputs[::2], strict=True):
+            yield here, here is there
+            yield there, True
 
     def _beside(self, memory: Memory) -> Memory:
         """Begin a speculative update of what is at home in host RAM, and return the memory for the results:
@@ -610,6 +614,8 @@ class ChunkUpdate:
         """The slot with the newest bytes, the same one for parameters and states if `in_ram`; 0 without
         slots.
         """
+        if not self.page.home.pairs:
+            return 0
         pair = self.page.home.pair(self._home_start)
         return 0 if pair is None else pair.newest
 

@@ -53,6 +53,10 @@ _MOST_RUNNING = 8
 """The most updates of chunks that are under way at once if their inputs are in host RAM already. More would
 only lengthen queues.
 """
+_STAGED = 1 << 62
+"""Priority of the computation of updates that hold staging, for which the disk may wait. Units that were
+handed over have smaller ones.
+"""
 _SPARED = 4
 """Reading states ahead (before their update is decided) leaves at least 1 / _SPARED of staging free. This
 room is for gradients whose states are not read ahead. When half of staging was left free, a step took 3.7 s
@@ -529,7 +533,7 @@ class UpdateScheduler(Updates):
         """Make the updates of a unit's chunks READY (READING, if they have read states ahead)."""
         group = self._units[unit]
         chosen = group.changed_by(decision)
-        for update in chosen:
+        for update in chosen if self._ahead is not None else ():
             if update.is_ahead and self._held_up(update):
                 self._cancel(update)  # it must not hold staging until the commit has ended
         after = self._store.link.record()  # kernels may still read what the copies to the device overwrite
@@ -701,7 +705,7 @@ class UpdateScheduler(Updates):
         if not queue:
             del self._ready[update.unit]
 
-    def _compute(self, update: ChunkUpdate, priority: int = 0) -> None:
+    def _compute(self, update: ChunkUpdate, priority: int = _STAGED) -> None:
         ticket = update.compute(awaited=self._shares_cpu, priority=priority)
         self._store.meter.submitted(ticket, update.numel)
 
@@ -764,8 +768,7 @@ class UpdateScheduler(Updates):
         copy = update.finish()
         if copy is not ARRIVED:
             self._store.link.fence(copy)
-            if not copy.done():
-                self._copies.append((update.unit, copy))
+            self._copies.append((update.unit, copy))
 
     def _put_back(self, update: ChunkUpdate) -> None:
         """Return an update to READY after its read failed, and place it before all other READY updates."""

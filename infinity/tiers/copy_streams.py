@@ -27,7 +27,7 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -277,7 +277,7 @@ class CopyStreams(DeviceLink):
         source: torch.Tensor,
         after: Event | None,
         *,
-        uses: Sequence[tuple[torch.Tensor, bool]] = (),
+        uses: Iterable[tuple[torch.Tensor, bool]] = (),
     ) -> CopiesAroundJob:
         come = self._awaited(Order.HOST_ASKS, down.event) if isinstance(down, EventTransfer) else None
         anchor, up = None, None
@@ -288,7 +288,7 @@ class CopyStreams(DeviceLink):
             after = None if after is None else self._awaited(Order.FOLLOWING, after)
             places = into.data_ptr(), source.data_ptr(), into.nbytes
             up = (self._up[Lane.URGENT], after, *places, _PIECE, anchor is not None)
-        used = [(each.data_ptr(), each.nbytes, writes) for each, writes in uses] if self.checked else []
+        used = [(each.data_ptr(), each.nbytes, writes) for each, writes in uses]
         hooks = CopiesAround(self._driver, come, up, used, "update")
         return CopiesAroundJob(self, hooks, *ends, anchor=anchor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -222,7 +222,7 @@ class DeviceLink:
         source: torch.Tensor,
         after: Event | None,
         *,
-        uses: Sequence[tuple[torch.Tensor, bool]] = (),
+        uses: Iterable[tuple[torch.Tensor, bool]] = (),
     ) -> JobCopies:
         """Describe the copies around a job of the update threads, which take care of both by themselves.
 

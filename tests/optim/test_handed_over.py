@@ -18,6 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import DeviceError, InfinityError
+from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.driver import Event
@@ -26,9 +27,11 @@ ILLEGAL_ADDRESS = 700
 
 
 @contextlib.contextmanager
-def opened(device: EmulatedDevice) -> Iterator[tuple[nn.Module, Any]]:
-    """Yield a model and its runtime: parameters on the device, with mirrors, and all else in RAM. Updates are
-    speculative, and the trainer's thread does not compute them, as on a GPU.
+def opened(device: EmulatedDevice, home: str = "mirrored") -> Iterator[tuple[nn.Module, Any]]:
+    """Yield a model and its runtime. Updates are speculative, and the trainer's thread does not compute them,
+    as on a GPU.
+
+    home: where pages rest, as in homes.py; "mirrored": parameters on the device and in RAM, all else in RAM.
     """
     model = Blocks()
     with (
@@ -36,7 +39,7 @@ def opened(device: EmulatedDevice) -> Iterator[tuple[nn.Module, Any]]:
         infinity.offload(
             model,
             adamw(model),
-            budget=budget_of(Place("mirrored", "speculative"), 1),
+            budget=budget_of(Place(home, "speculative"), 1),
             precision=infinity.Precision(compute="fp32"),
             device="cpu",
             update="speculative",
@@ -86,6 +89,27 @@ def test_updates_end_while_the_trainer_does_nothing() -> None:
         runtime.optimizer.step()
         assert runtime.stats.confirmed_updates == len(scheduler._units)
         assert all(not torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+
+
+def test_latest_units_and_those_that_hold_staging_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next forward uses the latest units of a backward first. The disk waits for what holds staging."""
+    compute, found = ChunkUpdate.compute, dict[int, int]()
+
+    def noted(update: ChunkUpdate, *, awaited: bool, priority: int = 0) -> Any:
+        found[update.unit] = priority
+        return compute(update, awaited=awaited, priority=priority)
+
+    monkeypatch.setattr(ChunkUpdate, "compute", noted)
+    with opened(EmulatedDevice(2)) as (model, _):
+        backward(model)
+    latest = [*found.values()]
+    assert len(latest) > 1 and latest == sorted(set(latest))
+    found.clear()
+    with opened(EmulatedDevice(2), "nvme") as (model, runtime):
+        backward(model)
+        runtime.optimizer.step()
+        runtime._components.scheduler.complete_all()
+    assert found and min(found.values()) > latest[-1] << 32
 
 
 def test_a_gradient_that_update_threads_do_not_wait_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
