@@ -222,6 +222,7 @@ class Gradients:
                 sums = self._accumulate(part, target, again=again)
             else:
                 number, sums = self._send(self._copies, part, target, again=again)
+                page.latest_job = number
                 for chunk_index, _ in places:
                     page.chunks[chunk_index].sent = number
             self._set_sums(page, parameter, places, sums)
@@ -237,6 +238,7 @@ class Gradients:
                     copies.wait(page.chunks[chunk_index].sent)
         squares = self._places[page.index, parameter] if copies.measures() else None
         copy = copies.copy(fresh, [(start, target) for start, target, _ in runs], squares)
+        page.latest_copy = copy
         for start, target, places in runs:
             for chunk_index, _ in places:
                 page.chunks[chunk_index].copy = copy
@@ -314,6 +316,7 @@ class Gradients:
             blocks = self._accumulate(fresh, target, again=again)
         else:
             chunk.sent, blocks = self._send(copies, fresh, target, again=again)
+            page.latest_job = chunk.sent
         chunk.blocks[piece.parameter, piece.start] = blocks
         if chunk.staged is not None and last:
             chunk.waiting.discard(piece.parameter)
@@ -543,6 +546,7 @@ class Gradients:
             page.piece_arrivals.clear()
             page.consumed = False
             page.chunks = [GradientChunk() for _ in page.layout.chunks]
+            page.latest_copy = None
             page.home.renew()
         if self._on_device is not None:
             self._on_device.clear()

@@ -84,6 +84,10 @@ class GradientPage:
         """
         self._runs: dict[int, list[tuple[int, torch.Tensor, Sequence[tuple[int, int]]]]] = {}
         self.chunks = [GradientChunk() for _ in layout.chunks]
+        self.latest_copy: GradientCopy | None = None
+        """The latest of the chunks' `copy`."""
+        self.latest_job = 0
+        """The latest of the chunks' `sent`."""
         share = plan.share
         self.pieces = kept_pieces(layout, share, whole=share.whole_gradients)
         """Function from a parameter's index to the parameter's pieces whose gradients are in this page."""
@@ -211,7 +215,8 @@ class GradientPage:
     @property
     def all_arrived(self) -> bool:
         """Whether all gradients of the page have come from the device. Never blocks."""
-        return self._copies is None or all(self.arrived(each) for each in range(len(self.chunks)))
+        copied = self.latest_copy is None or self.latest_copy.done()
+        return copied and (self._copies is None or self._copies.arrived(self.latest_job))
 
     def settle(self, chunk_index: int) -> None:
         """Wait until all gradients of a chunk have come from the device.
@@ -222,7 +227,8 @@ class GradientPage:
         if self._copies is not None and (chunk.copy is not None or chunk.sent):
             if chunk.copy is not None:
                 chunk.copy.wait()
-            self._copies.wait(chunk.sent)
+            if chunk.sent:
+                self._copies.wait(chunk.sent)
             self._copies.check()
 
     def arriving(self, chunk_index: int) -> Transfer | None:
@@ -233,7 +239,8 @@ class GradientPage:
         chunk = self.chunks[chunk_index]
         if self._copies is None:
             return None
-        self._copies.wait(chunk.sent)
+        if chunk.sent:
+            self._copies.wait(chunk.sent)
         self._copies.check()
         return None if chunk.copy is None else chunk.copy.last
 
@@ -305,9 +312,12 @@ class GradientPage:
         Waits until the gradient has arrived in host RAM. Raises `GradientCopies.failure` if a gradient was
         lost on the way.
         """
-        found = []
+        found, arrived = [], self.all_arrived
+        if arrived and self._copies is not None:
+            self._copies.check()
         for chunk_index, piece in self.owned(parameter):
-            self.settle(chunk_index)
+            if not arrived:
+                self.settle(chunk_index)
             blocks = self.chunks[chunk_index].blocks
             sums = blocks[parameter, piece.start]
             if sums is None:
@@ -323,4 +333,5 @@ class GradientPage:
         Waits and raises as `squares` does.
         """
         # The square of a finite element is far below the largest float64, so only others spoil a sum.
-        return all(np.isfinite(sums).all() for sums in self.squares(parameter))
+        sums = self.squares(parameter)
+        return not sums or bool(np.isfinite(np.concatenate(sums)).all())
