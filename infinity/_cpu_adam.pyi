@@ -22,6 +22,7 @@ PIECE_BYTES: int
 FOLDED_BYTES: int
 MOST_HYPERS: int
 MOST_PARAMETERS: int
+MOST_PIECES: int
 NO_UPDATE: int
 
 class Dtype(Enum):

@@ -273,6 +273,8 @@ static_assert(sizeof(UpdateLaunch) == 4072 && offsetof(UpdateLaunch, gradients) 
               offsetof(UpdateLaunch, hyper) == 3812);
 static_assert(sizeof(DevicePiece) == 96 && offsetof(DevicePiece, start) == 72 &&
               offsetof(DevicePiece, gradient) == 88 && offsetof(DevicePiece, index_high) == 92);
+static_assert(sizeof(PiecesLaunch) == 3656 && offsetof(PiecesLaunch, hypers) == 2808 &&
+              offsetof(PiecesLaunch, seeds) == 3512 && offsetof(PiecesLaunch, hyper) == 3624);
 static_assert(sizeof(SquaresLaunch) == 32);
 static_assert(sizeof(FreshSquaresLaunch) == 40 && offsetof(FreshSquaresLaunch, dtype) == 36);
 
@@ -383,6 +385,7 @@ NB_MODULE(_cpu_adam, m) {
     m.attr("TILE") = kTile;
     m.attr("MOST_HYPERS") = kMostHypers;
     m.attr("MOST_PARAMETERS") = kMostParameters;
+    m.attr("MOST_PIECES") = kMostPieces;
     m.attr("NO_UPDATE") = kNoUpdate;
     m.attr("AVERAGED") = kAveraged;
     m.attr("BLOCK") = kBlock;

@@ -47,6 +47,11 @@ extern "C" __global__ __launch_bounds__(256, 4) void infinity_update(
     update_tile(launch, warp_of_launch());
 }
 
+extern "C" __global__ __launch_bounds__(256, 4) void infinity_update_pieces(
+    const __grid_constant__ PiecesLaunch launch) {
+    update_tile_of_pieces(launch, warp_of_launch());
+}
+
 extern "C" __global__ void infinity_squares(const __grid_constant__ SquaresLaunch launch) {
     square_blocks(launch, warp_of_launch());
 }

@@ -32,6 +32,7 @@ static_assert(sizeof(DevicePiece) == 96);
 constexpr uint32_t kMostHypers = 16;
 constexpr uint32_t kMostParameters = 256;
 constexpr uint8_t kNoUpdate = 255;
+constexpr uint32_t kMostPieces = 28;
 
 static_assert(sizeof(Folded) == 44);
 
@@ -51,7 +52,19 @@ struct UpdateLaunch {
     uint8_t hyper[kMostParameters];  // index of the hyper-parameters, or kNoUpdate
 };
 // The most bytes of arguments that every device takes by value.
-static_assert(sizeof(UpdateLaunch) <= 4096);
+constexpr uint32_t kMostArguments = 4096;
+static_assert(sizeof(UpdateLaunch) <= kMostArguments);
+
+// Updates pieces whose arrays lie elsewhere in every step. Each warp updates one tile.
+struct PiecesLaunch {
+    DevicePiece pieces[kMostPieces];
+    uint32_t tiles_before[kMostPieces + 1];  // as in UpdateLaunch
+    uint32_t count;                          // pieces
+    Folded hypers[kMostHypers];
+    uint32_t seeds[kMostPieces];
+    uint8_t hyper[kMostPieces];  // index of the hyper-parameters
+};
+static_assert(sizeof(PiecesLaunch) <= kMostArguments);
 
 // Sums the squares of the gradients, block by block. Each warp sums one block.
 struct SquaresLaunch {

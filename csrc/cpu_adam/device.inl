@@ -23,6 +23,13 @@ inline uint32_t find(const uint32_t* before, uint32_t first, uint32_t end, uint3
     return first;
 }
 
+// The elements of tile number `tile` of a piece.
+inline Range range_of(const DevicePiece& piece, uint32_t tile, uint32_t seed) {
+    const uint32_t done = tile * kTile;
+    const uint32_t left = piece.count - done;
+    return {size_t{piece.start} + done, left < kTile ? left : kTile, piece.index + done, seed};
+}
+
 inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
     const uint32_t tile = launch.tiles_before[launch.first_piece] + warp;
     if (tile >= launch.tiles_before[launch.end_piece]) return;
@@ -31,10 +38,6 @@ inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
     const uint32_t parameter = piece.parameter - launch.first_parameter;
     const uint8_t hyper = launch.hyper[parameter];
     if (hyper == kNoUpdate || (launch.stop != nullptr && *launch.stop != 0)) return;
-    const uint32_t done = (tile - launch.tiles_before[at]) * kTile;
-    const uint32_t left = piece.count - done;
-    const Range range{size_t{piece.start} + done, left < kTile ? left : kTile, piece.index + done,
-                      launch.seeds[parameter]};
     UpdateArrays arrays = piece.arrays;
     if (const void* whole = launch.gradients[parameter]) {
         // The element `start` of the array that the update reads is the element `index` of `whole`.
@@ -42,7 +45,16 @@ inline void update_tile(const UpdateLaunch& launch, uint32_t warp) {
         const int64_t size = piece.gradient == Dtype::kF32 ? 4 : 2;
         arrays.grad = static_cast<const char*>(whole) + shift * size;
     }
-    run_update(piece, arrays, launch.hypers[hyper], range);
+    run_update(piece, arrays, launch.hypers[hyper],
+               range_of(piece, tile - launch.tiles_before[at], launch.seeds[parameter]));
+}
+
+inline void update_tile_of_pieces(const PiecesLaunch& launch, uint32_t warp) {
+    if (warp >= launch.tiles_before[launch.count]) return;
+    const uint32_t at = find(launch.tiles_before, 0, launch.count, warp);
+    const DevicePiece& piece = launch.pieces[at];
+    run_update(piece, piece.arrays, launch.hypers[launch.hyper[at]],
+               range_of(piece, warp - launch.tiles_before[at], launch.seeds[at]));
 }
 
 // Sums the squares of at most a block of the `left` elements of a gradient from `begin` on.

@@ -38,6 +38,10 @@ INFINITY_KERNEL void infinity_update(const void* arguments, unsigned grid, unsig
     each_warp<UpdateLaunch>(arguments, grid, block, update_tile);
 }
 
+INFINITY_KERNEL void infinity_update_pieces(const void* arguments, unsigned grid, unsigned block) {
+    each_warp<PiecesLaunch>(arguments, grid, block, update_tile_of_pieces);
+}
+
 INFINITY_KERNEL void infinity_squares(const void* arguments, unsigned grid, unsigned block) {
     each_warp<SquaresLaunch>(arguments, grid, block, square_blocks);
 }

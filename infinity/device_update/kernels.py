@@ -141,7 +141,7 @@ MOMENTS = _enumerators(_cpu_adam.MomentFormat)
 `MomentFormat` in csrc/cpu_adam/formats.hpp, in the order of their values.
 """
 
-KERNELS = ("infinity_update", "infinity_squares", "infinity_fresh_squares")
+KERNELS = ("infinity_update", "infinity_update_pieces", "infinity_squares", "infinity_fresh_squares")
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCE = "device.cu"

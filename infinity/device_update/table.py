@@ -119,6 +119,20 @@ UPDATE_LAUNCH = np.dtype(
         "itemsize": 4072,
     }
 )
+MOST_PIECES: int = _cpu_adam.MOST_PIECES
+"""The most pieces that one launch of the kernel for moving chunks updates."""
+PIECES_LAUNCH = np.dtype(
+    {
+        "names": ["pieces", "tiles", "count", "hypers", "seeds", "hyper"],
+        "formats": [
+            (_PIECE, (MOST_PIECES,)),
+            *(f"{MOST_PIECES + 1}<u4", "<u4", f"{MOST_HYPERS}V{FOLDED_BYTES}"),
+            *(f"{MOST_PIECES}<u4", f"{MOST_PIECES}u1"),
+        ],
+        "offsets": [0, 2688, 2804, 2808, 3512, 3624],
+        "itemsize": 3656,
+    }
+)
 SQUARES_LAUNCH = np.dtype(
     {
         "names": ["pieces", "blocks", "count", "sums"],
@@ -188,7 +202,7 @@ class DeviceTable:
         start = 0
         for chunk in chunks:
             start, before = start + len(chunk.parameters), start
-            self._describe(chunk, pieces[before:start])
+            pieces[before:start] = describe(chunk.work, [self.rows[whose] for whose in chunk.parameters])
         index = np.array([each.index for chunk in chunks for each in chunk.work.segments], np.int64)
         pieces = pieces[np.lexsort((index, pieces["parameter"]))]
         self.tiles = _before(-(-pieces["count"].astype(np.int64) // TILE))
@@ -257,25 +271,27 @@ class DeviceTable:
         launch["count"], launch["sums"] = self.pieces[-1], self._addresses[0]
         return launch
 
-    def _describe(self, chunk: DeviceChunk, pieces: _Struct) -> None:
-        """Write the addresses, ranges and formats of the pieces of `chunk` into `pieces`, their table
-        entries.
-        """
-        work = chunk.work
-        arrays = (
-            *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),
-            *(work.first_moment, work.second_moment, work.first_scale, work.second_scale),
-        )
-        assert work.grad is not None
-        pieces["arrays"] = [0 if each is None else _address(each) for each in arrays]
-        pieces["start"] = [each.start for each in work.segments]
-        pieces["count"] = [each.count for each in work.segments]
-        pieces["index"] = [each.index & 0xFFFFFFFF for each in work.segments]
-        pieces["index_high"] = [each.index >> 32 for each in work.segments]
-        pieces["parameter"] = [self.rows[whose] for whose in chunk.parameters]
-        pieces["gradient"] = GRAD_DTYPES[work.grad.dtype].value
-        pieces["format"] = parameter_format(work).value
-        pieces["moments"] = MOMENT_FORMATS[moment_dtype(work)].value
+
+def describe(work: Update, parameters: Sequence[int]) -> _Struct:
+    """Make the table's entries for the pieces of a chunk, which are the segments of `work`: their addresses,
+    ranges and formats. parameters: the number of each piece's parameter in its table.
+    """
+    arrays = (
+        *(work.grad, work.accumulated, work.parameter, work.remainder, work.copy),
+        *(work.first_moment, work.second_moment, work.first_scale, work.second_scale),
+    )
+    assert work.grad is not None
+    pieces = np.zeros(len(work.segments), _PIECE)
+    pieces["arrays"] = [0 if each is None else _address(each) for each in arrays]
+    pieces["start"] = [each.start for each in work.segments]
+    pieces["count"] = [each.count for each in work.segments]
+    pieces["index"] = [each.index & 0xFFFFFFFF for each in work.segments]
+    pieces["index_high"] = [each.index >> 32 for each in work.segments]
+    pieces["parameter"] = parameters
+    pieces["gradient"] = GRAD_DTYPES[work.grad.dtype].value
+    pieces["format"] = parameter_format(work).value
+    pieces["moments"] = MOMENT_FORMATS[moment_dtype(work)].value
+    return pieces
 
 
 def _before(counts: _Counts) -> _Counts:

@@ -13,9 +13,18 @@ import numpy as np
 import torch
 
 from infinity import _cpu_adam
-from infinity.cpu_adam import Hyper
+from infinity.cpu_adam import Hyper, Update
 from infinity.device_update.kernels import Kernels, UpdateKind
-from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, DeviceChunk, DeviceTable
+from infinity.device_update.table import (
+    MOST_HYPERS,
+    MOST_PARAMETERS,
+    MOST_PIECES,
+    PIECES_LAUNCH,
+    TILE,
+    DeviceChunk,
+    DeviceTable,
+    describe,
+)
 
 
 class ParameterUpdate(NamedTuple):
@@ -51,7 +60,7 @@ class DeviceUpdates:
         rows = sorted(
             ((self.table.rows[whose], update) for whose, update in updates.items()), key=lambda each: each[0]
         )
-        for some in _launches(rows):
+        for some in _launches(rows, MOST_PARAMETERS):
             self._launch(some, scale)
 
     def measure(self) -> None:
@@ -100,16 +109,74 @@ class DeviceUpdates:
             self.kernels.launch("infinity_update", warps, launch.tobytes(), kinds)
 
 
-def _launches(rows: Sequence[tuple[int, ParameterUpdate]]) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
-    """Divide `rows` into as few launches as MOST_PARAMETERS and MOST_HYPERS allow. rows: pairs (index of a
-    parameter in the DeviceTable, its update), sorted by index. Yields the pairs of each launch.
+def _launches(
+    rows: Sequence[tuple[int, ParameterUpdate]], most: int
+) -> Iterator[Sequence[tuple[int, ParameterUpdate]]]:
+    """Divide `rows` into as few launches as possible, in each of which the indices span at most `most`, with
+    at most MOST_HYPERS different hyper-parameters. rows: pairs (index, update), sorted by index. Yields the
+    pairs of each launch.
     """
     start = 0
     hypers: set[Hyper] = set()
     for end, (row, update) in enumerate(rows):
-        if row - rows[start][0] >= MOST_PARAMETERS or len(hypers | {update.hyper}) > MOST_HYPERS:
+        if row - rows[start][0] >= most or len(hypers | {update.hyper}) > MOST_HYPERS:
             yield rows[start:end]
             start, hypers = end, set()
         hypers.add(update.hyper)
     if rows:
         yield rows[start:]
+
+
+class MovingChunk:
+    """The update on the device of a chunk whose states and gradients lie elsewhere in each step."""
+
+    def __init__(self, work: Update, states: torch.Tensor) -> None:
+        """work: the arrays of the chunk, and one segment for each of its pieces. Those of its arrays that lie
+        in `states`, uint8 on the device, move with it; `grad` only gives the dtype of gradients.
+        """
+        self._pieces = describe(work, range(len(work.segments)))
+        self._states = states.data_ptr()
+        addresses = self._pieces["arrays"]
+        self._moves = (addresses >= self._states) & (addresses < self._states + states.nbytes)
+
+    def update(
+        self,
+        kernels: Kernels,
+        states: torch.Tensor,
+        gradients: Sequence[torch.Tensor | None],
+        updates: Sequence[ParameterUpdate],
+        scale: float,
+    ) -> None:
+        """Queue the optimizer step of some pieces on torch's current stream; other pieces do not change.
+
+        states: the chunk's states on the device, in the form of the tensor that the constructor got.
+        gradients: the gradient of each piece, (count,) on the device; None: the piece is not updated.
+        updates: the update of each piece that has a gradient, in order. scale: as in `DeviceUpdates.update`.
+        """
+        chosen = [number for number, each in enumerate(gradients) if each is not None]
+        pieces = self._pieces.copy()
+        moved = np.uint64(states.data_ptr() - self._states & _ADDRESS)
+        pieces["arrays"] += np.where(self._moves, moved, np.uint64(0))
+        for number in chosen:
+            gradient, start = gradients[number], int(pieces["start"][number])
+            assert gradient is not None
+            pieces["arrays"][number, 0] = gradient.data_ptr() - start * gradient.itemsize & _ADDRESS
+        rows = [*zip(range(len(chosen)), updates, strict=True)]
+        for some in _launches(rows, MOST_PIECES):
+            launch = np.zeros((), PIECES_LAUNCH)
+            there = pieces[[chosen[row] for row, _ in some]]
+            launch["pieces"][: len(there)], launch["count"] = there, len(there)
+            tiles = np.cumsum(-(-there["count"].astype(np.int64) // TILE))
+            launch["tiles"][1 : len(there) + 1] = tiles
+            launch["seeds"][: len(there)] = [update.seed for _, update in some]
+            known: dict[Hyper, int] = {}
+            launch["hyper"][: len(there)] = [known.setdefault(each.hyper, len(known)) for _, each in some]
+            folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
+            launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
+            formats = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in there}
+            kinds = frozenset(UpdateKind(each[0], *rest) for each in folded for rest in formats)
+            kernels.launch("infinity_update_pieces", int(tiles[-1]), launch.tobytes(), kinds)
+
+
+_ADDRESS = (1 << 64) - 1
+"""The bits of an address, in which sums and differences wrap as in C."""

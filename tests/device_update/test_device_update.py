@@ -53,8 +53,8 @@ from infinity.device_update.kernels import (
     UpdateKind,
     host_library,
 )
-from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, TILE, DeviceChunk
-from infinity.device_update.update import DeviceUpdates, ParameterUpdate
+from infinity.device_update.table import MOST_HYPERS, MOST_PARAMETERS, MOST_PIECES, TILE, DeviceChunk
+from infinity.device_update.update import DeviceUpdates, MovingChunk, ParameterUpdate
 from infinity.tiers.driver import Driver, Stream
 
 
@@ -240,6 +240,28 @@ def test_a_unit_is_updated_by_one_launch_unless_it_is_very_large(
     assert kernels("cpu").launched == ["infinity_update"] * launches
 
 
+@pytest.mark.parametrize("count, hypers", [(1, 1), (MOST_PIECES, 3), (2 * MOST_PIECES + 5, 2), (40, 40)])
+def test_a_chunk_whose_arrays_move_has_the_cpus_bits(count: int, hypers: int) -> None:
+    """Its states lie in one tensor, elsewhere than when it was described, and each gradient by itself."""
+    given, work = many(count, hypers)
+    expected = on_cpu(given, **work)
+    moving = [name for name in given if name.endswith("moment") or name == "remainder"]
+    sizes = [given[name].nbytes for name in moving]
+    first, then = (torch.empty(sum(sizes), dtype=torch.uint8) for _ in range(2))
+    described = given | {
+        name: part.view(given[name].dtype) for name, part in zip(moving, first.split(sizes), strict=True)
+    }
+    chunk = MovingChunk(Update(**described, segments=work["segments"], hypers=[]), first)
+    there = dict(zip(moving, then.split(sizes), strict=True))
+    for name, part in there.items():
+        part.copy_(given[name].view(torch.uint8))
+    gradients = [given["grad"][each.start :][: each.count].clone() for each in work["segments"]]
+    updates = [ParameterUpdate(work["hypers"][each.hyper], each.seed) for each in work["segments"]]
+    chunk.update(Kernels(torch.device("cpu"), ()), then, gradients, updates, 1.0)
+    found = {name: there[name].view(given[name].dtype) if name in there else given[name] for name in given}
+    check(found, expected)
+
+
 @pytest.mark.parametrize("threads", [False, True])
 def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
     """Launches that run only after `update` and `measure` have returned still give the CPU's results.
@@ -276,7 +298,7 @@ def test_what_is_queued_has_all_that_it_needs(threads: bool) -> None:
 
 
 def test_the_structs_are_those_of_the_native_code() -> None:
-    """Python lists as many formats as the native code has, every rule that the native code uses, and three
+    """Python lists as many formats as the native code has, every rule that the native code uses, and four
     kernels. Folded hyper-parameters take 44 bytes, as the native code asserts when it is compiled.
     """
     for hyper in CASES.values():
@@ -284,7 +306,7 @@ def test_the_structs_are_those_of_the_native_code() -> None:
         assert len(folded) == 44 and folded[0] < len(RULES)
     assert len(DTYPES) == len(_cpu_adam.Dtype) and len(MOMENTS) == len(_cpu_adam.MomentFormat)
     assert len(PARAMETERS) == len(_cpu_adam.ParameterFormat)
-    assert len(KERNELS) == 3
+    assert len(KERNELS) == 4
 
 
 # ---- Memory ----
