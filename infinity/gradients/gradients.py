@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +32,7 @@ from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import OwnedRange, Piece
 from infinity.pages.gradient_copies import GradientCopies
-from infinity.pages.gradient_page import GradientChunk, GradientPage
+from infinity.pages.gradient_page import FreshGradient, GradientChunk, GradientPage, StayingPiece
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers.link import Transfer, User
@@ -84,6 +85,16 @@ class Gradients:
         """What `squares` has returned since a gradient was last added or forgotten, by its argument."""
         self.staged = StagedChunks(pages, store, self.lose, copies=copies)
         self._on_device = on_device
+        self.stays: Callable[[int, int], bool] | None = None
+        """Function (unit, index of a chunk) that says whether the first gradients of a step for the chunk
+        wait in device memory for an update there; None: none do.
+        """
+        self._staying: dict[tuple[int, int], None] = {}
+        """(unit, index of a chunk) of every chunk with gradients that have waited there in this step, an
+        ordered set: those that came first, first.
+        """
+        self._wholes: weakref.WeakSet[FreshGradient] = weakref.WeakSet()
+        """The gradients of which pieces stay in device memory."""
         self._places = {} if copies is None else self._places_of_squares()
         """(unit, index of a parameter) -> the sums of its blocks in `Store.squares`, float64 (blocks,), for
         units that the device does not update.
@@ -217,6 +228,8 @@ class Gradients:
             self._copy_home(self._copies, page, parameter, fresh)
             return
         for start, target, places in page.runs(parameter):
+            for chunk_index, _ in places:
+                page.send_home(chunk_index)
             part = fresh[start : start + target.numel()]
             if self._copies is None:
                 sums = self._accumulate(part, target, again=again)
@@ -237,7 +250,10 @@ class Gradients:
                 if page.chunks[chunk_index].sent:  # a gradient that was dropped may still be added
                     copies.wait(page.chunks[chunk_index].sent)
         squares = self._places[page.index, parameter] if copies.measures() else None
-        copy = copies.copy(fresh, [(start, target) for start, target, _ in runs], squares)
+        leaving = [(start, target) for start, target, _ in runs]
+        if self.stays is not None and squares is not None:
+            leaving = self._let_stay(page, parameter, fresh)
+        copy = copies.copy(fresh, leaving, squares)
         page.latest_copy = copy
         for start, target, places in runs:
             for chunk_index, _ in places:
@@ -247,6 +263,49 @@ class Gradients:
                 first = start // cpu_adam.BLOCK
                 sums = squares.numpy()[first : first + -(-target.numel() // cpu_adam.BLOCK)]
             self._set_sums(page, parameter, places, sums)
+
+    def _let_stay(
+        self, page: GradientPage, parameter: int, fresh: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor]]:
+        """Note the pieces of a new gradient that stay in device memory. Returns the places of all others, as
+        for `GradientCopies.copy`.
+        """
+        assert self.stays is not None
+        whole, leaving = FreshGradient(fresh.nbytes), list[tuple[int, torch.Tensor]]()
+        for start, target, places in page.runs(parameter):
+            ends = [*(begin for _, begin in places[1:]), start + target.numel()]
+            first: int | None = None
+            for (chunk_index, begin), end in zip(places, ends, strict=True):
+                if not self.stays(page.index, chunk_index):
+                    first = begin if first is None else first
+                    continue
+                if first is not None:
+                    leaving.append((first, target[first - start : begin - start]))
+                    first = None
+                piece = StayingPiece(fresh[begin:end], target[begin - start : end - start], whole)
+                page.chunks[chunk_index].staying[parameter, begin] = piece
+                self._staying[page.index, chunk_index] = None
+            if first is not None:
+                leaving.append((first, target[first - start :]))
+        self._wholes.add(whole)
+        return leaving
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of device memory that gradients take because pieces of them stay there."""
+        return sum([each.nbytes for each in self._wholes])
+
+    def send_oldest_home(self) -> bool:
+        """Begin to copy to host RAM the gradients of the chunk whose gradients stay in device memory for the
+        longest time. Returns False if none stay.
+        """
+        while self._staying:
+            unit, chunk_index = next(iter(self._staying))
+            del self._staying[unit, chunk_index]
+            if self.pages[unit].chunks[chunk_index].staying:
+                self.pages[unit].send_home(chunk_index)
+                return True
+        return False
 
     @staticmethod
     def _set_sums(
@@ -550,6 +609,7 @@ class Gradients:
             page.home.renew()
         if self._on_device is not None:
             self._on_device.clear()
+        self._staying.clear()
         self.staged.clear()
         self.forgive()
 
@@ -567,6 +627,7 @@ class Gradients:
         if self._copies is not None:
             self._copies.close()
         self.clear()
+        self.stays = None
         self._places.clear()
         for page in self.pages.values():
             page.forget_runs()

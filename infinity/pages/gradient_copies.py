@@ -190,7 +190,7 @@ class GradientCopies:
         if fresh.nbytes:
             link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
         pairs = [(place, fresh[start : start + place.numel()]) for start, place in places]
-        nbytes = fresh.nbytes
+        nbytes = sum([source.nbytes for _, source in pairs])
         if squares is not None and squares.numel():
             there = torch.empty(squares.shape, dtype=squares.dtype, device=fresh.device)
             assert self._store.kernels is not None

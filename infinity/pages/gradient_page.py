@@ -21,6 +21,25 @@ from infinity.tiers import PAGE_ALIGNMENT
 from infinity.tiers.link import Transfer
 
 
+@dataclass(eq=False)
+class FreshGradient:
+    """A gradient as autograd made it, which takes device memory as long as a piece of it stays there."""
+
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class StayingPiece:
+    """The gradient of a piece that waits in device memory for an update there."""
+
+    gradient: torch.Tensor
+    """(piece.count,) on the device."""
+    home: torch.Tensor
+    """Its place in host RAM, of the same form."""
+    whole: FreshGradient
+    """The gradient to whose memory it belongs."""
+
+
 @dataclass(slots=True, eq=False)
 class GradientChunk:
     """Where the gradients of one chunk are, which of them have arrived, and the sums of their squares.
@@ -35,6 +54,10 @@ class GradientChunk:
     """
     waiting: set[int] = field(default_factory=set)
     """While staged, indices of the parameters whose gradient is still awaited in the running backward."""
+    staying: dict[tuple[int, int], StayingPiece] = field(default_factory=dict)
+    """(index of a parameter, index in the parameter of a piece's first element) -> the piece's gradient, for
+    those that wait in device memory.
+    """
     copy: GradientCopy | None = None
     """The last copy of a gradient from the device straight to the chunk; None if there is no such copy."""
     sent: int = 0
@@ -157,6 +180,7 @@ class GradientPage:
     def forget_piece(self, chunk_index: int, piece: Piece) -> None:
         """Forget the gradient of a piece, if one is stored. The next gradient begins a new sum."""
         self.chunks[chunk_index].blocks.pop((piece.parameter, piece.start), None)
+        self.chunks[chunk_index].staying.pop((piece.parameter, piece.start), None)
 
     def arrived_piece(self, piece: Piece) -> None:
         """Count one more micro-batch whose gradients have been added to a piece on all ranks.
@@ -209,7 +233,7 @@ class GradientPage:
     def arrived(self, chunk_index: int) -> bool:
         """Whether all gradients of a chunk have come from the device. Never blocks."""
         chunk = self.chunks[chunk_index]
-        copied = chunk.copy is None or chunk.copy.done()
+        copied = not chunk.staying and (chunk.copy is None or chunk.copy.done())
         return copied and (self._copies is None or self._copies.arrived(chunk.sent))
 
     @property
@@ -223,6 +247,18 @@ class GradientPage:
 
         Raises `GradientCopies.failure` if a gradient was lost on the way.
         """
+        self.send_home(chunk_index)
+        self._await_copies(chunk_index)
+
+    def send_home(self, chunk_index: int) -> None:
+        """Begin to copy the gradients of a chunk that stay in device memory to their home in host RAM."""
+        chunk = self.chunks[chunk_index]
+        for key, piece in [*chunk.staying.items()]:
+            assert self._copies is not None
+            chunk.copy = self._copies.copy(piece.gradient, [(0, piece.home)], None)
+            del chunk.staying[key]
+
+    def _await_copies(self, chunk_index: int) -> None:
         chunk = self.chunks[chunk_index]
         if self._copies is not None and (chunk.copy is not None or chunk.sent):
             if chunk.copy is not None:
@@ -317,7 +353,7 @@ class GradientPage:
             self._copies.check()
         for chunk_index, piece in self.owned(parameter):
             if not arrived:
-                self.settle(chunk_index)
+                self._await_copies(chunk_index)
             blocks = self.chunks[chunk_index].blocks
             sums = blocks[parameter, piece.start]
             if sums is None:
