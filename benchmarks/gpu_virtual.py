@@ -57,10 +57,12 @@ from machine_facts import machine_facts
 from virtual_clock import RESOURCES, SECOND, Rates, VirtualClock
 
 import infinity
-from infinity import _cpu_adam
+from infinity import _cpu_adam, api
 from infinity.checkpoint.initial_pages import InitialPages
+from infinity.device_update.kernels import UpdateKind
 from infinity.lm.decoder import PRESETS, Decoder
 from infinity.pages import store
+from infinity.planning import twin_flow
 from infinity.planning.fake_step import _flop_formulas
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier, arena, device
@@ -327,14 +329,23 @@ class TimedPool:
 
 
 class TimedKernels:
-    """Kernels that compute nothing: squares of gradients take the time of the bytes that they read."""
+    """Kernels that compute nothing and take the time of the bytes of device memory that they move."""
 
     def __init__(self, mode: NoArithmetic) -> None:
         self._mode = mode
 
-    def launch(self, name: str, warps: int, arguments: bytes) -> None:
-        assert name == "infinity_fresh_squares", name
-        self._mode.works(0, warps * _cpu_adam.BLOCK * PRECISION.compute_dtype.itemsize)
+    def launch(
+        self, name: str, warps: int, arguments: bytes, kinds: frozenset[UpdateKind] = frozenset()
+    ) -> None:
+        if name == "infinity_fresh_squares":
+            self._mode.works(0, warps * _cpu_adam.BLOCK * PRECISION.compute_dtype.itemsize)
+            return
+        assert name == "infinity_update_pieces", name
+        (kind,) = kinds
+        changed = _MASTERS[_cpu_adam.ParameterFormat(kind.parameter)]
+        changed += 2 * _MOMENTS[_cpu_adam.MomentFormat(kind.moments)]
+        read = _ITEMS[_cpu_adam.Dtype(kind.gradient)]
+        self._mode.works(0, warps * _cpu_adam.TILE * (read + 2 * changed))
 
 
 class PackageCalls:
@@ -377,9 +388,12 @@ class Case:
 
     update: str
     clip: float | None
+    visits: bool = False
+    """Whether chunks may visit the device to be updated there."""
 
     def __str__(self) -> str:
-        return f"{self.update}, {'unclipped' if self.clip is None else f'clipped at {self.clip:g}'}"
+        name = f"{self.update}, {'unclipped' if self.clip is None else f'clipped at {self.clip:g}'}"
+        return f"{name}, states visit the device" if self.visits else name
 
 
 class Bench:
@@ -408,10 +422,14 @@ class Bench:
             cleanup.enter_context(mock.patch.object(_cpu_adam, "Pool", self._make_pool))
             timed = TimedKernels(self.mode)
             cleanup.enter_context(mock.patch.object(store, "kernels_that_measure", lambda device: timed))
+            cleanup.enter_context(mock.patch.object(store, "Kernels", lambda device, kinds: timed))
             cleanup.enter_context(mock.patch.object(InitialPages, "fill", self._start))
-            budget = self._budget(optimizer)
             there = SimpleNamespace(has_kernels=lambda device: True)  # to measure, not to update
             cleanup.enter_context(mock.patch.object(store, "twin_flow", there))
+            if self.case.visits:
+                cleanup.enter_context(mock.patch.object(twin_flow, "has_kernels", there.has_kernels))
+                cleanup.enter_context(mock.patch.object(api, "refusal", lambda device, kinds: None))
+            budget = self._budget(optimizer)
             runtime = infinity.offload(self.model, optimizer, budget=budget, **self._facts)
             warnings.filterwarnings("ignore", "Saved activations take", UserWarning)
             with runtime:
@@ -488,11 +506,15 @@ def plain_seconds(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-UPDATES = ("lazy", "eager", "speculative")
-"""Ways of updating. Speculative updates need about twice the RAM; see --host."""
+UPDATES = ("lazy", "eager", "visits", "speculative")
+"""Ways of updating. "visits" are eager updates of which the device computes a share. Speculative updates need
+about twice the RAM; see --host.
+"""
 TERMS = ("forward", "backward", "drain", "norm", "step")
-_WARM_UP = 2
-"""Number of first steps, which are not measured."""
+_WARM_UP, _BALANCED = 2, 10
+"""Number of first steps, which are not measured; and where states visit the device, until their share has
+settled.
+"""
 
 
 class Meter:
@@ -543,7 +565,7 @@ def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) ->
         return {name: sum(found[index :: len(TERMS)]) / steps for index, name in enumerate(TERMS)}
 
     with bench.mode, calls.elsewhere_too():
-        for _ in range(_WARM_UP):
+        for _ in range(_BALANCED if bench.case.visits else _WARM_UP):
             step()
         marks.clear()
         steps, earlier = bench.options.steps, Meter(bench, runtime)
@@ -567,6 +589,7 @@ def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) ->
     done, edges = each("done"), each("edges")
     return {
         "case": str(bench.case),
+        "visiting_share": runtime.stats.visiting_share,
         "seconds": (later.now - earlier.now) / steps / SECOND,
         "limit": limit(bench, done["update bytes"], edges, computed),
         "terms": {name: time / SECOND for name, time in times.items()},
@@ -600,7 +623,9 @@ def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[
 def show(row: dict[str, Any]) -> None:
     """Print a case's figures as a table."""
     seconds, least = row["seconds"], row["limit"]
-    print(f"\n{row['case']}: {seconds:.3f} s, {seconds / least:.2f} times the limit of {least:.3f} s")
+    share = row["visiting_share"]
+    visits = "" if share is None else f", {share:.0%} of the elements updated there"
+    print(f"\n{row['case']}{visits}: {seconds:.3f} s, {seconds / least:.2f} times the limit of {least:.3f} s")
     for title, figures, form in (
         ("trainer's thread, s", row["terms"], ".3f"),
         ("busy, s", row["busy"], ".3f"),
@@ -645,7 +670,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     rows, plain = [], plain_seconds(options)
     for update in options.update:
-        bench = Bench(options, Case(update, None if update == "eager" else options.clip))
+        visits = update == "visits"
+        when = "eager" if visits else update
+        bench = Bench(options, Case(when, None if when == "eager" else options.clip, visits))
         with bench.opened() as runtime:
             rows.append(trained(bench, runtime, plain))
         show(rows[-1])

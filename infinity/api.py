@@ -356,7 +356,7 @@ def _plan_here(
     if own and bytes_set_aside(found, own) + found.arena_bytes > available.host:
         available = replace(available, device=max(0, available.device - own))
         found = make(available=available, **more)
-    reason = refusal(device, found.update_kinds) if found.updated_on_device else None
+    reason = refusal(device, found.update_kinds) if found.update_kinds else None
     if reason is None:
         return found
     return make(available=replace(available, device_updates=False, no_updates_there=reason), **more)

@@ -453,6 +453,9 @@ class TrainingStep:
         if not self._ranks.add(unit, parameter, gradient, later):
             self._scheduler.accumulate(unit, parameter, gradient)
         self._update_complete()
+        if self._scheduler.crowded:
+            self._update_complete(wait=True)
+            self._scheduler.make_room()
 
     def gradient_arrived(self, parameter: torch.Tensor, accumulator: Accumulator | None) -> None:
         """Take from autograd the gradient that it has computed for a parameter, and store it.
@@ -715,6 +718,7 @@ class TrainingStep:
         """Begin the eager update of a unit, if the unit has all gradients of the step."""
         eager = self._eager
         assert eager is not None
+        self._scheduler.await_gradients(unit)
         if eager.admits(unit):
             self._begin_early(eager, unit)
 

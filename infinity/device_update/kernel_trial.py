@@ -1,4 +1,4 @@
-"""Kernel trial: whether a device computes updates and squares with the CPU's bits. Else the CPU computes them."""
+"""Kernel trial: whether a device has the bits of the CPU's updates and squares. If not, the CPU does them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS
 from infinity.cpu_adam.pool import ThreadPool
 from infinity.device_update.kernels import RULES, Kernels, UpdateKind
 from infinity.device_update.table import DeviceChunk, WorkspaceSize, fresh_squares_launch
-from infinity.device_update.update import DeviceUpdates, ParameterUpdate
+from infinity.device_update.update import DeviceUpdates, MovingChunk, ParameterUpdate
 from infinity.errors import InfinityError
 from infinity.formats.encodings import split
 
@@ -46,22 +46,24 @@ _HYPERS: dict[str, Hyper] = {
 
 
 def refusal(device: torch.device, kinds: Iterable[UpdateKind]) -> str | None:
-    """Load the kernels for updates of `kinds` on `device`, and do one update of each kind with them. Returns
+    """Load the kernels for updates of `kinds` on `device`, and do one update of each kind with each. Returns
     None, or the reason why the device cannot be used for updates, as a sentence.
     """
     wanted = sorted(kinds)
     given = [_arrays(kind) for kind in wanted]
     try:
-        found = _on_device(device, Kernels(device, wanted), wanted, given)
+        kernels = Kernels(device, wanted)
+        found = _on_device(device, kernels, wanted, given) + _moving(device, kernels, wanted, given)
     except InfinityError as error:
         return error.cause
     with ThreadPool(threads=1) as pool:
-        for kind, arrays, results in zip(wanted, given, found, strict=True):
+        for kind, arrays in zip(wanted, given, strict=True):
             segments = [Segment(0, _ELEMENTS)]
             pool.run(Update(**arrays, segments=segments, hypers=[_HYPERS[RULES[kind.rule]]]))
-            wrong = [name for name, each in arrays.items() if not _same_bits(each, results[name])]
-            if wrong:
-                return f"The device's kernel computes other bits than the CPU: {wrong[0]} of {kind}."
+    for kind, arrays, results in zip(wanted * 2, given * 2, found, strict=True):
+        wrong = [name for name, each in arrays.items() if not _same_bits(each, results[name])]
+        if wrong:
+            return f"The device's kernel computes other bits than the CPU: {wrong[0]} of {kind}."
     return None
 
 
@@ -104,6 +106,19 @@ def _on_device(
         number: ParameterUpdate(_HYPERS[RULES[kind.rule]], 0) for number, kind in enumerate(kinds)
     }
     updates.update(hypers, 1.0)
+    return [{name: each.cpu() for name, each in arrays.items()} for arrays in there]
+
+
+def _moving(
+    device: torch.device, kernels: Kernels, kinds: list[UpdateKind], given: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Do what `_on_device` does by the kernel for chunks whose arrays lie elsewhere in each step."""
+    there = [{name: each.to(device, copy=True) for name, each in arrays.items()} for arrays in given]
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    for kind, arrays in zip(kinds, there, strict=True):
+        chunk = MovingChunk(Update(**arrays, segments=[Segment(0, _ELEMENTS)], hypers=[]), nothing)
+        update = ParameterUpdate(_HYPERS[RULES[kind.rule]], 0)
+        chunk.update(kernels, nothing, [arrays["grad"]], [update], 1.0)
     return [{name: each.cpu() for name, each in arrays.items()} for arrays in there]
 
 

@@ -40,6 +40,7 @@ from infinity.layout.chunks import Piece
 from infinity.layout.strides import in_memory_order
 from infinity.optim.chunk_update import NOTHING, ChunkUpdate, Present, UnitUpdate, UpdateState
 from infinity.optim.decision import Decision, StepOptions, count_step, decide
+from infinity.optim.visits import Visits
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.health import Health
 from infinity.pages.optimizer_page import States
@@ -136,6 +137,26 @@ class UpdateScheduler(Updates):
         self._first: dict[int, Set[int]] = {}
         """Unit -> those of the parameters in `_early` that had no moments before."""
         self._ahead = self._make_read_ahead()
+        self._visits = self._make_visits()
+
+    def _make_visits(self) -> Visits | None:
+        """Make the Visits; None if the plan lets no chunk visit the device."""
+        units = self._store.plan.visiting_units
+        if not units:
+            return None
+        updates = {unit: self._units[unit].chunks for unit in sorted(units)}
+        return Visits(
+            self._pages,
+            self._gradients,
+            self._states,
+            updates,
+            self._store,
+            health=self._health,
+            ended=self._visit_ended,
+        )
+
+    def _visit_ended(self, unit: int) -> None:
+        self._units[unit].left -= 1
 
     def _make_read_ahead(self) -> ReadAhead | None:
         """Make the ReadAhead; None if no states are on disk, updates are "sync", or no accumulation was
@@ -181,6 +202,28 @@ class UpdateScheduler(Updates):
                     )
         if self._ahead is not None and self._ahead.gradient_added(unit):
             self._read_ahead(self._ahead)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the gradients that stay on the device take more bytes than the plan has for them."""
+        return self._visits is not None and self._gradients.staying_bytes > self._store.plan.staying_bytes
+
+    def make_room(self) -> None:
+        """Wait until the device is not `crowded` any more: let decided updates use the gradients, or else
+        send them to host RAM.
+        """
+        while self.crowded and self._visits is not None:
+            if not self._visits.step() and not self._gradients.send_oldest_home():
+                return
+            self.advance()
+
+    def await_gradients(self, unit: int) -> None:
+        """Let visits go on while a unit's gradients come from the device, so that the link does not pause.
+        Returns at once if no chunk visits the device.
+        """
+        page = self._gradients.pages[unit]
+        while self._visits is not None and not page.all_arrived and self._visits.step():
+            self.advance()
 
     def accumulate_piece(
         self,
@@ -257,6 +300,8 @@ class UpdateScheduler(Updates):
         if self._ahead is not None:
             self._cancel_all()  # what has read ahead may have no update now
             self._ahead.stepped(pending, order)
+        if self._visits is not None:
+            self._visits.stepped()
         if not self._lazy:
             self.complete_all()
             self._store.settle()
@@ -404,6 +449,8 @@ class UpdateScheduler(Updates):
         """Whether an update of the unit was decided and has not ended, and the update of at least one chunk
         has begun to read, compute or write.
         """
+        if self._visits is not None and self._visits.pending(unit):
+            return True
         group = self._units[unit]
         return bool(group.handed_over) or (group.left > 0 and self._running(unit) is not None)
 
@@ -419,6 +466,7 @@ class UpdateScheduler(Updates):
             self._undo(unit)
         if group.unqueued:
             self._update_unqueued(group)
+        self._complete_visits(unit)
         self._take_back(group)
         while group.left:
             while unit in self._ready and self._try_acquire(self._free_place(self._ready[unit][0])):
@@ -442,6 +490,8 @@ class UpdateScheduler(Updates):
                 for update in group.chunks:
                     if update.decision is not None:
                         yield unit, update.chunk_index
+        if self._visits is not None:
+            yield from self._visits.outstanding()
 
     def complete_all(self) -> None:
         """Complete all units whose update is pending. Raises StorageError."""
@@ -466,6 +516,7 @@ class UpdateScheduler(Updates):
         self._take_back(self._units[unit])
         while (running := self._running(unit)) is not None:
             self._end_quietly(running)
+        self._complete_visits(unit)
         self._await_copies(unit)
 
     def _await_copies(self, unit: int) -> None:
@@ -479,6 +530,8 @@ class UpdateScheduler(Updates):
         begin READY updates in their order until staging has no room for the next one.
         """
         self._poll()
+        if self._visits is not None:
+            self._visits.advance()
         while self._ready:
             unit, updates = next(iter(self._ready.items()))
             enough = len(self._active) >= _MOST_RUNNING and updates[0].has_inputs
@@ -502,6 +555,8 @@ class UpdateScheduler(Updates):
     def abandon(self) -> None:
         """Give up all updates that have not ended, and wait until no update uses memory any more."""
         self.finish_copies()
+        if self._visits is not None:
+            self._visits.abandon()
         self._ready.clear()
         self._active.clear()
         for each in self._units:
@@ -533,6 +588,9 @@ class UpdateScheduler(Updates):
         """Make the updates of a unit's chunks READY (READING, if they have read states ahead)."""
         group = self._units[unit]
         chosen = group.changed_by(decision)
+        group.left = len(chosen)
+        if self._visits is not None:
+            chosen = self._visits.take(unit, decision, chosen)
         for update in chosen if self._ahead is not None else ():
             if update.is_ahead and self._held_up(update):
                 self._cancel(update)  # it must not hold staging until the commit has ended
@@ -546,7 +604,6 @@ class UpdateScheduler(Updates):
             self._active = [each for each in self._active if each.state is not UpdateState.READY]
             if ready:
                 self._ready[unit] = ready
-        group.left = len(chosen)
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device's stream, without waiting for it."""
@@ -603,6 +660,17 @@ class UpdateScheduler(Updates):
                 if update.state is UpdateState.READY:  # else it was submitted before an error
                     self._compute(update, priority=self._handed_over)
             group.handed_over, group.unqueued = group.unqueued or group.handed_over, ()
+
+    def _complete_visits(self, unit: int) -> None:
+        """Wait for the visits of the unit's chunks, and let those of others go on until its updates that were
+        handed over are computed, so that the link does not pause.
+        """
+        group = self._units[unit]
+        while self._visits is not None and self._visits.complete(unit):
+            pass
+        while self._visits is not None and not all(each.computed for each in group.handed_over):
+            if not self._visits.step():
+                return
 
     def _take_back(self, group: UnitUpdate) -> None:
         """Wait for the computation of a unit that was handed over, and let the model use its results."""
@@ -708,6 +776,8 @@ class UpdateScheduler(Updates):
     def _compute(self, update: ChunkUpdate, priority: int = _STAGED) -> None:
         ticket = update.compute(awaited=self._shares_cpu, priority=priority)
         self._store.meter.submitted(ticket, update.numel)
+        if self._visits is not None:
+            self._visits.computes(ticket, update.numel)
 
     def _compute_quietly(self, update: ChunkUpdate) -> None:
         """Submit an update whose reads have ended. After a failed read, `complete` tries the update again."""

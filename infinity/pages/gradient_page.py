@@ -231,9 +231,9 @@ class GradientPage:
         return self.home.in_place or self.chunks[chunk_index].staged is not None
 
     def arrived(self, chunk_index: int) -> bool:
-        """Whether all gradients of a chunk have come from the device. Never blocks."""
+        """Whether all gradients of a chunk have come from the device, or stay there. Never blocks."""
         chunk = self.chunks[chunk_index]
-        copied = not chunk.staying and (chunk.copy is None or chunk.copy.done())
+        copied = chunk.copy is None or chunk.copy.done()
         return copied and (self._copies is None or self._copies.arrived(chunk.sent))
 
     @property
@@ -255,7 +255,7 @@ class GradientPage:
         chunk = self.chunks[chunk_index]
         for key, piece in [*chunk.staying.items()]:
             assert self._copies is not None
-            chunk.copy = self._copies.copy(piece.gradient, [(0, piece.home)], None)
+            chunk.copy = self.latest_copy = self._copies.copy(piece.gradient, [(0, piece.home)], None)
             del chunk.staying[key]
 
     def _await_copies(self, chunk_index: int) -> None:

@@ -97,16 +97,19 @@ class Store:
             cleanup.callback(self.link.close)
             self.off = (*self.host.off, *self.link.off)
             """Facilities that this runtime does without, each with the reason, as text for users."""
-            self._homes = {Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST])}
             near = plan.home_bytes[Tier.DEVICE] + plan.mirror_bytes
-            self._homes[Tier.DEVICE] = self.device.pool("device homes", near)
+            self._homes = {
+                Tier.HOST: self.host.pool("homes", plan.home_bytes[Tier.HOST]),
+                Tier.DEVICE: self.device.pool("device homes", near),
+            }
             self.staging: Pool = self.host.pool("staging", plan.staging_bytes)
             self._second = self.host.pool("second places", plan.second_bytes)
             self._transit: Pool = self.host.pool("transit", plan.transit_bytes)
-            with self._transit.lease(plan.transit_buffer_bytes) as lease:
-                self.bounce: torch.Tensor | None = lease.residency()
+            self.bounce: torch.Tensor | None = self._transit.lease(plan.transit_buffer_bytes).residency()
             """A transit buffer for reads and writes of single parameters."""
             self.resident: Pool = self.device.pool("resident", plan.resident_bytes)
+            self.visiting: Pool = self.device.pool("visiting", plan.visiting_bytes)
+            """For the optimizer states of chunks that the device updates and whose home is in host RAM."""
             self.exchange = self._open_exchange()
             """None with one rank."""
             self.node_cache: Pool | None = (
@@ -240,6 +243,8 @@ class Store:
     def _open_workspace(self) -> tuple[torch.Tensor | None, Kernels | None]:
         plan = self.plan
         if not plan.workspace_bytes:
+            if plan.visiting_units:
+                return None, Kernels(plan.device, plan.update_kinds)
             measures = plan.squares_bytes and not (self.link.direct or plan.no_updates_there)
             usable = measures and twin_flow.has_kernels(plan.device)
             return None, kernels_that_measure(plan.device) if usable else None

@@ -86,6 +86,16 @@ _STAGING_SHARE = 4
 _LEAVING_SHARE = 64
 """Gradients that leave the device take at most the device budget divided by this number."""
 
+VISITORS = 5
+"""Number of chunks whose optimizer states the device has room for while they visit it: while some are on
+their way up, one is updated and others are on their way home.
+"""
+
+_VISITING_SHARE = 8
+"""Chunks visit the device only if their states, and the gradients that wait for them there, take at most the
+device budget divided by this number.
+"""
+
 _MOST_LEAVING = 512 << 20
 """The most bytes of gradients that leave the device. A link of 50 GB/s moves them in 11 ms: the backward of a
 large unit may be so much faster than the link before one of its hooks waits.
@@ -118,12 +128,19 @@ class _Buffers(NamedTuple):
     transit_buffer: int
     transit: int
     leaving: int
+    visiting: int
+    staying: int
     landing: int
     squares: int
     exchange_block: int
     exchange: int
     in_ram: int
-    """Bytes of host RAM that all of these take, without `leaving`, and of the matrix that Muon updates."""
+    """Bytes of host RAM that those of these take which are there, and of the matrix that Muon updates."""
+
+    @property
+    def there(self) -> int:
+        """Bytes of device memory that those of these take which are there."""
+        return self.leaving + self.visiting + self.staying
 
 
 class Candidate:
@@ -135,9 +152,9 @@ class Candidate:
         self._search, self._share = search, search.share
         rule, ranks = search.rule, search.share.ranks
         units = [search.regions(members) for _, members in grouping]
-        self.update_bytes = self._largest_unit = 0
-        """Bytes of the largest chunk update; and of the updates of all chunks of one unit on this rank, for
-        the unit where they are most.
+        self.update_bytes = self._largest_unit = self._largest_states = 0
+        """Bytes of the largest chunk update; of the updates of all chunks of one unit on this rank, for the
+        unit where they are most; and of the optimizer states of the chunk where they are most.
         """
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
@@ -192,6 +209,7 @@ class Candidate:
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = StateFormat(rule.arrays(region.dtype), count).nbytes
                     update += gradients + states
+                    self._largest_states = max(self._largest_states, states)
                     updated = times * (share.ranks if share.whole_states else 1)
                     gradient += times * len(share.cut_shards) * gradients
                     optimizer += updated * states
@@ -223,7 +241,7 @@ class Candidate:
 
     def _buffers(self, level: WorkingRoom, room: Room) -> _Buffers:
         host, device, least = room.host, room.device, level.transit_buffers == 1
-        staging = leaving = landing = squares = 0
+        staging = leaving = visiting = staying = landing = squares = 0
         moves = device is not None or (level.nvme and room.nvme > 0)
         if self._search.rule is not None and moves:  # else each page is updated at home
             quarter = host // _STAGING_SHARE // PAGE_ALIGNMENT * PAGE_ALIGNMENT
@@ -234,6 +252,8 @@ class Candidate:
             squares, blocks = self._squares, 1
             if not least:
                 leaving = min(device // _LEAVING_SHARE, _MOST_LEAVING) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
+                if self._search.visits:
+                    visiting, staying = self._visiting(device)
                 most = min(host // _LANDING_SHARE // 2, _LARGEST_LANDING)
                 blocks = max(1, most // _SMALLEST_TRANSIT_BUFFER)
             landing = 2 * blocks * _SMALLEST_TRANSIT_BUFFER
@@ -243,7 +263,16 @@ class Candidate:
         transit = transit_buffer * (1 + level.transit_buffers * (device is not None))
         exchange = (2 if least else _EXCHANGE_BUFFERS) * block
         in_ram = staging + transit + landing + squares + exchange + self._matrix_bytes
-        return _Buffers(staging, transit_buffer, transit, leaving, landing, squares, block, exchange, in_ram)
+        there = leaving, visiting, staying
+        return _Buffers(staging, transit_buffer, transit, *there, landing, squares, block, exchange, in_ram)
+
+    def _visiting(self, device: int) -> tuple[int, int]:
+        """Bytes of `Placement.visiting_bytes` and `staying_bytes`. device: bytes of device memory.
+
+        The gradients of two units stay: those of one are used while those of the next one come.
+        """
+        visiting, staying = VISITORS * self._largest_states, 2 * max(self._pages[Kind.GRADIENT])
+        return (visiting, staying) if visiting + staying <= device // _VISITING_SHARE else (0, 0)
 
     def _exchange_block(self, host: int, *, least: bool) -> int:
         """Bytes of the longest payload between ranks: a chunk's gradients at least, for these are added as a
@@ -315,7 +344,7 @@ class Candidate:
             near = 0
             far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
-            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.leaving)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.there)
             far = self._last(lambda cut: self._in_ram[cut] - self._in_ram[max(near, 0)], room.host - working)
         if min(near, far) < 0 or self._sunk[far] > room.nvme:
             return None
@@ -351,13 +380,13 @@ class Candidate:
             if working > room.host:
                 return None
             near = bisect.bisect_left(self._in_ram, self._in_ram[bottom] - (room.host - working))
-            return self._near(near, level.pages) + buffers.leaving
+            return self._near(near, level.pages) + buffers.there
         if room.device is None:
             if tier is Tier.HOST:
                 return working + self._near(bottom, level.pages, unified=True)
             far = self._last(lambda cut: self._near(cut, level.pages, unified=True), room.host - working)
         else:
-            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.leaving)
+            near = self._last(lambda cut: self._near(cut, level.pages), room.device - buffers.there)
             if near < 0:
                 return None
             if tier is Tier.HOST:
@@ -381,7 +410,7 @@ class Candidate:
         buffers = self._buffers(level, room)
         left = {Tier.HOST: room.host - buffers.in_ram}
         if room.device is not None:
-            left[Tier.DEVICE] = room.device - buffers.leaving
+            left[Tier.DEVICE] = room.device - buffers.there
         left[computes_in] -= resident
         homes: list[dict[Kind, Tier | None]] = [{} for _ in self.grouping]
         for kind, unit in self._line:
@@ -406,6 +435,8 @@ class Candidate:
             transit_bytes=buffers.transit,
             resident_bytes=max(sum(heapq.nlargest(level.pages, away)), *together, 0),
             leaving_bytes=buffers.leaving,
+            visiting_bytes=buffers.visiting,
+            staying_bytes=buffers.staying,
             landing_bytes=buffers.landing,
             squares_bytes=buffers.squares,
             exchange_block_bytes=buffers.exchange_block,
@@ -432,6 +463,8 @@ class Search:
     """Whether the NVMe tier holds the durable images of pages."""
     speculative: bool
     """Whether updates are speculative, so that trained bytes need a second place."""
+    visits: bool
+    """Whether the device can update chunks whose optimizer states are at home in host RAM."""
     share: Share
     prefer: Division | None = None
     """A division to try before all others; ignored if it is of another model."""

@@ -182,6 +182,18 @@ class Plan(Placement):
         """Indices of the units that the device updates, because all of their pages rest on the device."""
         return updated_there(self.homes) if self.updates_there else frozenset()
 
+    @functools.cached_property
+    def visiting_units(self) -> frozenset[int]:
+        """Indices of the units whose chunks may visit the device to be updated: those whose parameters are
+        there, too, and whose pages are all at home in host RAM.
+        """
+        if not self.visiting_bytes:
+            return frozenset()
+        in_ram = (Tier.HOST, None)
+        return frozenset(
+            unit for unit in self.mirrored if all(tier in in_ram for tier in self.homes[unit].values())
+        )
+
     @property
     def updates_in_backward(self) -> bool:
         """Whether the device updates its units in the backward, so that these have no gradient pages; see
@@ -204,7 +216,7 @@ class Plan(Placement):
         if self.rule is None:
             return frozenset()
         moments = DTYPES[self.rule.states] if self.rule.moments else torch.float32
-        units = (self.layout.units[unit] for unit in self.updated_on_device)
+        units = (self.layout.units[unit] for unit in self.updated_on_device | self.visiting_units)
         dtypes = {layout.regions[chunk.region].dtype for layout in units for chunk in layout.chunks}
         kinds = (kinds_of(self.rule.name, self.gradient_dtype(each), each, moments) for each in dtypes)
         return frozenset().union(*kinds)
@@ -270,12 +282,17 @@ class Plan(Placement):
     @property
     def device_tier_bytes(self) -> int:
         """Bytes of the device tier: `device_bytes` without those that autograd allocates."""
-        return self.device_bytes - self.leaving_bytes - self.fresh_bytes
+        return self.device_bytes - self._allocated_there
+
+    @property
+    def _allocated_there(self) -> int:
+        """Bytes of device memory that gradients take where autograd has allocated them."""
+        return self.leaving_bytes + self.staying_bytes + self.fresh_bytes
 
     @property
     def _working_there(self) -> int:
-        allocated = self.leaving_bytes + self.fresh_bytes
-        return self.resident_bytes + self.workspace_bytes + allocated + self.waiting_there_bytes
+        buffers = self.resident_bytes + self.workspace_bytes + self.visiting_bytes + self.waiting_there_bytes
+        return buffers + self._allocated_there
 
     @functools.cached_property
     def mirror_bytes(self) -> int:

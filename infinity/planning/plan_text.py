@@ -71,12 +71,7 @@ def _notes(plan: Plan) -> Iterator[str]:
             )
         if plan.messages:
             yield f"messages: {plan.messages}"
-    if plan.updated_on_device:
-        trained = plan.gradient_bytes
-        part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
-        yield f"updates: {part:.0%} on the device"
-    elif plan.no_updates_there and plan.rule is not None:
-        yield f"updates: all on the CPU. {plan.no_updates_there}"
+    yield from _updates(plan)
     if plan.pinned:
         yield plan.pinned
     if plan.speculative:
@@ -92,6 +87,22 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield line + written * bool(plan.commit_bytes)
     smallest = " · ".join(f"{tier.value} {format_size(nbytes)}" for tier, nbytes in plan.smallest.items())
     yield f"smallest budgets that would do: {smallest}"
+
+
+def _updates(plan: Plan) -> Iterator[str]:
+    """The lines on what the device updates."""
+    trained = plan.gradient_bytes
+    if plan.updated_on_device:
+        part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
+        yield f"updates: {part:.0%} on the device"
+    elif plan.no_updates_there and plan.rule is not None:
+        yield f"updates: all on the CPU. {plan.no_updates_there}"
+    if plan.visiting_units:
+        part = sum(trained[unit] for unit in plan.visiting_units) / sum(trained)
+        states, gradients = format_size(plan.visiting_bytes), format_size(plan.staying_bytes)
+        yield f"visits: the device updates a share of {part:.0%}, whose states come from RAM" + (
+            f" ({states} of working are for them, {gradients} for gradients that wait)"
+        )
 
 
 def _speculation(plan: Plan) -> Iterator[str]:

@@ -136,6 +136,8 @@ def make_plan(
         headroom=available.headroom,
     )
     micro_batches = None if accumulation is None else accumulation * share.ranks
+    found = available.device_updates
+    kernels = twin_flow.has_kernels(device) if found is None else found
     search = Search(
         surveyed=survey(model, precision),
         gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
@@ -144,10 +146,10 @@ def make_plan(
         apart=not (unified or is_direct(device)),
         commits=commits and paths > 0,
         speculative=update == "speculative",
+        visits=kernels and update == "eager" and micro_batches == 1 and _by_elements(rule),
         share=share,
         prefer=prefer,
     )
-    updates = available.device_updates
     planner = _Planner(
         search,
         _budgets(budget, available, unified=unified),
@@ -155,7 +157,7 @@ def make_plan(
         computes_in,
         reserve,
         node_cache,
-        twin_flow.has_kernels(device) if updates is None else updates,
+        kernels,
     )
     placement = search.place(planner.room)
     if placement is None:
@@ -183,6 +185,11 @@ def make_plan(
     }
     replan = functools.partial(planner.replan, facts)
     return planner.plan(placement, {**facts, "speeds": speeds, "work": work, "replan": replan})
+
+
+def _by_elements(rule: Rule | None) -> bool:
+    """Whether the device's kernels can do all updates of a rule."""
+    return rule is None or (rule.average is None and not rule.matrix)
 
 
 @dataclass(frozen=True)
@@ -226,8 +233,7 @@ class _Planner:
         found = self._planned(placement, facts)
         if not self.unified:
             speculative = self.search.speculative
-            there = rule is None or (rule.average is None and not rule.matrix)
-            if self.device_updates and there and not speculative:
+            if self.device_updates and _by_elements(rule) and not speculative:
                 found = self._with_updates_on_device(found, self.search.prefers(placement), facts)
             over_a_link = found.device.type == "cuda" or found.no_updates_there
             if over_a_link and not found.updated_on_device and not (rule is not None and rule.matrix):
@@ -241,6 +247,8 @@ class _Planner:
                     found.homes, sizes, host_free, updated_on_device=found.updated_on_device
                 )
                 found = replace(found, homes=homes, mirrored=units)
+            if not found.visiting_units:
+                found = replace(found, visiting_bytes=0, staying_bytes=0)
         if share.caches_for_node:
             found = self._with_node_cache(found, placement, facts)
         if not share.whole_parameters:

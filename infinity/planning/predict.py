@@ -169,7 +169,8 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     All others are brought up for forward, and again for backward. An update reads and writes the trained part
     of each parameter page and all optimizer states. Gradients are written once in the backward and read once
     in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
-    last backward. Parameters of mirrored units go to the device once, after the update.
+    last backward. Parameters of mirrored units go to the device once, after the update. The share of chunks
+    that visit the device is known only when it is measured: they count as updated by the CPU.
 
     Bytes from other ranks are counted by infinity/planning/network.py. Homes that hold only some chunks of
     parameter pages are read whenever the whole pages are brought up. Homes that hold whole pages also receive

@@ -106,6 +106,7 @@ class Meter:
         self._finished = _Tally()
         self._now = _Tally()
         self._loss_scale: float | None = None
+        self._visiting_share: float | None = None
         self._last_step: Stats | None = None
         self._written = (0, 0, 0.0)
         self._recorder: Timeline | None = None
@@ -276,6 +277,13 @@ class Meter:
         with self._lock:
             self._now.confirmed_updates += 1
 
+    def visited(self, share: float) -> None:
+        """Note the share of the elements updated in a step whose update ran on the device, which their
+        optimizer states visited.
+        """
+        with self._lock:
+            self._visiting_share = share
+
     def undone(self) -> None:
         """Count the speculative update of a unit as undone."""
         with self._lock:
@@ -288,7 +296,11 @@ class Meter:
             step.finish(seconds)
             self._finished.add(step)
             last = step.freeze(
-                step.written, step_seconds=seconds, loss_scale=self._loss_scale, last_step=None
+                step.written,
+                step_seconds=seconds,
+                loss_scale=self._loss_scale,
+                visiting_share=self._visiting_share,
+                last_step=None,
             )
             self._last_step = last
             number = self._finished.steps
@@ -309,6 +321,7 @@ class Meter:
                 self._written,
                 step_seconds=None if last is None else last.seconds,
                 loss_scale=self._loss_scale,
+                visiting_share=self._visiting_share,
                 last_step=last,
             )
 

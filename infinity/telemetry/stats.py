@@ -121,6 +121,11 @@ class Stats:
     loss_scale: float | None
     """The latest loss scale; None unless the model computes in fp16."""
 
+    visiting_share: float | None = None
+    """The share of parameter elements, in the last step that was measured, which the device updated while
+    their optimizer states visited it from RAM, from 0 to 1; None if it was not measured.
+    """
+
     rank_seconds: float = 0.0
     """Seconds in which the training thread waited for other ranks: for bytes of pages, for gradients, or for
     a call that all ranks make. Always 0 with one rank.
@@ -218,6 +223,8 @@ class Stats:
         counts = [f"steps {self.steps}" + (f" ({self.skipped_steps} skipped)" if self.skipped_steps else "")]
         if self.confirmed_updates or self.undone_updates:
             counts.append(f"speculative updates {self.confirmed_updates}, {self.undone_updates} undone")
+        if self.visiting_share is not None:
+            counts.append(f"{self.visiting_share:.0%} updated on the device by visits")
         if self.hit_rate is not None:
             counts.append(f"accesses {self.accesses}, {self.hit_rate:.1%} hits")
         if self.loss_scale is not None:

@@ -295,6 +295,9 @@ class CopyStreams(DeviceLink):
     def record(self) -> Event:
         return self._compute().record()
 
+    def stamp(self) -> Event:
+        return self._down.record(timing=True)
+
     def happened(self, event: Event) -> bool:
         return self._ask(Order.OFFER, event)
 

@@ -240,6 +240,12 @@ class DeviceLink:
         """
         return None
 
+    def stamp(self) -> Event | None:
+        """Record an event that happens when the copies to the host that are queued so far are done, and that
+        gives the time since an earlier one (`Event.milliseconds_since`). Returns None as `record` does.
+        """
+        return None
+
     def happened(self, event: Event) -> bool:
         """Return, without waiting, whether the work before an event of `record` is done. If so, the host and
         other processes may use the bytes that it has written.

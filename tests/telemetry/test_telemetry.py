@@ -247,6 +247,7 @@ def test_every_total_grows_by_what_a_step_counts() -> None:
     meter.skipped()
     meter.confirmed()
     meter.undone()
+    meter.visited(0.5)
     with meter.awaiting("step()"):
         pass
     meter.peak("host", 1)
