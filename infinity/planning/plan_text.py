@@ -111,7 +111,7 @@ def _speculation(plan: Plan) -> Iterator[str]:
     share = sum(trained[unit] for unit in plan.speculating) / max(1, sum(trained))
     line = f"speculative updates: {share:.0%}"
     if plan.second_bytes:
-        units = "" if share == 1 else " of units whose gradients come first"
+        units = "" if share == 1 else ", of the units whose gradients come first"
         line += f"{units}, with {format_size(plan.second_bytes)} of RAM beside the homes"
     yield line
 

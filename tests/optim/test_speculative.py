@@ -354,7 +354,7 @@ def test_where_ram_is_short_the_units_with_the_first_gradients_are_speculative(t
     assert tight.host_bytes <= host
     assert tight.homes == plan.homes
     assert {units[-2], units[-1]} <= tight.speculating != set(units)
-    assert "of units whose gradients come first" in str(tight)
+    assert "of the units whose gradients come first" in str(tight)
 
     found = {}
     for update in ("lazy", "speculative"):
