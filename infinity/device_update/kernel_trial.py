@@ -1,4 +1,4 @@
-"""Kernel trial: whether a device has the bits of the CPU's updates and squares. If not, the CPU does them."""
+"""Kernel trial: whether a device computes updates and squares with the CPU's bits. Else the CPU does."""
 
 from __future__ import annotations
 
