@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -23,9 +24,10 @@ import torch
 from emulated_device import EmulatedDevice
 from homes import evict_all
 from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of, stepped, trained
+from waits import Wait, waits_seen
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.parameter_page import Presence
 from infinity.tiers.copy_streams import Order
@@ -110,6 +112,55 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
             assert device.violations
             return
     pytest.fail(f"nobody misses {order}")
+
+
+IMPLIED = {
+    # Each of these two implies the other.
+    ("following", "optim/scheduler.py:_queue", "optim/chunk_update.py:compute"),
+    ("following", "optim/scheduler.py:step", "optim/scheduler.py:step"),
+    # Nobody reads the results of a speculative update before it is confirmed or undone. The copy that brings
+    # the values before follows that of the results on the same stream, and is awaited.
+    ("following", "pages/store.py:bring", "pages/store.py:bring"),
+    ("host waits", "elsewhere", "optim/scheduler.py:_await_copies"),
+    # These drop sources of copies early. Whoever began a copy waits for it.
+    ("host asks", "copy by pages/store.py:read", "pages/gradient_copies.py:_begin"),
+    ("host asks", "copy by pages/store.py:read", "pages/store.py:read"),
+    # The copy of the new gradient follows on the same stream. With several ranks there may be none.
+    ("host waits", "copy by pages/store.py:read", "gradients/gradients.py:add"),
+    # The copy waits for all that the compute stream has queued, too. Another thread's may be another stream.
+    ("last writer", "gradients/device.py:update", "pages/store.py:read"),
+}
+"""(order, what recorded the event, what waits) of waits that no training here needs, because of others."""
+
+TRIES = 100
+"""Number of trainings without a wait after which one of them must have missed the wait."""
+
+
+@pytest.mark.slow
+def test_each_wait_that_is_missing_is_seen_in_training() -> None:
+    """Not only each order, but each pair of a function that waits and one that began what it waits for."""
+    caught: set[Wait] = set()
+    tries: Counter[Wait] = Counter()
+
+    def waits_of(seed: int, without: Wait | None = None) -> set[Wait]:
+        device = EmulatedDevice(seed)
+        try:
+            with device.in_use(), waits_seen(device, lambda wait: wait == without) as waits:
+                run(seed)
+        except (AssertionError, InfinityError):  # an update may meet a gradient that has not come
+            assert device.violations
+            assert without is not None, device.violations
+            caught.add(without)
+        return waits
+
+    for seed in range(20 * len(PLACES)):
+        for wait in sorted(waits_of(seed) - caught, key=str):
+            if (wait.order.value, wait.recorded, wait.awaited) not in IMPLIED and tries[wait] < TRIES:
+                tries[wait] += 1
+                waits_of(seed, without=wait)
+    assert len(caught) >= 30
+    missed = {wait for wait in tries.keys() - caught if tries[wait] == TRIES}
+    assert missed == set(), f"{len(caught)} of {len(tries)} are missed by a training"
 
 
 @contextlib.contextmanager

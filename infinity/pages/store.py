@@ -463,6 +463,7 @@ class Store:
             piece = self._bounce_buffer(end - start)
             first, last = max(start, offset), min(end, offset + nbytes)
             self.read(home, start, piece).wait()
+            self.link.uses(User.HOST, piece, writes=False, label="fetched")
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
         return copy
 

@@ -201,8 +201,8 @@ def test_a_training_registers_and_maps_through_the_driver_and_leaves_nothing(hom
 def test_sums_of_squares_come_to_registered_memory() -> None:
     device = EmulatedDevice(7)
     with device.in_use():
-        trained(2, Place("device", "lazy", kernels=True))
-    steps = program_of(2, "lazy")
+        trained(5, Place("device", "lazy", kernels=True))
+    steps = program_of(5, "lazy")
     edits = sum(step.edited is not None for step in steps)
     assert any(step.limit is not None for step in steps)
     assert device.unregistered_copies <= edits

@@ -64,6 +64,8 @@ class Step:
     """Whether the gradients of all parameters are read, with runtime.grad, before the step."""
     edited: int | None
     """Index of the block whose first weight is changed after the step; None if no weight is changed."""
+    restored: bool
+    """Whether the optimizer gets the state back, after the step, that it had after the first step."""
     elsewhere: bool
     """Whether the backwards run in another thread than the rest, which waits for that thread."""
 
@@ -99,6 +101,7 @@ def program_of(number: int, update: str) -> list[Step]:
             limit=draw.choice((0.1, 1e9)) if draw.random() < 0.5 and not eager else None,
             read=draw.random() < 0.3 and not eager,
             edited=draw.randrange(BLOCKS) if draw.random() < 0.3 else None,
+            restored=draw.random() < 0.3,
             elsewhere=draw.random() < 0.5,
         )
         for _ in range(3)
@@ -148,6 +151,7 @@ def trained(number: int, place: Place) -> dict[str, Any]:
     model, program = Blocks(), program_of(number, place.update)
     backwards = len(program[0].orders) if declares(place.update) else None
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
+    kept: dict[str, Any] = {}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     with (
         mock.patch.object(twin_flow, "has_kernels", lambda device: place.kernels),
@@ -180,6 +184,9 @@ def trained(number: int, place: Place) -> dict[str, Any]:
                     seen["evaluated"].append(model(inputs, step.evaluated).item())
             runtime.optimizer.step()
             runtime.optimizer.zero_grad()
+            kept = kept or parity.tensors_copied(runtime.optimizer.state_dict())
+            if step.restored:
+                runtime.optimizer.load_state_dict(kept)
             if step.edited is not None:
                 with torch.no_grad():
                     model.blocks[step.edited][0].weight.mul_(0.5)
