@@ -67,8 +67,9 @@ class DeviceUnits:
         self.in_backward = store.plan.updates_in_backward
         """Whether units are updated in the backward; see [Note: updates in the backward]."""
         self._fresh: dict[tuple[int, int], torch.Tensor] = {}
-        """(unit, index of a parameter) -> the gradient, (numel,) on the device, that waits for the update.
-        Empty unless `in_backward`, as are the next two attributes.
+        """(unit, index of a parameter) -> the gradient, (numel,) on the device. It waits for the update. If
+        `step()` decides that, other code may read the gradient until `clear`. Empty unless `in_backward`, as
+        are the next two attributes.
         """
         self._measured = 0
         """Number of gradients that were measured since gradients were cleared."""
@@ -146,7 +147,7 @@ class DeviceUnits:
         return self._updates.table.stop(self._store.workspace)
 
     def kept(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient of a parameter, (numel,) on the device, that waits for an update in the backward."""
+        """The gradient of a parameter, (numel,) on the device, that has no page."""
         return self._fresh.get((unit, parameter))
 
     def stopped(self) -> Set[int]:
@@ -169,6 +170,11 @@ class DeviceUnits:
         self._measured = 0
         self._fresh.clear()
         self._queued.clear()
+
+    def consume(self, unit: int) -> None:
+        """Drop the gradients of a unit, which an update that is queued in the backward uses."""
+        for parameter in self._gradients[unit].content if unit in self else ():
+            self._fresh.pop((unit, parameter), None)
 
     def drop(self, unit: int, parameter: int) -> None:
         """Forget the gradient of one parameter, before any update is queued in the backward."""
@@ -278,7 +284,9 @@ class DeviceUnits:
         if self.in_backward:
             self._queued[unit] = self._measured
             for parameter in updates:
-                self._updates.give_back(self._fresh.pop((unit, parameter)))
+                self._updates.give_back(self._fresh[unit, parameter])
+                if parameter not in self._gradients[unit].content:
+                    del self._fresh[unit, parameter]
         written = self._store.link.record()
         self._pages[unit].home.written = self._states.pages[unit].home.written = written
 

@@ -586,12 +586,16 @@ class Gradients:
     def consume(self, unit: int) -> None:
         """Mark a unit's gradients as used by an eager update.
 
-        The unit's staged chunks, which the update has taken, are dropped without being written home. After
-        this, adding or reading a gradient of the unit raises ConfigError until `clear`.
+        The unit's gradients in staging and in device memory, which the update has taken, are dropped without
+        being written home. After this, adding or reading a gradient of the unit raises ConfigError until
+        `clear`.
         """
         page = self.pages[unit]
         page.consumed = True
+        if self._on_device is not None:
+            self._on_device.consume(unit)
         for chunk_index in range(len(page.chunks)):
+            page.chunks[chunk_index].staying.clear()
             if page.chunks[chunk_index].staged is not None:
                 self.staged.drop(page, chunk_index)
 

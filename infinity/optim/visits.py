@@ -109,12 +109,14 @@ class Visit:
         )
 
     def decide(self, decision: Decision) -> None:
-        """Fix what to compute, and take the gradients: IDLE -> READY, or no change of READING."""
+        """Fix what to compute: IDLE -> READY, or no change of READING. The gradients can still be read from
+        their page, unless it is consumed.
+        """
         if self.state is UpdateState.READING and self._version != self._state_page.version:
             self.cancel()
         staying = self._gradient_page.chunks[self.chunk_index].staying
         self._gradients = [
-            staying.pop((each.parameter, each.start)) if each.parameter in decision.parameters else None
+            staying[each.parameter, each.start] if each.parameter in decision.parameters else None
             for each in self._update.chunk.pieces
         ]
         self.decision = decision

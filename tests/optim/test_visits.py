@@ -182,6 +182,17 @@ def first_only(model: nn.Module, runtime: Any, number: int) -> torch.Tensor:
     return found
 
 
+def read_after_step(model: nn.Module, runtime: Any, number: int) -> torch.Tensor:
+    """One parameter gets a gradient, which is read after the step. No other one has a gradient of zeros."""
+    runtime.optimizer.zero_grad()
+    parameter = pair_of(runtime)[0]
+    parameter.float().square().sum().backward()
+    runtime.optimizer.step()
+    found = runtime.grad(parameter)
+    runtime.optimizer.zero_grad()
+    return found
+
+
 def dropped(model: nn.Module, runtime: Any, number: int) -> None:
     """Gradients are dropped before their unit has all of them, and a step has another parameter's."""
     first, last = pair_of(runtime)
@@ -254,10 +265,11 @@ def test_bits_are_those_of_the_cpus_updates(
     "actions",
     [
         (step, step, first_only, step, dropped, step),
+        (step, step, read_after_step, step),
         (step, step, not_finite, step),
         (step, interrupted, step, step),
     ],
-    ids=["part", "infinite", "interrupted"],
+    ids=["part", "read", "infinite", "interrupted"],
 )
 def test_gradients_that_do_not_lead_to_a_visit_are_used_dropped_or_refused_as_by_the_cpu(
     actions: tuple[Action, ...], launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch

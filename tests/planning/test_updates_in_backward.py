@@ -166,3 +166,6 @@ def test_a_gradient_that_waits_can_be_read_and_dropped(kernels: None, tmp_path: 
         changed = differences(before, copied(model.state_dict()))
         assert len(changed) == 1
         assert torch.equal(parameter.detach(), values)
+        assert torch.equal(runtime.grad(page.parameters[1]), torch.full_like(page.parameters[1], 3))
+        (page.parameters[1] * 3).sum().backward()  # without zero_grad()
+        assert torch.equal(runtime.grad(page.parameters[1]), torch.full_like(page.parameters[1], 6))
