@@ -417,7 +417,9 @@ class UpdateScheduler(Updates):
         """Take back the steps that `begin_early` has counted for units that the device then did not update,
         because a gradient was not finite. Returns these units.
         """
-        stopped = frozenset() if self._on_device is None else self._on_device.stopped() & self._early.keys()
+        if self._on_device is None or not self._early:
+            return frozenset()
+        stopped = self._on_device.stopped() & self._early.keys()
         for unit in stopped:
             state = self._states.pages[unit]
             for index in self._early.pop(unit):
