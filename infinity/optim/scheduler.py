@@ -144,7 +144,9 @@ class UpdateScheduler(Updates):
         units = self._store.plan.visiting_units
         if not units:
             return None
-        updates = {unit: self._units[unit].chunks for unit in sorted(units)}
+        updates = {
+            unit: [each for each in self._units[unit].chunks if each.state_bytes] for unit in sorted(units)
+        }
         return Visits(
             self._pages,
             self._gradients,

@@ -257,8 +257,9 @@ class Visits:
         health: Health,
         ended: Callable[[int], None],
     ) -> None:
-        """updates: unit -> the CPU's updates of its chunks, for the units whose chunks may visit. health: is
-        told of results that are lost. ended: called with the unit of each decided visit that has ended.
+        """updates: unit -> the CPU's updates of its chunks that have states, for the units whose chunks may
+        visit. health: is told of results that are lost. ended: called with the unit of each decided visit
+        that has ended.
         """
         self._health = health
         self._gradients = gradients
@@ -323,14 +324,15 @@ class Visits:
             visit = self._visits.get((unit, update.chunk_index))
             if visit is None:
                 left.append(update)
-            elif visit.can_follow(decision):
+                continue
+            for queue in (self._next, self._ahead):  # states read now for the next step would be old then
+                if visit in queue:
+                    queue.remove(visit)
+            if visit.can_follow(decision):
                 visit.decide(decision)
-                if visit in self._ahead:
-                    self._ahead.remove(visit)
                 self._decided.append(visit)
             else:
-                if visit in self._ahead:
-                    self._ahead.remove(visit)
+                if visit.state is UpdateState.READING:
                     visit.cancel()
                 left.append(update)
         here = sum([update.chunk.count for update in left])

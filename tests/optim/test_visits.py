@@ -75,16 +75,18 @@ def opened(
     compute: str = "bf16",
     states: str = "fp32",
     kind: Any = torch.optim.AdamW,
+    keep: tuple[str, ...] = (),
     **more: Any,
 ) -> Iterator[tuple[nn.Module, Any]]:
     """Offload a small model to the emulated device in use, and yield (model, runtime)."""
     model = TIED.make()
     optimizer = make_optimizer(model, kind)
-    facts = {**EAGER, "precision": infinity.Precision(compute=compute, states=states)}
+    facts = {**EAGER, "precision": infinity.Precision(compute=compute, states=states, keep=keep)}
     with mock.patch.object(twin_flow, "has_kernels", lambda device: visits):
         budget = infinity.Budget(device=ROOMY, host=ROOMY)
         if visits:
-            key = kind, compute, states, homes.Candidate._visiting, "checkpoint" in more
+            room = homes.Candidate._visiting, homes.VISITORS
+            key = kind, compute, states, keep, room, "checkpoint" in more
             if key not in BUDGETS:
                 BUDGETS[key] = budget_of(model, optimizer, **facts, checkpoint=more.get("checkpoint"))
             budget = BUDGETS[key]
@@ -231,7 +233,7 @@ SHARES = (0.0, 1 / 3, 1.0, None)
 """Shares of chunks that visit; None: as measured."""
 
 
-@pytest.mark.sweep(most=6)
+@pytest.mark.sweep(most=7)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "options",
@@ -241,9 +243,10 @@ SHARES = (0.0, 1 / 3, 1.0, None)
         {"states": "bf16"},
         {"states": "int8"},
         {"kind": torch.optim.SGD},
+        {"kind": torch.optim.SGD, "keep": ("*norm*",)},
         {"kind": torch.optim.Adam},
     ],
-    ids=["fp32", "bf16", "bf16 moments", "int8 moments", "sgd", "adam"],
+    ids=["fp32", "bf16", "bf16 moments", "int8 moments", "sgd", "some without states", "adam"],
 )
 def test_bits_are_those_of_the_cpus_updates(
     options: dict[str, Any],
@@ -259,6 +262,19 @@ def test_bits_are_those_of_the_cpus_updates(
     for seed in (1, 2):
         assert parity.differences(trained(seed, *actions, apart=seed == 2, **options), expected) == []
     assert bool(launched) == (share != 0)
+
+
+def test_states_come_up_once_for_each_visit(
+    launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where there is little room, so that updates are decided before their states are read."""
+    monkeypatch.setattr(Visits, "share", 1.0)
+    monkeypatch.setattr(homes, "VISITORS", 2)
+    given_up: list[Visit] = []
+    cancel = Visit.cancel
+    monkeypatch.setattr(Visit, "cancel", lambda visit: given_up.append(visit) or cancel(visit))
+    trained(3, step, step, step, step, step)
+    assert launched and not given_up
 
 
 @pytest.mark.parametrize(
