@@ -7,9 +7,9 @@ table and for the sum of squares of each block of gradient elements (`WorkspaceS
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ import torch
 
 from infinity import _cpu_adam
 from infinity.config import round_up
-from infinity.cpu_adam import BLOCK, Array, Update
+from infinity.cpu_adam import BLOCK, Array, Segment, Update
 from infinity.cpu_adam.page import GRAD_DTYPES, MOMENT_FORMATS, moment_dtype, parameter_format
 from infinity.layout.chunks import Chunk
 from infinity.tiers import PAGE_ALIGNMENT
@@ -180,6 +180,31 @@ class DeviceChunk:
     """
     parameters: Sequence[Hashable]
     """The key of the parameter of each segment of `work`."""
+
+
+def work_of(
+    chunk: Chunk,
+    gradients: torch.Tensor,
+    parameters: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    moments: Mapping[str, Any],
+) -> Update:
+    """Describe the arrays of a chunk for an update on the device, as in `DeviceChunk.work`.
+
+    gradients: (chunk.count,) in their dtype, or empty if each update says where they are. parameters:
+    (chunk.count,) in the dtype in which the model uses them. states: the chunk's optimizer states by name.
+    moments: those of them that `Rule.moments_of` selects.
+    """
+    master = states.get("master")
+    return Update(
+        grad=gradients,
+        segments=[Segment(each.offset, each.count, index=each.start) for each in chunk.pieces],
+        hypers=[],
+        parameter=parameters if master is None else master,
+        copy=None if master is None else parameters,
+        remainder=states.get("remainder"),
+        **moments,
+    )
 
 
 class DeviceTable:

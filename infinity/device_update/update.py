@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity import _cpu_adam
@@ -92,16 +93,10 @@ class DeviceUpdates:
     def _launch(self, rows: Sequence[tuple[int, ParameterUpdate]], scale: float) -> None:
         first, end = rows[0][0], rows[-1][0] + 1
         launch = self.table.update_launch(first, end)
-        known: dict[Hyper, int] = {}
+        rules = _write_updates(launch, [(row - first, update) for row, update in rows], scale)
         for row, update in rows:
-            number = known.setdefault(update.hyper, len(known))
-            launch["hyper"][row - first] = number
-            launch["seeds"][row - first] = update.seed
             if update.gradient is not None:
                 launch["gradients"][row - first] = update.gradient.data_ptr()
-        folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
-        launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
-        rules = {each[0] for each in folded}
         kinds = frozenset(UpdateKind(rule, *rest) for rule in rules for rest in self.table.kinds)
         tiles = self.table.tiles
         warps = int(tiles[int(launch["end"])] - tiles[int(launch["first"])])
@@ -125,6 +120,21 @@ def _launches(
         hypers.add(update.hyper)
     if rows:
         yield rows[start:]
+
+
+def _write_updates(
+    launch: npt.NDArray[np.void], updates: Sequence[tuple[int, ParameterUpdate]], scale: float
+) -> set[int]:
+    """Write updates into the argument of a kernel: their hyper-parameters and seeds. Returns the numbers of
+    their rules. updates: pairs (index in the argument's arrays `hyper` and `seeds`, update).
+    """
+    known: dict[Hyper, int] = {}
+    for place, update in updates:
+        launch["hyper"][place] = known.setdefault(update.hyper, len(known))
+        launch["seeds"][place] = update.seed
+    folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
+    launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
+    return {each[0] for each in folded}
 
 
 class MovingChunk:
@@ -168,13 +178,9 @@ class MovingChunk:
             launch["pieces"][: len(there)], launch["count"] = there, len(there)
             tiles = np.cumsum(-(-there["count"].astype(np.int64) // TILE))
             launch["tiles"][1 : len(there) + 1] = tiles
-            launch["seeds"][: len(there)] = [update.seed for _, update in some]
-            known: dict[Hyper, int] = {}
-            launch["hyper"][: len(there)] = [known.setdefault(each.hyper, len(known)) for _, each in some]
-            folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
-            launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
+            rules = _write_updates(launch, [*enumerate(update for _, update in some)], scale)
             formats = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in there}
-            kinds = frozenset(UpdateKind(each[0], *rest) for each in folded for rest in formats)
+            kinds = frozenset(UpdateKind(rule, *rest) for rule in rules for rest in formats)
             kernels.launch("infinity_update_pieces", int(tiles[-1]), launch.tobytes(), kinds)
 
 

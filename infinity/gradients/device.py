@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 import numpy as np
 import torch
 
-from infinity.cpu_adam import BLOCK, Segment, Update
-from infinity.device_update.table import DeviceChunk, fresh_squares_launch
+from infinity.cpu_adam import BLOCK
+from infinity.device_update.table import DeviceChunk, fresh_squares_launch, work_of
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.layout.chunks import Piece
 from infinity.pages.gradient_page import GradientPage
@@ -343,25 +342,14 @@ class DeviceUnits:
         """
         page = self._gradients[unit]
         arrays = self._states.pages[unit].arrays(chunk_index, self._content(unit, chunk_index))
-        parameter = self._parameters(unit, chunk_index)
-        master = arrays.get("master")
-        moments: dict[str, Any] = self._states.rule.moments_of(arrays)
-        pieces = page.layout.chunks[chunk_index].pieces
+        parameters, chunk = self._parameters(unit, chunk_index), page.layout.chunks[chunk_index]
         if self.in_backward:  # each update says where its gradients are
-            gradients = torch.empty(0, dtype=page.dtype(chunk_index), device=parameter.device)
+            gradients = torch.empty(0, dtype=page.dtype(chunk_index), device=parameters.device)
         else:
             home = page.home.view(page.offset(chunk_index), page.nbytes(chunk_index))
             gradients = page.typed(chunk_index, home)
-        work = Update(
-            grad=gradients,
-            segments=[Segment(each.offset, each.count, index=each.start) for each in pieces],
-            hypers=[],
-            parameter=parameter if master is None else master,
-            copy=None if master is None else parameter,
-            remainder=arrays.get("remainder"),
-            **moments,
-        )
-        return DeviceChunk(work, [(unit, each.parameter) for each in pieces])
+        work = work_of(chunk, gradients, parameters, arrays, self._states.rule.moments_of(arrays))
+        return DeviceChunk(work, [(unit, each.parameter) for each in chunk.pieces])
 
     def _content(self, unit: int, chunk_index: int) -> torch.Tensor:
         """A view of a chunk's optimizer states in the unit's optimizer page, as uint8."""

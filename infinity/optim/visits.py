@@ -25,11 +25,11 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from infinity.cpu_adam import Segment, Update
+from infinity.cpu_adam import Update
+from infinity.device_update.table import work_of
 from infinity.device_update.update import MovingChunk, ParameterUpdate
 from infinity.errors import InfinityError
 from infinity.gradients.gradients import Gradients
@@ -226,18 +226,8 @@ class Visit:
         chunk, page = self._update.chunk, self._page
         dtype = page.layout.regions[chunk.region].dtype
         values = parameters[: chunk.count * dtype.itemsize].view(dtype)
-        master = arrays.get("master")
-        moments: dict[str, Any] = self._states_of_all.rule.moments_of(arrays)
-        form = torch.empty(0, dtype=self._gradient_page.dtype(self.chunk_index), device=values.device)
-        return Update(
-            grad=form,
-            segments=[Segment(each.offset, each.count, index=each.start) for each in chunk.pieces],
-            hypers=[],
-            parameter=values if master is None else master,
-            copy=None if master is None else values,
-            remainder=arrays.get("remainder"),
-            **moments,
-        )
+        gradients = torch.empty(0, dtype=self._gradient_page.dtype(self.chunk_index), device=values.device)
+        return work_of(chunk, gradients, values, arrays, self._states_of_all.rule.moments_of(arrays))
 
 
 class Visits:
