@@ -228,8 +228,9 @@ class TrainingStep:
                 )
             if self._eager is not None:
                 self._eager.step(self._param_groups)
-            stopped = self._uncount_stopped()
-            finite = math.isfinite(norm) and not stopped
+            finite = math.isfinite(norm)
+            if not finite:
+                self._uncount_stopped()
             if finite:
                 self._update()
             elif not parts.scale.dynamic:
@@ -663,12 +664,10 @@ class TrainingStep:
         if self._eager is not None:
             self._eager.clear()
 
-    def _uncount_stopped(self) -> bool:
-        """Take back what was counted for updates that the device left out. Whether there were any."""
-        if self._eager is None or not (stopped := self._scheduler.uncount_stopped()):
-            return False
-        self._eager.stopped(len(stopped))
-        return True
+    def _uncount_stopped(self) -> None:
+        """Take back what was counted for updates that the device left out."""
+        if self._eager is not None and (stopped := self._scheduler.uncount_stopped()):
+            self._eager.stopped(len(stopped))
 
     def _updated_units(self, options: StepOptions) -> list[int]:
         """The units with a parameter that has both a gradient, on any rank, and a param group."""
