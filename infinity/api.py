@@ -23,6 +23,7 @@ from infinity.formats.casts import InputCast
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.adapters import keep_adapters
 from infinity.layout.chunks import Division
+from infinity.layout.shards import Share
 from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
 from infinity.planning.fake_step import run_fake_step
@@ -264,7 +265,7 @@ def plan_for(
         commits=commits is None,
         average=average,
     )
-    chosen = _update_time(update, accumulation, precision, ranks.place.ranks)
+    chosen = _update_time(update, accumulation, precision, ranks.share)
     other = None if machine is None else Machine.read(machine)
     if other is None:
         target = usable_device(ranks.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -373,13 +374,13 @@ def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bu
     return budget or Budget(), precision or Precision()
 
 
-def _update_time(update: str, accumulation: int | None, precision: Precision, ranks: int) -> UpdateTime:
+def _update_time(update: str, accumulation: int | None, precision: Precision, share: Share) -> UpdateTime:
     """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
 
     update: the time when a step's updates run: "auto", or a value of `UpdateTime`. accumulation: number of
     backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an
     `accumulation` that is not a positive integer, for eager and speculative updates without `accumulation`,
-    for eager ones with fp16, and for speculative ones with several ranks.
+    for eager ones with fp16, and for speculative ones of ranks that do not divide gradients.
     """
     if update not in ("auto", "lazy", "eager", "speculative", "sync"):
         raise ConfigError(
@@ -398,10 +399,11 @@ def _update_time(update: str, accumulation: int | None, precision: Precision, ra
             "Declare how many backwards a step has: accumulation=1, or more.",
         )
     if update == "speculative":
-        if ranks > 1:
+        if share.ranks > 1 and share.whole_gradients:
             raise ConfigError(
-                "Speculative updates were asked for with several ranks, for which they are not implemented.",
-                'Give update="lazy".',
+                "Speculative updates were asked for with ranks that do not divide gradients, and add them up "
+                "in step().",
+                'Give partition="gradients" or "parameters", or update="lazy".',
             )
         return "speculative"
     if precision.compute_dtype == torch.float16:

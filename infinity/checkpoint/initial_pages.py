@@ -216,7 +216,8 @@ class InitialPages:
         home.computed = copied or unit in self.plan.updated_on_device
         home.describe = functools.partial(content_at, self.plan, unit, kind)
         if kind is not Kind.GRADIENT and tier is Tier.HOST and unit in self.plan.speculating:
-            home.shown = kind is Kind.PARAMETER and self.store.device.shares_host
+            shown = self.store.device.shares_host or self.plan.share.ranks > 1
+            home.shown = kind is Kind.PARAMETER and shown
             self.store.pair_up(home, [each for each in self._changed(unit, kind) if each[1]])
         return home
 

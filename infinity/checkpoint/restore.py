@@ -227,7 +227,7 @@ def show(pages: Sequence[ParameterPage], edits: EditTracker, store: Store) -> No
         memory, home = page.living(), page.home.memory
         elsewhere = memory is not None and (home is None or memory.data_ptr() != home.data_ptr())
         if memory is not None and elsewhere and page.shard.share.whole_parameters:
-            store.bring(page.home, memory)
+            store.bring(page.home, memory, page.shard.held)
         for parameter in page.parameters:
             torch.autograd.graph.increment_version(parameter)
         page.acknowledge()

@@ -204,8 +204,8 @@ class PageService:
         self._health.check()
         early = request.step > self._remote.step
         if not early and request.what is not What.LOCAL:
-            if self._scheduler is not None:
-                self._scheduler.complete(request.unit)
+            if self._scheduler is not None and not self._scheduler.tentative(request.unit):
+                self._scheduler.complete(request.unit)  # else the home still has what the last step left
             early = request.what is What.PARAMETERS and not self._has_edits(request)
         if early:
             self._early.append(request)

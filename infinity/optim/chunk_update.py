@@ -413,8 +413,6 @@ class ChunkUpdate:
         from a device, and begin to copy the parameters there. Raises the error by which the gradient was lost
         on its way, if that is known.
         """
-        if self.page.home.in_place:
-            self.page.home.withdraw(self._home_start, self._home_start + self.parameter_bytes)
         assert self.decision is not None
         if self.in_ram:
             if self.decision.zeros:
@@ -427,6 +425,8 @@ class ChunkUpdate:
             self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
         memory = (self._parameter, self._gradient, self._states)
         outputs = self._beside(memory) if self.trial is not None else memory
+        if self.page.home.in_place and outputs[0] is memory[0]:
+            self.page.home.withdraw(self._home_start, self._home_start + self.parameter_bytes)
         self._parameter, _, self._states = outputs
         living = self.page.living() if self._has_copy else None
         self._copies = self._store.link.around_job(
@@ -611,12 +611,14 @@ class ChunkUpdate:
 
     @property
     def _slot(self) -> int:
-        """The slot with the newest bytes, the same one for parameters and states if `in_ram`; 0 without
-        slots.
+        """The slot with the newest states, or parameters if there are no states; 0 without slots.
+
+        If `in_ram`, the newest parameters are in the same slot, or always in slot A (`Home.shown`).
         """
-        if not self.page.home.pairs:
-            return 0
-        pair = self.page.home.pair(self._home_start)
+        home, start = self.page.home, self._home_start
+        if self.state_bytes:
+            home, start = self._state_page.home, self._state_offset
+        pair = home.pair(start) if home.pairs else None
         return 0 if pair is None else pair.newest
 
     def _read_states(self, memory: torch.Tensor) -> None:

@@ -119,13 +119,19 @@ class StepOptions:
         return bool(self._rule.written(self.groups[group]))
 
 
-def decide(unit: int, options: StepOptions, gradients: Gradients, states: States) -> Decision | None:
+def decide(
+    unit: int,
+    options: StepOptions,
+    gradients: Gradients,
+    states: States,
+    among: Collection[int] | None = None,
+) -> Decision | None:
     """Decide the update of those parameters of a unit that have both a gradient and a param group. If running
     averages are kept, those of the unit's other trainable parameters are updated, too.
 
     unit: index of the unit. options: the options of this step's param groups. gradients, states: the
-    gradients and the optimizer states of all units. Returns None if there is nothing to do. Raises the
-    errors of `Rule.hyper`.
+    gradients and the optimizer states of all units. among: the parameters to decide for, all by default.
+    Returns None if there is nothing to do. Raises the errors of `Rule.hyper`.
     """
     state = states.pages[unit]
     known: dict[tuple[int, int, bool], int] = {}
@@ -133,7 +139,7 @@ def decide(unit: int, options: StepOptions, gradients: Gradients, states: States
     page = gradients.pages[unit]
     for index in page.having:
         group = options.group(unit, index)
-        if group is None:
+        if group is None or (among is not None and index not in among):
             continue
         step = state.steps[index] + 1
         key = group, step, index not in state.has_moments

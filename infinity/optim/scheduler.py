@@ -245,6 +245,8 @@ class UpdateScheduler(Updates):
         copies that still read `gradient`, where the sum is on a device. Raises the errors of `accumulate`.
         """
         gradients = self._gradients
+        if self.tentative(unit):
+            self._undo(unit)
         copies: Sequence[Transfer] = ()
         with gradients.adding_piece(unit, piece, last=last) as page:
             again = page.has_piece(chunk_index, piece)
@@ -347,7 +349,7 @@ class UpdateScheduler(Updates):
             return
         if not all([update.can_be_undone for update in group.chunks]):
             return
-        decision = decide(unit, options, self._gradients, self._states)
+        decision = decide(unit, options, self._gradients, self._states, group.parameters)
         if decision is None:
             return
         try:
@@ -375,7 +377,7 @@ class UpdateScheduler(Updates):
         for unit, group in enumerate(self._units):
             if group.tentative is None:
                 continue
-            decision = decide(unit, options, self._gradients, self._states)
+            decision = decide(unit, options, self._gradients, self._states, group.parameters)
             failed = any([update.trial is not None and update.trial.failed for update in group.chunks])
             if failed or decision != group.tentative:
                 self._undo(unit)
@@ -387,7 +389,7 @@ class UpdateScheduler(Updates):
                     if update.state is UpdateState.IDLE:
                         group.left -= 1
             with torch._C.DisableTorchFunctionSubclass():
-                count_step(self._pages[unit], self._states, decision.parameters.keys(), options)
+                count_step(self._pages[unit], self._states, self._updated_anywhere(unit, options), options)
             confirmed.add(unit)
             self._store.meter.confirmed()
         return confirmed
@@ -409,7 +411,7 @@ class UpdateScheduler(Updates):
                 arrival.wait()
         if living is not None and not (page.permanent and self._store.device.shares_host):
             try:
-                self._store.bring(page.home, living)
+                self._store.bring(page.home, living, page.shard.own)
             except InfinityError as error:
                 self._health.lose(error)  # the model has values of an update that never was
                 raise
@@ -436,12 +438,17 @@ class UpdateScheduler(Updates):
         for unit, counted in self._early.items():
             page = self._gradients.pages[unit]
             if page.consumed:
-                others = {each for each in page.having if options.group(unit, each) is not None} - counted
+                others = self._updated_anywhere(unit, options) - counted
                 if others:
                     with torch._C.DisableTorchFunctionSubclass():
                         count_step(self._pages[unit], self._states, others, options)
         self._early.clear()
         self._first.clear()
+
+    def _updated_anywhere(self, unit: int, options: StepOptions) -> Set[int]:
+        """The parameters of a unit that the step updates on this rank or on others."""
+        having = self._gradients.pages[unit].having
+        return {each for each in having if options.group(unit, each) is not None}
 
     def pending(self, unit: int) -> bool:
         """Whether an update of the unit was decided and has not ended, so that its parameters are out of

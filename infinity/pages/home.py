@@ -82,7 +82,7 @@ class Home:
     pairs: Ranges[SlotPair] = Ranges()  # noqa: RUF009
     """The ranges of `memory` with two slots. See [Note: slots in RAM]."""
     shown: bool = False
-    """Whether the model computes with `memory` itself."""
+    """Whether the model computes with `memory` itself, or other ranks copy from it."""
     computed: bool = False
     """Whether kernels on the device write to `memory`, or copies on the device read it, for which kernels
     wait. If so, a copy into `memory` waits for all kernels that were queued before the copy.

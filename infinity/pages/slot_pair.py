@@ -7,8 +7,8 @@ in the pool of second places. An update that may be undone reads the newest slot
 `step()` then makes that slot the newest one, and nothing is moved; or the results are forgotten. So the
 newest bytes of a page may lie in several places: `Home.views` finds them.
 
-The model may compute with the home itself, as the CPU does with parameters in its RAM. Its newest bytes then
-have to be in slot A, to which confirmed results are copied.
+The model may compute with the home itself, as the CPU does with parameters in its RAM, and other ranks may
+copy parameters from there. The newest bytes then have to be in slot A, to which confirmed results are copied.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class SlotPair:
         """Make the results of a speculative update, if there are any, the newest bytes."""
         if self.tentative is not None:
             if self.home.shown:
+                self.home.withdraw(self.start, self.end)
                 self.place(0).copy_(self.place(1))
             else:
                 self.newest = self.tentative

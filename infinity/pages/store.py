@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,7 @@ from infinity.config import Budget, round_up
 from infinity.device_update.kernel_trial import kernels_that_measure
 from infinity.device_update.kernels import Kernels
 from infinity.errors import InfinityError
+from infinity.layout.shards import HomeRange
 from infinity.pages.durable_io import DurableIO
 from infinity.pages.home import Home, InFlightRequest, Trial
 from infinity.pages.ledger import Ledger
@@ -467,17 +468,19 @@ class Store:
             copy[first - offset : last - offset].copy_(piece[first - start : last - start])
         return copy
 
-    def bring(self, home: Home, into: torch.Tensor) -> None:
-        """Copy a whole home to memory where the model computes, and wait until it is there.
+    def bring(self, home: Home, into: torch.Tensor, ranges: Iterable[HomeRange]) -> None:
+        """Copy ranges of a parameter page from its home to memory where the model computes, and wait until
+        they are there.
 
-        into: leased memory, uint8 (home.nbytes,), that is not the home's own. The copy waits for all work
-        that is queued on the compute stream.
+        into: leased memory, uint8 (bytes of the page,), that is not the home's own. The copy waits for all
+        work that is queued on the compute stream.
         """
         self.link.follow_compute()
-        for start, end in self._windows(0, home.nbytes):
-            piece = self._bounce_buffer(end - start)
-            self.read(home, start, piece).wait()
-            self.copy_up(into[start:end], piece).wait()
+        for page_start, home_start, nbytes in ranges:
+            for start, end in self._windows(home_start, nbytes):
+                piece = self._bounce_buffer(end - start)
+                self.read(home, start, piece).wait()
+                self.copy_up(into[page_start:][start - home_start : end - home_start], piece).wait()
 
     def _durable(self, home: Home) -> DurableIO | None:
         """The object that reads and writes the slots of a home's page; None if the page has no slots."""

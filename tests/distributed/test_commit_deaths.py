@@ -33,7 +33,7 @@ def test_ranks_killed_anywhere_go_on_from_what_was_committed(seed: int, tmp_path
         size=draw.choice((2, 2, 3)),
         stage=draw.randrange(4),
         homes=draw.choice(((home,), (home,), ("unified", "nvme"))),
-        update=draw.choice(("lazy", "lazy", "eager", "sync")),
+        update=draw.choice(("lazy", "speculative", "eager", "sync")),
         last=24,
     )
     run = Continued(plan)

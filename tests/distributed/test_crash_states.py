@@ -33,6 +33,7 @@ MORE_RUNS = {
     "nothing divided": Run(Job(stage=0)),
     "gradients divided, eager, bf16": Run(Job(stage=2, update="eager", compute="bf16")),
     "parameters divided, eager, ram": Run(Job(home="ram", update="eager")),
+    "parameters divided, speculative": Run(Job(update="speculative", compute="bf16")),
     "refused, ram": Run(Job(home="ram"), parts=("refused",)),
     "refused, optimizer divided": Run(Job(stage=1), parts=("refused",)),
     "unsynced, optimizer divided": Run(Job(stage=1), parts=("unsynced",)),

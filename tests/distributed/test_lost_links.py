@@ -153,7 +153,7 @@ def test_ranks_whose_link_is_lost_anywhere_go_on(seed: int, nodes: Nodes, tmp_pa
         str(tmp_path),
         stage=draw.randrange(4),
         homes=draw.choice((("unified",), ("nvme",), ("unified", "nvme"))),
-        update=draw.choice(("lazy", "lazy", "eager", "sync")),
+        update=draw.choice(("lazy", "speculative", "eager", "sync")),
         last=24,
         fault=CUT,
     )

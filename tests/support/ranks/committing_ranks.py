@@ -136,9 +136,9 @@ def plan_of_this_rank() -> tuple[Plan, Case, Place]:
     """The plan, its case, and this rank's place."""
     plan = Plan(**json.loads(os.environ[PLAN]))
     place = Place(int(os.environ["RANK"]), plan.size, alone=False)
-    eager = plan.update == "eager"
     home = plan.homes[place.rank % len(plan.homes)]
-    return plan, Case(plan.subject, plan.stage, home=home, update=plan.update, declared=eager), place
+    declared = plan.update in ("eager", "speculative")
+    return plan, Case(plan.subject, plan.stage, home=home, update=plan.update, declared=declared), place
 
 
 def offloaded(plan: Plan, case: Case, place: Place) -> AbstractContextManager[Any]:

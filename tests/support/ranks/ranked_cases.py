@@ -260,6 +260,8 @@ def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = N
     with running(case, place, directory, mesh=mesh) as run:
         run.take_steps(range(case.steps), found)
         tell_values(run.model, found)
+        total = run.runtime.stats
+        found["speculative"] = total.confirmed_updates, total.undone_updates
     return found
 
 

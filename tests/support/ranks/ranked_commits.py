@@ -121,8 +121,8 @@ def opened(job: Job, node: Node, rank: int, *, resume: bool = False) -> Iterator
     node.pages.mkdir(parents=True, exist_ok=True)
     model, optimizer = make()
     nvme = {str(node.pages): ROOMY} if job.home == "nvme" else None
-    precision, eager = infinity.Precision(compute=job.compute), job.update == "eager"
-    options: dict[str, Any] = {"update": job.update, "accumulation": 1 if eager else None}
+    precision, declared = infinity.Precision(compute=job.compute), job.update in ("eager", "speculative")
+    options: dict[str, Any] = {"update": job.update, "accumulation": 1 if declared else None}
     host = ROOMY
     if job.home == "nvme":
         roomy = plan_for(
