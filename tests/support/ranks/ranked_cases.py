@@ -260,9 +260,13 @@ def train(case: Case, place: Place, directory: Path, mesh: DeviceMesh | None = N
     with running(case, place, directory, mesh=mesh) as run:
         run.take_steps(range(case.steps), found)
         tell_values(run.model, found)
-        total = run.runtime.stats
-        found["speculative"] = total.confirmed_updates, total.undone_updates
+        tell_updates(run.runtime, found)
     return found
+
+
+def tell_updates(runtime: Runtime, found: dict[str, Any]) -> None:
+    """Add how many speculative updates were confirmed, and how many were undone, to `found`."""
+    found["speculative"] = runtime.stats.confirmed_updates, runtime.stats.undone_updates
 
 
 def tell_values(model: nn.Module, found: dict[str, Any]) -> None:

@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranked_cases import HOMES, SEED, Case, Place, digest, nothing, precision_of, running, tell_values
+from ranked_cases import (
+    HOMES,
+    SEED,
+    Case,
+    Place,
+    digest,
+    nothing,
+    precision_of,
+    running,
+    tell_updates,
+    tell_values,
+)
 from ranked_models import SUBJECTS
 
 from infinity import api
@@ -40,6 +51,7 @@ def train_with_a_break(case: Case, place: Place, directory: Path) -> dict[str, A
         run.load_schedules(state["schedulers"])
         run.take_steps(range(2, case.steps), found, then=run.runtime.save)
         tell_values(run.model, found)
+        tell_updates(run.runtime, found)
     return found
 
 
