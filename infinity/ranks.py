@@ -285,7 +285,7 @@ class SingleStep:
     def __init__(self, gradients: Gradients) -> None:
         self._gradients = gradients
         self._pages = gradients.pages
-        self._fresh: tuple[int, ...] = ()
+        self._fresh: tuple[tuple[int, Sequence[int]], ...] = ()
         self.times_zeroed = 0
         """Number of times that this rank has cleared its gradients by zero_grad(set_to_none=False)."""
 
@@ -344,12 +344,12 @@ class SingleStep:
         Returns False if the caller must add it to this rank's stored gradient. later: as in
         `TrainingStep.add`. Raises ConfigError if no gradient may come now.
         """
-        self._fresh = (unit,)
+        self._fresh = ((unit, (parameter,)),)
         return False
 
-    def take_complete(self) -> Sequence[int]:
-        """Return the units whose gradients of a micro-batch have become complete since the last call: the
-        last gradient of the last rank has been added.
+    def take_complete(self) -> Sequence[tuple[int, Sequence[int]]]:
+        """Return the units, and the indices of their parameters, to which the last rank's gradient of a
+        micro-batch, or of a piece of it, has been added since the last call.
         """
         found, self._fresh = self._fresh, ()
         return found

@@ -9,7 +9,7 @@ import functools
 import math
 import time
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -85,10 +85,6 @@ class TrainingStep:
         self._knows_activations = parts.plan.activations is not None
         """False until the first step has compared its activations with the room that the plan has left for
         them. True from the start if the plan knew the activations.
-        """
-        self._complete: deque[int] = deque()
-        """Units that have all gradients of the step and whose eager update has not begun, in the order in
-        which they got them.
         """
         self._eager: EagerStep | None = None
         if parts.plan.update == "eager":
@@ -309,6 +305,8 @@ class TrainingStep:
             ended = self._eager is not None and self._eager.ended
             last = had and (parameter in gradients.pages[unit].content or bool(gradients.factors) or ended)
             ranks.drop(unit, parameter)
+            if self._eager is not None:
+                self._eager.dropped(unit, parameter)
             if not had and not zeros:
                 return
             page = gradients.pages[unit]
@@ -638,18 +636,18 @@ class TrainingStep:
     def _update_complete(self, *, wait: bool = False) -> None:
         """Begin the eager updates of units that have got the last gradients of all ranks.
 
-        wait: whether to wait for gradients that are on their way from a device. If not, units with such
-        gradients, and those that came after them, are left to a later call.
+        wait: whether to wait for gradients that are on their way from a device. If not, units that the CPU
+        updates, from the first one with such gradients on, are left to a later call.
         """
         if self._eager is not None:
-            self._complete.extend(self._ranks.take_complete())
-            pages = self._gradients.pages
-            while self._complete and (wait or pages[self._complete[0]].all_arrived):
-                unit = self._complete.popleft()
-                if not pages[unit].consumed:  # else it came here once more with another gradient
-                    self._update_early(unit)
+            eager, await_unit = self._eager, self._scheduler.await_gradients if wait else None
+            for unit, parameters in self._ranks.take_complete():
+                if eager.added(unit, parameters):
+                    self._begin_early(eager, unit)
+            while (admitted := eager.next(await_unit)) is not None:
+                self._begin_early(eager, admitted)
         elif self._speculation is not None:
-            for unit in self._ranks.take_complete():
+            for unit, _ in self._ranks.take_complete():
                 if self._speculation.admits(unit):
                     self._update_tentatively(unit)
 
@@ -657,7 +655,6 @@ class TrainingStep:
         """Forget all stored gradients, so that the next step can begin."""
         self._scheduler.undo_all()
         self._uncount_stopped()
-        self._complete.clear()
         self._ranks.clear()
         self._times_forgotten += 1
         self.open = False
@@ -713,15 +710,8 @@ class TrainingStep:
             failure = error.again()
         return self._ranks.settle(call, self._param_groups, failure, forgiving=forgiving)
 
-    def _update_early(self, unit: int) -> None:
-        """Begin the eager update of a unit, if the unit has all gradients of the step."""
-        eager = self._eager
-        assert eager is not None
-        self._scheduler.await_gradients(unit)
-        if eager.admits(unit):
-            self._begin_early(eager, unit)
-
     def _begin_early(self, eager: EagerStep, unit: int) -> None:
+        """Begin the eager update of a unit that has all gradients of the step."""
         parts = self._components
         options = eager.options(self._param_groups, self._groups if eager.begun else self._group_of())
         if not parts.store.device.shares_host:

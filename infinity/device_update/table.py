@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -151,20 +151,25 @@ FRESH_SQUARES_LAUNCH = np.dtype(
 )
 
 
-def fresh_squares_launch(
-    gradient: torch.Tensor, sums: torch.Tensor, stop: torch.Tensor | None = None, number: int = 0
-) -> _Struct:
+class Stop(NamedTuple):
+    """What a kernel that measures a gradient does if an element of the gradient is not finite."""
+
+    word: torch.Tensor
+    """int32 (1,) on the device, which gets `number` if it is 0."""
+    number: int
+
+
+def fresh_squares_launch(gradient: torch.Tensor, sums: torch.Tensor, stop: Stop | None = None) -> _Struct:
     """Make the argument of the kernel that sums the squares of each block of BLOCK elements of one gradient.
 
-    gradient: (n,), contiguous, on the device. sums: float64 on the device, one for each block. stop: int32
-    (1,) on the device, which gets `number` if it is 0 and an element of the gradient is not finite. Returns a
+    gradient: (n,), contiguous, on the device. sums: float64 on the device, one for each block. Returns a
     scalar array of the numpy dtype FRESH_SQUARES_LAUNCH. The kernel needs a warp for each block.
     """
     launch = np.zeros((), FRESH_SQUARES_LAUNCH)
     launch["gradient"], launch["sums"], launch["count"] = gradient.data_ptr(), sums.data_ptr(), len(gradient)
     launch["dtype"] = GRAD_DTYPES[gradient.dtype].value
     if stop is not None:
-        launch["stop"], launch["number"] = stop.data_ptr(), number
+        launch["stop"], launch["number"] = stop.word.data_ptr(), stop.number
     return launch
 
 

@@ -199,8 +199,10 @@ class GradientShards:
         """Rank -> number of shards that this rank has offered to it since gradients were cleared."""
         self._heard: Counter[int] = Counter()
         """Rank -> number of shards that it has offered to this rank since gradients were cleared."""
-        self.fresh: set[int] = set()
-        """Units to which the last rank's shard of a micro-batch was added since the set was last emptied."""
+        self.fresh: dict[int, set[int]] = {}
+        """Unit -> its parameters with pieces to which the last rank's gradient of a micro-batch was added
+        since this was last emptied.
+        """
         self._wire = wire
         self._share = share
         self._gradients = gradients
@@ -682,7 +684,7 @@ class GradientShards:
             except InfinityError:
                 return copies  # the gradients of the step are lost; step() raises the error on all ranks
         if last:
-            self.fresh.add(unit)
+            self.fresh.setdefault(unit, set()).update(piece.parameter for _, piece in block)
         return copies
 
     def _idle(self) -> bool:

@@ -444,10 +444,10 @@ class RankedStep(SingleStep):
                 "Call runtime.optimizer.zero_grad() equally often on all ranks.",
             )
 
-    def take_complete(self) -> list[int]:
+    def take_complete(self) -> Sequence[tuple[int, Sequence[int]]]:
         if self.shards is None:
             return []
-        found = sorted(self.shards.fresh)
+        found = [(unit, sorted(fresh)) for unit, fresh in sorted(self.shards.fresh.items())]
         self.shards.fresh.clear()
         return found
 

@@ -8,6 +8,11 @@ updates queued after it, but the host, which queues them, does not wait to know.
 writes the gradient's number to a word in device memory (`DeviceTable.stop`), and the updates do nothing from
 then on. `step()` reads the sums of squares and, if they are not finite, the word.
 
+The device measures the gradients of the other units, too, and these write the same word. When such a unit has
+all its gradients, the word is copied to the host. The unit is updated if no gradient up to its last one has
+written the word. So the same units are updated wherever they are: those whose last gradient came before the
+first that is not finite.
+
 With several ranks these are the sums of this rank's own shards. Gradients of all ranks come to them from RAM
 or from devices, through upload buffers, in the order in which they are added.
 
@@ -25,9 +30,10 @@ import numpy as np
 import torch
 
 from infinity.cpu_adam import BLOCK
-from infinity.device_update.table import DeviceChunk, fresh_squares_launch, work_of
+from infinity.device_update.table import DeviceChunk, Stop, fresh_squares_launch, work_of
 from infinity.device_update.update import DeviceUpdates, ParameterUpdate
 from infinity.layout.chunks import Piece
+from infinity.pages.gradient_copies import GradientCopies, GradientCopy
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
@@ -70,10 +76,10 @@ class DeviceUnits:
         `step()` decides that, other code may read the gradient until `clear`. Empty unless `in_backward`, as
         are the next two attributes.
         """
-        self._measured = 0
-        """Number of gradients that were measured since gradients were cleared."""
+        self.measured = 0
+        """Number of gradients that were measured since gradients were cleared, those of all units."""
         self._queued: dict[int, int] = {}
-        """Unit whose update is queued -> `_measured` at that time."""
+        """Unit whose update is queued -> `measured` at that time."""
         assert store.workspace is not None and store.kernels is not None
         chunks = [
             self._chunk(unit, chunk_index)
@@ -130,20 +136,61 @@ class DeviceUnits:
 
     def _measure(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
         assert self._store.workspace is not None
-        unit, link, table = page.index, self._store.link, self._updates.table
-        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
-        self._measured += 1
-        sums = table.squares(self._store.workspace)[table.place((unit, parameter))]
-        launch = fresh_squares_launch(fresh, sums, self._stop, self._measured)
-        self._updates.kernels.launch("infinity_fresh_squares", len(sums), launch.tobytes())
-        link.uses(User.COMPUTE, sums, self._stop, writes=True, label="sums of squares")
+        table = self._updates.table
+        self._launch(fresh, table.squares(self._store.workspace)[table.place((page.index, parameter))])
         for chunk_index, piece in page.pieces(parameter):
             page.chunks[chunk_index].blocks[parameter, piece.start] = _NOT_MEASURED
+
+    def _launch(self, fresh: torch.Tensor, sums: torch.Tensor) -> None:
+        link, stop = self._store.link, self.next_stop()
+        link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
+        launch = fresh_squares_launch(fresh, sums, stop)
+        self._updates.kernels.launch("infinity_fresh_squares", len(sums), launch.tobytes())
+        link.uses(User.COMPUTE, sums, stop.word, writes=True, label="sums of squares")
 
     @property
     def _stop(self) -> torch.Tensor:
         assert self._store.workspace is not None
         return self._updates.table.stop(self._store.workspace)
+
+    @property
+    def _stop_here(self) -> torch.Tensor:
+        """Where the host reads `_stop`; see `copy_stop`."""
+        squares = self._store.squares
+        return self._stop if squares is None else squares[-1:].view(torch.int32)[:1]
+
+    def next_stop(self) -> Stop:
+        """Number one more gradient, which the caller's kernel measures next on torch's current stream."""
+        self._updates.order()
+        self.measured += 1
+        return Stop(self._stop, self.measured)
+
+    def watch(self, fresh: torch.Tensor) -> None:
+        """Have a gradient of a unit that the CPU updates, (n,) on the device, stop later updates there if it
+        is not finite.
+        """
+        if fresh.numel():
+            sums = torch.empty(-(-fresh.numel() // BLOCK), dtype=torch.float64, device=fresh.device)
+            self._launch(fresh, sums)
+
+    def copy_stop(self, copies: GradientCopies | None) -> GradientCopy | None:
+        """Begin to copy the word that stops updates to the host, for `stopped_by`. None: the host reads the
+        word itself. copies: None if the host can use the device's memory.
+        """
+        if copies is None:
+            return None
+        self._updates.order()
+        self._store.link.uses(User.COMPUTE, self._stop, writes=False, label="stop")
+        return copies.copy(
+            self._stop.clone(), [(0, self._stop_here)], None
+        )  # a kernel may write the word next
+
+    def stopped_by(self, measured: int) -> bool:
+        """Whether one of the first `measured` gradients was not finite. Called after the end of a copy by
+        `copy_stop` that began after they were measured. A later copy may be under way and leads to the same
+        answer, because the first number that is written to the word stays.
+        """
+        return 0 < int(self._stop_here) <= measured
 
     def kept(self, unit: int, parameter: int) -> torch.Tensor | None:
         """The gradient of a parameter, (numel,) on the device, that has no page."""
@@ -161,12 +208,12 @@ class DeviceUnits:
 
     def clear(self) -> None:
         """Forget the gradients that wait for an update in the backward, and let updates run again."""
-        if self._measured:
+        if self.measured:
             self._updates.order()
             self._store.link.uses(User.COMPUTE, self._stop, writes=True, label="stop")
             self._stop.zero_()
             self._changed = True
-        self._measured = 0
+        self.measured = 0
         self._fresh.clear()
         self._queued.clear()
 
@@ -175,14 +222,19 @@ class DeviceUnits:
         for parameter in self._gradients[unit].content if unit in self else ():
             self._fresh.pop((unit, parameter), None)
 
-    def drop(self, unit: int, parameter: int) -> None:
-        """Forget the gradient of one parameter, before any update is queued in the backward."""
-        if self._fresh.pop((unit, parameter), None) is not None:
-            self._fresh, left = {}, self._fresh
-            self.clear()
-            self._fresh = left
-            for key, each in left.items():  # the stop may have been that gradient's
-                self._measure(self._gradients[key[0]], key[1], each)
+    def drop(self, unit: int, parameter: int, *, finite: bool) -> None:
+        """Forget the gradient of one parameter, before any update is queued in the backward. finite: whether
+        all other gradients of units that the CPU updates are finite.
+        """
+        self._fresh.pop((unit, parameter), None)
+        self._fresh, left = {}, self._fresh
+        self.clear()
+        self._fresh = left
+        for key, each in left.items():  # the stop may have been that gradient's
+            self._measure(self._gradients[key[0]], key[1], each)
+        if not finite:
+            self.measured += 1
+            self._stop.fill_(self.measured)
 
     def add_piece(
         self,
@@ -281,7 +333,7 @@ class DeviceUnits:
             scale,
         )
         if self.in_backward:
-            self._queued[unit] = self._measured
+            self._queued[unit] = self.measured
             for parameter in updates:
                 self._updates.give_back(self._fresh[unit, parameter])
                 if parameter not in self._gradients[unit].content:

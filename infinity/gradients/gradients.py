@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.exact_sum import ExactSum
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.chunks import OwnedRange, Piece
-from infinity.pages.gradient_copies import GradientCopies
+from infinity.pages.gradient_copies import GradientCopies, GradientCopy
 from infinity.pages.gradient_page import FreshGradient, GradientChunk, GradientPage, StayingPiece
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
@@ -40,6 +40,23 @@ from infinity.tiers.link import Transfer, User
 _NO_SUMS = np.zeros(0)
 _MOST_READ = 1 << 22
 """The most elements of a gradient that are brought from another rank at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteGradients:
+    """Gradients of a unit that have become complete together. They may be on their way from a device."""
+
+    unit: int
+    parameters: Sequence[int]
+    """Indices of the parameters."""
+    last: bool
+    """Whether the unit has all gradients of the step with them."""
+    copy: GradientCopy | None
+    """The copy that brings the last of them, and what the host must know of other units' gradients."""
+    job: int
+    """Number of the job that brings the last of them, as `GradientCopies.send` returned it."""
+    measured: int
+    """If `last`, number of gradients that the device had measured before; else 0."""
 
 
 class Gradients:
@@ -227,6 +244,7 @@ class Gradients:
         if self._copies is not None and not again and fresh.dtype == page.stored_dtype(parameter):
             self._copy_home(self._copies, page, parameter, fresh)
             return
+        self.watch(page, parameter, fresh)
         for start, target, places in page.runs(parameter):
             for chunk_index, _ in places:
                 page.send_home(chunk_index)
@@ -253,7 +271,8 @@ class Gradients:
         leaving = [(start, target) for start, target, _ in runs]
         if self.stays is not None and squares is not None:
             leaving = self._let_stay(page, parameter, fresh)
-        copy = copies.copy(fresh, leaving, squares)
+        stop = None if self._watcher is None else self._watcher.next_stop()
+        copy = copies.copy(fresh, leaving, squares, stop)
         page.latest_copy = copy
         for start, target, places in runs:
             for chunk_index, _ in places:
@@ -339,6 +358,13 @@ class Gradients:
         page.content.add(piece.parameter)
         if last:
             page.arrived_piece(piece)
+
+    def watch(self, page: GradientPage, parameter: int, fresh: torch.Tensor) -> None:
+        """Have a new gradient, (numel,) where the model computes, stop the device's updates in the backward
+        if it is not finite. Called for gradients that no other call measures on the device.
+        """
+        if self._watcher is not None:
+            self._watcher.watch(fresh.to(page.stored_dtype(parameter)))
 
     def add_piece(
         self,
@@ -581,7 +607,39 @@ class Gradients:
     @property
     def on_device_in_backward(self) -> bool:
         """Whether the device updates its units in the backward, with gradients that have no page."""
-        return self._on_device is not None and self._on_device.in_backward
+        return self._watcher is not None
+
+    @property
+    def _watcher(self) -> DeviceUnits | None:
+        """The units that the device updates, if it does so in the backward.
+
+        See [Note: updates in the backward] in infinity/gradients/device.py.
+        """
+        return self._on_device if self._on_device is not None and self._on_device.in_backward else None
+
+    def completed(self, unit: int, parameters: Sequence[int], *, last: bool) -> CompleteGradients:
+        """Describe gradients of a unit that have just become complete. last: as in CompleteGradients."""
+        page, measured = self.pages[unit], 0
+        copy, job = page.latest_copy, page.latest_job
+        if last and self._watcher is not None:
+            measured = self._watcher.measured
+            copy = self._watcher.copy_stop(self._copies)
+        return CompleteGradients(unit, parameters, last, copy, job, measured)
+
+    def come(self, gradients: CompleteGradients, *, wait: bool = False) -> bool:
+        """Whether gradients that became complete have come from the device. wait: wait until they have."""
+        if self._copies is None:
+            return True
+        if wait:
+            if gradients.copy is not None:
+                gradients.copy.wait()
+            self._copies.wait(gradients.job)
+            return True
+        return (gradients.copy is None or gradients.copy.done()) and self._copies.arrived(gradients.job)
+
+    def stopped_before(self, gradients: CompleteGradients) -> bool:
+        """Whether a gradient that the device measures was not finite and came before the last of these."""
+        return self._watcher is not None and self._watcher.stopped_by(gradients.measured)
 
     def consume(self, unit: int) -> None:
         """Mark a unit's gradients as used by an eager update.
@@ -676,11 +734,29 @@ class Gradients:
         if unit in self.pages:
             page = self.pages[unit]
             self._sums.clear()
+            if parameter in page.content and self._on_device is not None and self._on_device.measured:
+                self._drop_measured(self._on_device, page, parameter)
             page.content.discard(parameter)
-            if self._on_device is not None:
-                self._on_device.drop(unit, parameter)
             for chunk_index, piece in page.pieces(parameter):  # these are what ranks ask each other for
                 page.forget_piece(chunk_index, piece)
+
+    def _drop_measured(self, units: DeviceUnits, page: GradientPage, parameter: int) -> None:
+        """Let updates on the device run again if the gradient of a parameter, now dropped, stopped them."""
+        if self.lost:
+            return  # `check` raises until `clear`
+        if page.index in units:
+            stopped = units.kept(page.index, parameter) is not None
+        else:
+            stopped = not page.finite(parameter)
+        if stopped:
+            finite = all(
+                each.finite(index)
+                for unit, each in self.pages.items()
+                if unit not in units
+                for index in each.content
+                if (unit, index) != (page.index, parameter)
+            )
+            units.drop(page.index, parameter, finite=finite)
 
     def check_addition(self, unit: int, parameter: int) -> GradientPage:
         """Check that a gradient of a parameter may come now, and return the unit's gradient page.

@@ -6,8 +6,9 @@ as a step before the update runs.
 [Note: eager updates] An eager update is decided in the backward that brings the unit's last gradient.
 Gradients then need not leave the memory in which they arrive. Also, the disk can move states during the
 backward, not only during the next forward. Updates that are not done when the backward ends go on during
-the next forward. A unit that the device updates is left to `step()`: it needs no staging, and an eager update
-of it would have to wait for the device, to check that the gradients are finite.
+the next forward. A unit is updated if all gradients are finite that became complete up to its last one. Where
+parameters get several gradients a step, a unit that the device updates is left to `step()`: it needs no
+staging.
 
 [Note: when to speculate] A speculative update is decided like an eager one, by the unit's last gradient, with
 the factor that gradients have if they are not clipped. It leaves gradients and everything else as they are
@@ -23,7 +24,8 @@ scaling of fp16. An update cannot be undone, so a step whose updates have begun 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +34,7 @@ import torch
 from infinity import cpu_adam
 from infinity.errors import ConfigError
 from infinity.formats.optimizer_rules import Group, Rule
-from infinity.gradients.gradients import Gradients
+from infinity.gradients.gradients import CompleteGradients, Gradients
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 
@@ -211,27 +213,64 @@ class EagerStep:
         """Copies of the param groups' options, made when the step's first unit is updated; None before."""
         self._updated = 0
         """Number of units that eager updates have updated in this step."""
-        self._broken = False
-        """Whether a gradient of this step was not finite. No further unit is updated then."""
+        self._broken: set[tuple[int, int]] = set()
+        """(unit, index of a parameter) of each gradient of this step of which `next` has found that it is not
+        finite. The CPU updates no further unit then.
+        """
+        self._complete: deque[CompleteGradients] = deque()
+        """Gradients of units that the CPU updates that `next` has not checked, in the order in which they
+        became complete.
+        """
         self.ended = False
         """Whether `optimizer.step()` has ended the step. Its gradients stay in use until `clear`."""
 
-    def admits(self, unit: int) -> bool:
-        """Whether to update a unit now: it has all gradients of the step, and all gradients were finite so
-        far.
-
-        The device itself stops the updates that it runs in the backward; see [Note: updates in the backward]
-        in infinity/gradients/device.py. False for other units that the device updates. Called after every new
-        gradient of the unit.
+    def added(self, unit: int, parameters: Sequence[int]) -> bool:
+        """Note new gradients of a unit's parameters. Returns whether to update the unit now, without `next`:
+        the device updates it in the backward, and it has all gradients of the step. If one that came before
+        is not finite, the device itself stops the update; see [Note: updates in the backward] in
+        infinity/gradients/device.py.
         """
-        page, gradients = self._pages[unit], self._gradients.pages[unit]
-        there = self._gradients.on_device(unit)
-        if self._broken or (there and not self._gradients.on_device_in_backward):
+        gradients = self._gradients
+        page = gradients.pages[unit]
+        complete = [each for each in parameters if page.arrivals[each] >= self._accumulation]
+        if not complete or page.consumed:
             return False
-        if not gradients.complete(page.parameters, self._accumulation):
-            return False
-        self._broken = not (there or all(gradients.finite(index) for index in gradients.content))
-        return not self._broken
+        last = page.complete(self._pages[unit].parameters, self._accumulation)
+        if gradients.on_device(unit):
+            return last and gradients.on_device_in_backward
+        self._complete.append(gradients.completed(unit, complete, last=last))
+        return False
+
+    def next(self, wait: Callable[[int], None] | None) -> int | None:
+        """Return the next unit to be updated by the CPU: it has all gradients of the step, and all that
+        became complete before are finite. None: there is none, or gradients are on their way from a device.
+
+        wait: function that is called with a unit before the call waits for the unit's gradients; None: the
+        call does not wait. Raises the errors of `GradientPage.squares`.
+        """
+        while self._complete:
+            first = self._complete[0]
+            if not self._gradients.come(first):
+                if wait is None:
+                    return None
+                wait(first.unit)
+                self._gradients.come(first, wait=True)
+            self._complete.popleft()
+            page = self._gradients.pages[first.unit]
+            if page.consumed:  # one more gradient came than was declared
+                continue
+            for index in first.parameters:  # those that are not in `content` were dropped
+                if index in page.content and not page.finite(index, arrived=True):
+                    self._broken.add((first.unit, index))
+            if self._broken or not first.last or self._gradients.stopped_before(first):
+                continue
+            if page.complete(self._pages[first.unit].parameters, self._accumulation):  # none was dropped
+                return first.unit
+        return None
+
+    def dropped(self, unit: int, parameter: int) -> None:
+        """Note that the gradient of a parameter was dropped."""
+        self._broken.discard((unit, parameter))
 
     def options(self, groups: Sequence[Group], group_of: Mapping[tuple[int, int], int]) -> StepOptions:
         """Count one more unit as updated, and return the options of all param groups for its update.
@@ -249,7 +288,6 @@ class EagerStep:
     def stopped(self, units: int) -> None:
         """Note that the device has left out the updates of some of the units that count as updated."""
         self._updated -= units
-        self._broken = True
 
     def step(self, groups: Sequence[Group]) -> None:
         """Check that user code may call `optimizer.step()` now, after the eager updates of this step.
@@ -284,7 +322,9 @@ class EagerStep:
         """
         self._options = None
         self._updated = 0
-        self._broken = self.ended = False
+        self.ended = False
+        self._broken.clear()
+        self._complete.clear()
 
     @property
     def done(self) -> str:

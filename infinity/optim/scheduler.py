@@ -197,6 +197,7 @@ class UpdateScheduler(Updates):
             elif page.home.in_place:
                 gradients.add_in_place(page, parameter, flat)
             else:
+                gradients.watch(page, parameter, flat)
                 for chunk_index, piece in gradients.pieces(page, parameter):
                     self._stage(page, chunk_index)
                     gradients.add_piece(

@@ -41,7 +41,7 @@ import torch
 
 from infinity import cpu_adam
 from infinity.cpu_adam import BLOCK
-from infinity.device_update.table import fresh_squares_launch
+from infinity.device_update.table import Stop, fresh_squares_launch
 from infinity.errors import ConfigError, InfinityError
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge, Wait
@@ -176,14 +176,18 @@ class GradientCopies:
     # --- called by hooks, under the runtime's lock --------------------------------------------------------
 
     def copy(
-        self, fresh: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], squares: torch.Tensor | None
+        self,
+        fresh: torch.Tensor,
+        places: Sequence[tuple[int, torch.Tensor]],
+        squares: torch.Tensor | None,
+        stop: Stop | None = None,
     ) -> GradientCopy:
         """Queue the copies of a new gradient straight to its places in host RAM.
 
         fresh: the gradient, (n,), contiguous, in device memory. places: (index of the first element, flat
         tensor of the gradient's dtype in host RAM) of each range of elements. squares: float64 in host RAM
-        that gets the sum of squares of each block of BLOCK elements, or None: they are not computed. Raises
-        DeviceError, and the error in `failure`.
+        that gets the sum of squares of each block of BLOCK elements, or None: they are not computed. stop:
+        used only if they are; None: no word is written. Raises DeviceError, and the error in `failure`.
         """
         self.check()
         link = self._store.link
@@ -194,10 +198,11 @@ class GradientCopies:
         if squares is not None and squares.numel():
             there = torch.empty(squares.shape, dtype=squares.dtype, device=fresh.device)
             assert self._store.kernels is not None
-            self._store.kernels.launch(
-                "infinity_fresh_squares", there.numel(), fresh_squares_launch(fresh, there).tobytes()
+            launch = fresh_squares_launch(fresh, there, stop)
+            self._store.kernels.launch("infinity_fresh_squares", there.numel(), launch.tobytes())
+            link.uses(
+                User.COMPUTE, there, *([stop.word] if stop else ()), writes=True, label="sums of squares"
             )
-            link.uses(User.COMPUTE, there, writes=True, label="sums of squares")
             pairs.append((squares, there))
             nbytes += there.nbytes
         transfers: list[Transfer] = []

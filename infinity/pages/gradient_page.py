@@ -341,14 +341,14 @@ class GradientPage:
         count = self.layout.chunks[chunk_index].count
         return data[: count * self._dtypes[chunk_index].itemsize].view(self._dtypes[chunk_index])
 
-    def squares(self, parameter: int) -> list[npt.NDArray[np.float64]]:
+    def squares(self, parameter: int, *, arrived: bool = False) -> list[npt.NDArray[np.float64]]:
         """Return the sums of squares of a parameter's stored gradient: arrays that hold together one sum for
         each block of cpu_adam.BLOCK elements, counted from the parameter's first element.
 
-        Waits until the gradient has arrived in host RAM. Raises `GradientCopies.failure` if a gradient was
-        lost on the way.
+        Waits until the gradient has arrived in host RAM, unless the caller knows that it has (`arrived`).
+        Raises `GradientCopies.failure` if a gradient was lost on the way.
         """
-        found, arrived = [], self.all_arrived
+        found, arrived = [], arrived or self.all_arrived
         if arrived and self._copies is not None:
             self._copies.check()
         for chunk_index, piece in self.owned(parameter):
@@ -363,11 +363,11 @@ class GradientPage:
             found.append(sums)
         return found
 
-    def finite(self, parameter: int) -> bool:
+    def finite(self, parameter: int, *, arrived: bool = False) -> bool:
         """Return whether all elements of a parameter's stored gradient are finite.
 
-        Waits and raises as `squares` does.
+        Waits and raises as `squares` does, with the same `arrived`.
         """
         # The square of a finite element is far below the largest float64, so only others spoil a sum.
-        sums = self.squares(parameter)
+        sums = self.squares(parameter, arrived=arrived)
         return not sums or bool(np.isfinite(np.concatenate(sums)).all())

@@ -128,7 +128,8 @@ class Store:
             """
             self.squares = self._open_squares()
             """Host RAM, float64 (plan.squares_bytes / 8,), for the sums of squares that a device with its own
-            memory computes; None if the plan has none.
+            memory computes, and in the last 8 bytes for a copy of `DeviceTable.stop`; None if the plan has
+            none.
             """
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""

@@ -490,10 +490,12 @@ class Search:
         return region_sizes([self.surveyed.parameters[index] for index in members], self.share.ranks)
 
     def squares_bytes(self, chunk_elements: int) -> int:
-        """Bytes of the sums of squares of all gradients that this rank keeps, wherever chunks cut them."""
+        """Bytes of the sums of squares of all gradients that this rank keeps, wherever chunks cut them, and
+        of a copy of `DeviceTable.stop`.
+        """
         trained = [each.numel for each in self.surveyed.parameters if each.trainable]
         ranks = 1 if self.share.whole_gradients else self.share.ranks
-        return round_up(largest_workspace(trained, chunk_elements, ranks).lengths[0], PAGE_ALIGNMENT)
+        return round_up(largest_workspace(trained, chunk_elements, ranks).lengths[0] + 8, PAGE_ALIGNMENT)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

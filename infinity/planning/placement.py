@@ -68,7 +68,8 @@ class Placement:
     """
     squares_bytes: int
     """Bytes of host RAM to which a device with its own memory copies the sums of squares of gradients, one
-    float64 for each block of cpu_adam.BLOCK elements; 0 where the CPU can use the device's memory.
+    float64 for each block of cpu_adam.BLOCK elements, and at the end the word that stops updates there; 0
+    where the CPU can use the device's memory.
     """
     exchange_block_bytes: int
     """The most bytes of a page or a gradient that one rank asks of another at once; 0 with one rank."""
