@@ -506,8 +506,14 @@ def plain_seconds(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-UPDATES = ("lazy", "eager", "visits", "speculative")
-"""Ways of updating. "visits" are eager updates of which the device computes a share. Speculative updates need
+CASES = {
+    "lazy": ("lazy", False),
+    "eager": ("eager", False),
+    "lazy-visits": ("lazy", True),
+    "visits": ("eager", True),
+    "speculative": ("speculative", False),
+}
+"""Name of a case -> (when updates run, whether the device computes a share of them). Speculative updates need
 about twice the RAM; see --host.
 """
 TERMS = ("forward", "backward", "drain", "norm", "step")
@@ -591,7 +597,7 @@ def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) ->
         "case": str(bench.case),
         "visiting_share": runtime.stats.visiting_share,
         "seconds": (later.now - earlier.now) / steps / SECOND,
-        "limit": limit(bench, done["update bytes"], edges, computed),
+        "limit": limit(bench, runtime.plan, done["update bytes"], edges, computed),
         "terms": {name: time / SECOND for name, time in times.items()},
         "busy": {name: clock.busy(name, earlier.now, later.now) / steps / SECOND for name in RESOURCES},
         "gpu": {name: computed[name] / SECOND for name in ("forward", "backward")},
@@ -604,12 +610,14 @@ def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) ->
     }
 
 
-def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[str, float]) -> float:
+def limit(
+    bench: Bench, plan: Plan, updates: float, edges: dict[str, float], computed: dict[str, float]
+) -> float:
     """The seconds of a step whose phases are each as long as their busiest resource's work.
 
     updates: bytes of host memory that updates move. edges: bytes over the link. computed: the device's time
     in forward and backward. Lazy updates begin when all gradients have come down, and overlap with the next
-    forward.
+    forward. What then comes down are the results of visits.
     """
     options = bench.options
     down, up = edges["device->host"], edges["host->device"]
@@ -617,7 +625,10 @@ def limit(bench: Bench, updates: float, edges: dict[str, float], computed: dict[
     updating = (updates + up) / options.ram
     if bench.case.update != "lazy":
         return max(up / options.link, down / options.link, forward + backward, updating + down / options.ram)
-    return max(down / options.link, backward) + max(up / options.link, forward, updating)
+    gradients = sum(plan.gradient_bytes)
+    results = max(0, down - gradients) / options.link
+    updating += results * options.link / options.ram
+    return max(gradients / options.link, backward) + max(up / options.link, results, forward, updating)
 
 
 def show(row: dict[str, Any]) -> None:
@@ -651,7 +662,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--device", help="budget of the device, by default what all parameters take")
     parser.add_argument("--host", default="94GiB", help="budget of host memory")
-    parser.add_argument("--update", choices=UPDATES, nargs="+", default=UPDATES[:2])
+    parser.add_argument("--update", choices=CASES, nargs="+", default=[*CASES][:2])
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of gradients")
     parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--link", type=_billions, default=50 * 10**9, help="GB/s of the link, each way")
@@ -670,8 +681,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     rows, plain = [], plain_seconds(options)
     for update in options.update:
-        visits = update == "visits"
-        when = "eager" if visits else update
+        when, visits = CASES[update]
         bench = Bench(options, Case(when, None if when == "eager" else options.clip, visits))
         with bench.opened() as runtime:
             rows.append(trained(bench, runtime, plain))

@@ -37,6 +37,7 @@ UPDATES = ("lazy", "eager", "speculative", "sync")
 PLACES = (
     *itertools.starmap(Place, itertools.product(HOMES, UPDATES)),
     *(Place("device", update, kernels=True) for update in UPDATES if update != "speculative"),
+    *(Place("visits", update, kernels=True) for update in ("lazy", "eager")),
 )
 SEEDS_OF_A_PROGRAM = 2 * len(PLACES)
 """Number of successive seeds that have the same program: two for each place, with updates behind the model

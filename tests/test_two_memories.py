@@ -4,6 +4,7 @@ device such an operation would be an error, or a copy outside of the link.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from cover import covered
 from device_units import adamw
 from emulated_device import EmulatedDevice, planned_apart
-from homes import budget_for
+from homes import budget_for, short_visits, visiting_budget
 from small_runtime import TIED, loss_of
 from torch import nn
 from two_memories import TwoMemories
@@ -22,7 +23,7 @@ import infinity
 from infinity.planning import twin_flow
 from infinity.tiers import Tier
 
-HOMES = ("host", "mixed", "device", "nvme", "mirrored")
+HOMES = ("host", "mixed", "device", "nvme", "mirrored", "visits")
 
 
 def stepped(model: nn.Module, runtime: Any, numbers: range) -> None:
@@ -74,7 +75,9 @@ def used(model: nn.Module, runtime: Any, directory: Path) -> None:
     },
     allowed=lambda case: (
         (case["compute"], case["update"]) != ("fp16", "eager")  # which is refused
-        and (not case["kernels"] or (case["home"] == "device" and case["update"] != "speculative"))
+        and (not case["kernels"] or case["home"] in ("device", "visits"))
+        and (not case["kernels"] or case["update"] != "speculative")
+        and (case["home"] != "visits" or (case["kernels"] and case["update"] == "lazy"))
     ),
 )
 def test_no_operation_mixes_the_memories(
@@ -87,20 +90,31 @@ def test_no_operation_mixes_the_memories(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also in a run that goes on from a commit of another one, and in its commits."""
+    """Also in a run that goes on from a commit of another one, and in its commits. "visits" is "mirrored",
+    and chunks visit the device.
+    """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: kernels)
     precision, commits = infinity.Precision(compute=compute, states=states), tmp_path / "commits"
     options: dict[str, Any] = {
         "update": update,
         "accumulation": 2 if update in ("eager", "speculative") else None,
     }
-    model = TIED.make()
-    with planned_apart():
-        budget = budget_for(home, model, adamw(model), tmp_path, precision, checkpoint=commits, **options)
-    options |= {"budget": budget, "precision": precision, "device": "cpu"}
-    with EmulatedDevice(3).in_use(), TwoMemories().checked():
+    model, visits = TIED.make(), home == "visits"
+    with contextlib.ExitStack() as cleanup:
+        if visits:
+            cleanup.enter_context(short_visits())
+        facts = {**options, "checkpoint": commits}
+        with planned_apart():
+            if visits:
+                budget = visiting_budget(model, adamw(model), precision=precision, device="cpu", **facts)
+            else:
+                budget = budget_for(home, model, adamw(model), tmp_path, precision, **facts)
+        options |= {"budget": budget, "precision": precision, "device": "cpu"}
+        cleanup.enter_context(EmulatedDevice(3).in_use())
+        cleanup.enter_context(TwoMemories().checked())
         with infinity.offload(model, adamw(model), checkpoint=commits, **options) as runtime:
-            assert bool(runtime.plan.updated_on_device) == kernels
+            assert bool(runtime.plan.updated_on_device) == (kernels and not visits)
+            assert bool(runtime.plan.visiting_units) == visits
             used(model, runtime, tmp_path)
             commit = runtime.save(state="last")
             stepped(model, runtime, range(2))

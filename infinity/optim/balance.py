@@ -16,7 +16,7 @@ _LEAST = 1 / 32
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What was measured in a step."""
+    """What was measured in a step, from one to the next, or while its lazy updates ran."""
 
     there: int
     """Elements that the device updated."""
@@ -29,26 +29,34 @@ class Measured:
     link: float
     """Bytes that the link brings home in a second."""
     seconds: float
-    """Seconds of the step."""
+    """Seconds of the step, or of all its lazy updates."""
 
 
 class Balance:
     """The share of chunks that visit the device, step by step.
 
     The time of the CPU's updates follows the bytes of host RAM that updates and copies move. The link's time
-    follows the bytes that come home, and pauses while no gradients come, as in forwards. A step takes the
-    longer of the two. How long the pauses are is seen in steps that the link limits.
+    follows the bytes of its busier direction, and it has pauses. A step takes the longer of the two. How long
+    the pauses are is seen in steps that the link limits.
+
+    Eager updates run all through a step. More comes home than goes up, and the link pauses while no gradients
+    come, as in forwards. Lazy updates begin when all gradients are home. More goes up then.
     """
 
-    def __init__(self, *, parameters: int, gradients: int, states: int) -> None:
-        """parameters, gradients, states: bytes of the pages of all chunks that may visit."""
+    def __init__(self, *, parameters: int, gradients: int, states: int, lazy: bool) -> None:
+        """parameters, gradients, states: bytes of the pages of all chunks that may visit. lazy: whether
+        updates are lazy.
+        """
         self.share = 0.5
         """The share of elements that visit, from 0 to 1."""
         self._pause = 0.0
-        moved = parameters + gradients  # over the link
-        self._by_cpu = 2 * parameters + gradients + 2 * states + moved, gradients
+        updated = 2 * parameters + gradients + 2 * states  # host RAM that the CPU reads and writes
+        self._by_cpu = updated + parameters + gradients, gradients
         self._there = parameters + 2 * states, parameters + states
-        """(bytes of host RAM, bytes that come home) if the CPU updates all chunks, and if the device does."""
+        """(bytes of host RAM, bytes of the link) if the CPU updates all chunks, and if the device does."""
+        if lazy:
+            self._by_cpu = updated + parameters, parameters
+            self._there = parameters + gradients + 2 * states, gradients + states
 
     def stepped(self, step: Measured) -> None:
         """Choose the share for the next step from what the last one has measured."""

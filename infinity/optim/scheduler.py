@@ -280,11 +280,9 @@ class UpdateScheduler(Updates):
         raised, some chunks have been updated and others have not.
         """
         confirmed = self._confirm(options)
-        later = [
-            page.index
-            for page in self._pages
-            if page.index not in confirmed and not self._gradients.pages[page.index].consumed
-        ]
+        first = {unit: place for place, unit in enumerate(order)}
+        units = sorted(range(len(self._pages)), key=lambda each: first.get(each, len(order) + each))
+        later = [unit for unit in units if unit not in confirmed and not self._gradients.pages[unit].consumed]
         for unit in later:
             self.complete(unit)  # the unit may not have been used since the last step
         self.complete_awaited()
@@ -298,9 +296,7 @@ class UpdateScheduler(Updates):
         if self._early:
             self._count_elsewhere(options)
         seen = [unit for unit in later if self._units[unit].left and unit in visible]
-        first = {unit: place for place, unit in enumerate(order)}
-        pending = [unit for unit, group in enumerate(self._units) if group.left]
-        pending.sort(key=lambda each: first.get(each, len(order) + each))
+        pending = [unit for unit in units if self._units[unit].left]
         self._ready = {unit: self._ready[unit] for unit in pending if unit in self._ready}
         if self._ahead is not None:
             self._cancel_all()  # what has read ahead may have no update now

@@ -3,26 +3,31 @@
 An update by the CPU moves some 30 bytes of host RAM an element: it reads and writes parameters and states,
 gradients come down before, and parameters go up. Where that limits a step, a share of the chunks visits the
 device: their states go up, the device's kernel updates them there, with the parameters in place, and the
-results come down. That moves some 22 bytes of host RAM an element. The gradients of these chunks stay on the
-device until they are used. The CPU updates the other chunks meanwhile.
+results come down. The CPU updates the other chunks meanwhile. With eager updates the gradients of chunks that
+visit stay on the device until they are used: that moves some 22 bytes of host RAM an element. With lazy
+updates all gradients come down in the backward, and those of chunks that visit go up again with the states:
+26 bytes. All of them could seldom stay, and states at home on the device make better use of its memory.
 
 [Note: which chunks visit]
-Which chunks visit in a step is fixed when the step before ends, because their gradients are not copied to
-RAM. The share of them follows from what the last step has measured (infinity/optim/balance.py). Chunks that
-visit and chunks that do not take turns. A chunk that was to visit and cannot, because it has no moments yet
-or the user has edited its parameters, is updated by the CPU, and its gradients are copied to RAM then.
+Which chunks visit in a step is fixed when the step before ends, because with eager updates their gradients
+are not copied to RAM. The share of them follows from what earlier steps have measured
+(infinity/optim/balance.py). Chunks that visit and chunks that do not take turns. A chunk that was to visit
+and cannot, because it has no moments yet, a gradient of zeros, or edited parameters, is updated by the CPU. A
+gradient that has stayed is copied to RAM then.
 
 [Note: order of a visit]
-States that are on their way up before their update is decided are reads of their home, and results on their
-way down are writes of theirs: whoever changes or reads a home waits for them ([Note: order of requests] in
-infinity/pages/home.py). If other code writes to the states meanwhile, `StatePage.version` differs, and they
-are brought up again. An update counts as pending until its results are in RAM.
+With eager updates states come up before their update is decided, as far as there is room. With lazy ones
+all are decided at once, and nothing would be gained. States and gradients on their way up are reads of their
+homes, and results on their way down are writes of theirs: whoever changes or reads a home waits for them
+([Note: order of requests] in infinity/pages/home.py). If other code writes to the states before the update
+is decided, `StatePage.version` differs, and they are brought up again. An update counts as pending until its
+results are in RAM, so the next backward overwrites no gradient that a visit still has to read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -55,14 +60,25 @@ class Visit:
     """
 
     def __init__(
-        self, page: ParameterPage, gradients: Gradients, states: States, update: ChunkUpdate, store: Store
+        self,
+        page: ParameterPage,
+        gradients: Gradients,
+        states: States,
+        update: ChunkUpdate,
+        store: Store,
+        *,
+        stays: bool,
     ):
+        """stays: whether gradients wait on the device for the visit, and do not come with the states."""
         self.unit, self.chunk_index = page.index, update.chunk_index
         self.state = UpdateState.IDLE
         self.decision: Decision | None = None
         """What the update computes; None until that is decided."""
-        self.nbytes = update.state_bytes
-        """Bytes of the chunk's states."""
+        self.numel = update.chunk.count
+        self.state_bytes = update.state_bytes
+        self.nbytes = update.state_bytes + (0 if stays else update.gradient_bytes)
+        """Bytes of device memory for what comes up."""
+        self._stays = stays
         self._page = page
         self._gradient_page = gradients.pages[page.index]
         self._states_of_all = states
@@ -71,18 +87,16 @@ class Visit:
         self._store = store
         self._parameters = page.shard.home_start(self.chunk_index), update.parameter_bytes
         """(start in the parameter page, bytes) of the chunk's parameters."""
-        self._states = NOTHING
-        """The chunk's states on the device, uint8 (nbytes,)."""
-        self._gradients: Sequence[StayingPiece | None] = ()
-        """The gradient of each piece of the chunk; None: the piece is not updated."""
+        self._there = NOTHING
+        """The chunk's states on the device, and its gradients if these come up, uint8 (nbytes,)."""
+        self._staying: Sequence[StayingPiece | None] = ()
+        """The gradient of each piece of the chunk, where gradients stay; None: the piece is not updated."""
         self._version = 0
         self._requests: list[tuple[Home, InFlightRequest]] = []
         """The copies under way, up or down, and the homes that know them."""
         self._chunk: MovingChunk | None = None
-        self._stamps: tuple[Event | None, Event | None] = None, None
-        """Events before and after the copy of the states home."""
-        self.seconds = 0.0
-        """Seconds that this copy took in the last visit."""
+        self.stamps: tuple[Event | None, Event | None] = None, None
+        """Events before and after the copy of the states home, in the last visit."""
 
     @property
     def has_states(self) -> bool:
@@ -95,50 +109,60 @@ class Visit:
         return self.state is UpdateState.IDLE and self._update.can_read_ahead
 
     def can_follow(self, decision: Decision) -> bool:
-        """Whether the device can compute a decided update: all gradients that it uses stay there, and all
-        masters and moments have values.
+        """Whether the device can compute a decided update: all gradients that it uses stay there or are
+        stored at home, and all masters and moments have values.
         """
-        staying, chosen = self._gradient_page.chunks[self.chunk_index].staying, decision.parameters
-        pieces = [each for each in self._update.chunk.pieces if each.parameter in chosen]
-        return (
-            bool(pieces)
-            and decision.average is None
-            and self.chunk_index not in decision.fresh
-            and all([(each.parameter, each.start) in staying for each in pieces])
-            and not any([each.parameter in decision.edited for each in pieces])
-        )
+        pieces = [each for each in self._update.chunk.pieces if each.parameter in decision.parameters]
+        if not pieces or decision.average is not None or self.chunk_index in decision.fresh:
+            return False
+        if decision.edited and any([each.parameter in decision.edited for each in pieces]):
+            return False
+        if self._stays:
+            staying = self._gradient_page.chunks[self.chunk_index].staying
+            return all([(each.parameter, each.start) in staying for each in pieces])
+        return not (decision.zeros and any([each.parameter in decision.zeros for each in pieces]))
 
     def decide(self, decision: Decision) -> None:
-        """Fix what to compute: IDLE -> READY, or no change of READING. The gradients can still be read from
-        their page, unless it is consumed.
+        """Fix what to compute: IDLE -> READY, or no change of READING. Gradients that stay can still be read
+        from their page, unless it is consumed. Waits for others that are on their way home, and raises
+        `GradientCopies.failure` if one was lost.
         """
         if self.state is UpdateState.READING and self._version != self._state_page.version:
             self.cancel()
-        staying = self._gradient_page.chunks[self.chunk_index].staying
-        self._gradients = [
-            staying[each.parameter, each.start] if each.parameter in decision.parameters else None
-            for each in self._update.chunk.pieces
-        ]
+        if self._stays:
+            staying = self._gradient_page.chunks[self.chunk_index].staying
+            self._staying = [
+                staying[each.parameter, each.start] if each.parameter in decision.parameters else None
+                for each in self._update.chunk.pieces
+            ]
+        else:
+            self._gradient_page.settle(self.chunk_index)
         self.decision = decision
         if self.state is UpdateState.IDLE:
             self.state = UpdateState.READY
 
     def read(self) -> bool:
-        """Begin to copy the states up: IDLE or READY -> READING. Returns False if there is no room."""
+        """Begin to copy up what the visit needs: IDLE or READY -> READING. Returns False if there is no room.
+
+        Gradients that come up must be decided.
+        """
         if self._store.visiting.largest_free < self.nbytes:
             return False
         with self._store.visiting.lease(self.nbytes) as lease:
-            states = lease.residency()
-        home, offset = self._state_page.home, self._state_page.offset(self.chunk_index)
-        home.settle(offset, offset + self.nbytes, writing=False)
+            self._there = lease.residency()
         self._version = self._state_page.version
-        source = home.view(offset, self.nbytes)
-        # The host has waited for all work on bytes that are leased anew.
-        transfer = self._store.copy_up(states, source, lane=Lane.PREFETCH)
-        self._states = states
-        self._note(home, offset, self.nbytes, transfer, writes=False)
+        states, gradients = self._state_page, self._gradient_page
+        self._bring(states.home, states.offset(self.chunk_index), self._there[: self.state_bytes])
+        if not self._stays:
+            self._bring(gradients.home, gradients.offset(self.chunk_index), self._there[self.state_bytes :])
         self.state = UpdateState.READING
         return True
+
+    def _bring(self, home: Home, start: int, into: torch.Tensor) -> None:
+        home.settle(start, start + into.nbytes, writing=False)
+        # The host has waited for all work on bytes that are leased anew.
+        transfer = self._store.copy_up(into, home.view(start, into.nbytes), lane=Lane.PREFETCH)
+        self._note(home, start, into.nbytes, transfer, writes=False)
 
     @property
     def arrived(self) -> bool:
@@ -154,49 +178,56 @@ class Visit:
         start, nbytes = self._parameters
         mirror = self._page.residency
         assert mirror is not None
-        there = mirror[start : start + nbytes]
+        there, states = mirror[start : start + nbytes], self._there[: self.state_bytes]
         self._end()
-        gradients = [None if each is None else each.gradient for each in self._gradients]
+        gradients = self._gradients(decision)
         used = [each for each in gradients if each is not None]
         link.uses(User.COMPUTE, *used, writes=False, label="visit")
-        link.uses(User.COMPUTE, self._states, there, writes=True, label="visit")
+        link.uses(User.COMPUTE, states, there, writes=True, label="visit")
         if self._chunk is None:
-            self._chunk = MovingChunk(self._work(there), self._states)
+            self._chunk = MovingChunk(self._work(there, states), states)
         chosen = [
             each.parameter for each in self._update.chunk.pieces if each.parameter in decision.parameters
         ]
         hypers = [decision.parameters[each] for each in chosen]
         updates = [ParameterUpdate(decision.hypers[hyper], seed) for hyper, seed in hypers]
-        self._chunk.update(store.kernels, self._states, gradients, updates, decision.scale)
+        self._chunk.update(store.kernels, states, gradients, updates, decision.scale)
         event = link.record()
         assert event is not None
         store.ledger.settle_chunk((self.unit, self.chunk_index))
         offset = self._state_page.offset(self.chunk_index)
         for home, begin, source in (
             (self._page.home, start, there),
-            (self._state_page.home, offset, self._states),
+            (self._state_page.home, offset, states),
         ):
             home.settle(begin, begin + source.nbytes, writing=True)
             home.withdraw(begin, begin + source.nbytes)
             began = link.stamp()  # before the second copy, which waits for nothing but the first one
             transfer = store.copy_down(home.view(begin, source.nbytes), source, event)
             self._note(home, begin, source.nbytes, transfer, writes=True)
-        self._stamps = began, link.stamp()
+        self.stamps = began, link.stamp()
         self.state = UpdateState.WRITING
+
+    def _gradients(self, decision: Decision) -> list[torch.Tensor | None]:
+        """The gradient on the device of each piece of the chunk; None: the piece is not updated."""
+        if self._stays:
+            return [None if each is None else each.gradient for each in self._staying]
+        came = self._gradient_page.typed(self.chunk_index, self._there[self.state_bytes :])
+        return [
+            came[each.offset : each.offset + each.count] if each.parameter in decision.parameters else None
+            for each in self._update.chunk.pieces
+        ]
 
     def finish(self) -> None:
         """Wait until the results are home: WRITING -> IDLE."""
         self._end()
-        began, ended = self._stamps
-        if began is not None and ended is not None and ended.done():
-            self.seconds = ended.milliseconds_since(began) / 1e3
         self._store.ledger.updated((self.unit, self.chunk_index))
         self._drop()
 
     def cancel(self) -> None:
         """Give up states that were brought up: READING -> IDLE or, if the update is decided, READY."""
         self._end()
-        self._states = NOTHING
+        self._there = NOTHING
         self.state = UpdateState.IDLE if self.decision is None else UpdateState.READY
 
     def abandon(self) -> None:
@@ -207,7 +238,7 @@ class Visit:
         self._drop()
 
     def _drop(self) -> None:
-        self._states, self._gradients, self.decision = NOTHING, (), None
+        self._there, self._staying, self.decision = NOTHING, (), None
         self.state = UpdateState.IDLE
 
     def _end(self) -> None:
@@ -220,9 +251,9 @@ class Visit:
         home.in_flight.append(request)
         self._requests.append((home, request))
 
-    def _work(self, parameters: torch.Tensor) -> Update:
-        """Describe the chunk's arrays on the device. parameters: those of the chunk there, uint8."""
-        arrays = self._state_page.arrays(self.chunk_index, self._states)
+    def _work(self, parameters: torch.Tensor, states: torch.Tensor) -> Update:
+        """Describe the chunk's arrays on the device. parameters, states: those of the chunk there, uint8."""
+        arrays = self._state_page.arrays(self.chunk_index, states)
         chunk, page = self._update.chunk, self._page
         dtype = page.layout.regions[chunk.region].dtype
         values = parameters[: chunk.count * dtype.itemsize].view(dtype)
@@ -255,8 +286,9 @@ class Visits:
         self._gradients = gradients
         self._store = store
         self._ended = ended
+        self._lazy = store.plan.update == "lazy"
         self._visits = {
-            (unit, each.chunk_index): Visit(pages[unit], gradients, states, each, store)
+            (unit, each.chunk_index): Visit(pages[unit], gradients, states, each, store, stays=not self._lazy)
             for unit, chunks in updates.items()
             for each in chunks
         }
@@ -265,30 +297,36 @@ class Visits:
             parameters=sum(each.parameter_bytes for each in every),
             gradients=sum(each.gradient_bytes for each in every),
             states=sum(each.state_bytes for each in every),
+            lazy=self._lazy,
         )
         self._jobs: list[tuple[Timing, int]] = []
         """(its times, elements) of each update by the CPU that is not counted yet."""
         self._elements = 0, 0
-        """Elements in this step of chunks that visit, and of chunks that were left to the CPU."""
-        self._stamp: Event | None = None
-        """An event at the end of the last step."""
+        """Elements in this step whose visits have ended, and of the CPU's updates."""
         self._came = 0, 0.0
         """Bytes of states that came home in this step, and seconds of their copies."""
+        self._since: Event | None = None
+        self._last: Event | None = None
+        """Events that have happened: the first and the last between which results of this step came home."""
         self._numbers = {key: number for number, key in enumerate(self._visits)}
         self._of = {
             unit: [self._visits[unit, each.chunk_index] for each in updates[unit]] for unit in updates
         }
         self._order: dict[int, None] = {}
         """The units that have been updated in this step, in order; an ordered set."""
-        self._next: deque[Visit] = deque()
+        self._next: dict[Visit, None] = {}
         """Visits whose states are to be read ahead, in the order in which their updates are expected."""
-        self._ahead: deque[Visit] = deque()
-        """Those whose states are read and whose update is not decided."""
         self._decided: deque[Visit] = deque()
-        """Those whose update is decided and not launched, in order."""
+        """Those whose update is decided and whose states are not read yet, in order."""
+        self._reading: dict[Visit, None] = {}
+        """Those whose states are read, decided or not, in the order in which they arrive."""
         self._writing: deque[Visit] = deque()
         """Those that are launched and not ended, in order."""
-        gradients.stays = self.chosen
+        self._to_launch: Counter[int] = Counter()
+        self._to_end: Counter[int] = Counter()
+        """Unit -> number of its decided visits that are not launched, and that have not ended."""
+        if not self._lazy:
+            gradients.stays = self.chosen
 
     def chosen(self, unit: int, chunk_index: int) -> bool:
         """Whether a chunk is to visit in this step; see [Note: which chunks visit]."""
@@ -305,9 +343,13 @@ class Visits:
     def computes(self, job: Timing, numel: int) -> None:
         """Note that the CPU updates a chunk of `numel` elements. job: gives its begin and end."""
         self._jobs.append((job, numel))
+        self._elements = self._elements[0], self._elements[1] + numel
 
     def take(self, unit: int, decision: Decision, updates: Sequence[ChunkUpdate]) -> list[ChunkUpdate]:
-        """Decide the visits of those chunks that can follow. Returns the updates that are left to the CPU."""
+        """Decide the visits of those chunks that can follow. Returns the updates that are left to the CPU.
+
+        Raises the error by which a gradient was lost.
+        """
         left = []
         self._order[unit] = None
         for update in updates:
@@ -315,22 +357,20 @@ class Visits:
             if visit is None:
                 left.append(update)
                 continue
-            for queue in (self._next, self._ahead):  # states read now for the next step would be old then
-                if visit in queue:
-                    queue.remove(visit)
-            if visit.can_follow(decision):
-                visit.decide(decision)
-                self._decided.append(visit)
-            else:
-                if visit.state is UpdateState.READING:
-                    visit.cancel()
+            self._next.pop(visit, None)  # states read now for the next step would be old then
+            if (self._lazy and not self.chosen(unit, update.chunk_index)) or not visit.can_follow(decision):
+                self._give_up(visit)
                 left.append(update)
-        here = sum([update.chunk.count for update in left])
-        there = sum([update.chunk.count for update in updates]) - here
-        self._elements = self._elements[0] + there, self._elements[1] + here
-        page = self._gradients.pages[unit]
-        for update in left:
-            page.send_home(update.chunk_index)
+                continue
+            visit.decide(decision)
+            if visit.state is UpdateState.READY:
+                self._reading.pop(visit, None)
+                self._decided.append(visit)
+            self._to_launch[unit] += 1
+            self._to_end[unit] += 1
+        if not self._lazy:
+            for update in left:
+                self._gradients.pages[unit].send_home(update.chunk_index)
         return left
 
     def advance(self) -> None:
@@ -338,79 +378,91 @@ class Visits:
         while self._writing and self._writing[0].arrived:
             self._finish()
         self._read()
-        for visit in [*self._decided]:  # their states arrive in the order in which they are read
-            if visit.state is UpdateState.READING:
+        for visit in [*self._reading]:
+            if visit.decision is not None:
                 if not visit.arrived:
                     return
                 self._launch(visit)
 
     def step(self) -> bool:
         """Wait until one more decided visit is launched. Returns False if there is none."""
-        if not self._decided:
-            return False
-        reading = (each for each in self._decided if each.state is UpdateState.READING)
-        visit = next(reading, self._decided[0])
-        while visit.state is not UpdateState.READING and not visit.read():
-            if self._writing:
-                self._finish()
-            else:
-                self._ahead.pop().cancel()
+        visit = next((each for each in self._reading if each.decision is not None), None)
+        if visit is None:
+            if not self._decided:
+                return False
+            visit = self._decided[0]
+            while not visit.read():
+                if self._writing:
+                    self._finish()
+                else:
+                    self._give_up(next(reversed(self._reading)))
+            self._reading[self._decided.popleft()] = None
         self._launch(visit)
         self.advance()
         return True
 
     def complete(self, unit: int) -> bool:
         """Wait until a decided visit of the unit has advanced. Returns False if there is none."""
-        if any([each.unit == unit for each in self._decided]):
+        if self._to_launch[unit]:
             return self.step()
-        if any([each.unit == unit for each in self._writing]):
+        if self._to_end[unit]:
             self._finish()
             return True
         return False
 
     def pending(self, unit: int) -> bool:
         """Whether a decided visit of the unit has not ended."""
-        return any([each.unit == unit for queue in (self._writing, self._decided) for each in queue])
+        return self._to_end[unit] > 0
 
     def outstanding(self) -> Iterator[tuple[int, int]]:
         """Yield (unit, index of the chunk) of each decided visit that has not ended."""
-        for each in (*self._writing, *self._decided):
-            yield each.unit, each.chunk_index
+        for each in (*self._writing, *self._reading, *self._decided):
+            if each.decision is not None:
+                yield each.unit, each.chunk_index
 
     def stepped(self) -> None:
-        """Choose the chunks that visit in the next step."""
+        """Begin what the step has decided, and choose the chunks that visit in the next step."""
         self._measure()
-        while self._ahead:
-            self._ahead.pop().cancel()
         order, self._order = [*self._order], {}
-        self._next = deque(
-            visit
-            for unit in order
-            for visit in self._of.get(unit, ())
-            if self.chosen(unit, visit.chunk_index)
-        )
+        if not self._lazy:
+            for visit in [each for each in self._reading if each.decision is None]:
+                self._give_up(visit)
+            chunks = (visit for unit in order for visit in self._of.get(unit, ()))
+            self._next = {each: None for each in chunks if self.chosen(each.unit, each.chunk_index)}
+        self.advance()
 
     def abandon(self) -> None:
         """Wait until no visit uses memory, and drop all."""
-        for queue in (self._next, self._ahead, self._decided, self._writing):
+        for queue in (self._next, self._decided, self._reading, self._writing):
             queue.clear()
+        self._to_launch.clear()
+        self._to_end.clear()
         for visit in self._visits.values():
             visit.abandon()
 
     def _read(self) -> None:
         """Begin to read the states of visits, as far as there is room: those of decided ones first."""
-        for visit in self._decided:
-            if visit.state is UpdateState.READY and not visit.read():
+        while self._decided:
+            if not self._decided[0].read():
                 return
-        while self._next and self._next[0].may_begin:
-            visit = self._next[0]
-            if not visit.read():
+            self._reading[self._decided.popleft()] = None
+        while self._next:
+            visit = next(iter(self._next))
+            if not visit.may_begin or not visit.read():
                 return
-            self._ahead.append(self._next.popleft())
+            del self._next[visit]
+            self._reading[visit] = None
+
+    def _give_up(self, visit: Visit) -> None:
+        """Give up states that were read ahead, if they were."""
+        if visit in self._reading:
+            del self._reading[visit]
+            visit.cancel()
 
     def _launch(self, visit: Visit) -> None:
-        self._decided.remove(visit)
+        del self._reading[visit]
         self._writing.append(visit)
+        self._to_launch[visit.unit] -= 1
         with self._losing():
             visit.launch()
 
@@ -419,29 +471,39 @@ class Visits:
         with self._losing():
             visit.finish()
         self._writing.popleft()
-        self._came = self._came[0] + visit.nbytes, self._came[1] + visit.seconds
+        self._to_end[visit.unit] -= 1
+        self._elements = self._elements[0] + visit.numel, self._elements[1]
+        began, ended = visit.stamps
+        if began is not None and ended is not None and ended.done():
+            seconds = ended.milliseconds_since(began) / 1e3
+            self._came = self._came[0] + visit.state_bytes, self._came[1] + seconds
+            self._since, self._last = self._since or began, ended
         self._ended(visit.unit)
 
     def _measure(self) -> None:
-        """Balance by what was measured since the last call."""
+        """Balance by what was measured since the last call. Waits for nothing: what is under way is counted
+        in the next step.
+        """
         times = [job.times() for job, _ in self._jobs]
         done = [each for each in times if each is not None]
-        busy = busy_seconds(done)
         computed = sum(n for (_, n), each in zip(self._jobs, times, strict=True) if each is not None)
         self._jobs = [job for job, each in zip(self._jobs, times, strict=True) if each is None]
-        stamp, before = self._store.link.stamp(), self._stamp
         (there, here), (came, copying) = self._elements, self._came
-        self._stamp, self._elements, self._came = stamp, (0, 0), (0, 0.0)
-        if stamp is None or before is None or not (there and here and computed and copying):
+        since, last = self._since, self._last
+        self._elements, self._came = (0, 0), (0, 0.0)
+        self._since = None if self._lazy else last
+        if since is None or last is None or not (there and here and computed and copying):
             return
-        stamp.synchronize()
+        seconds = last.milliseconds_since(since) / 1e3
+        if self._lazy:  # the CPU may have ended later
+            seconds = max(seconds, (max(end for _, end in done) - min(began for began, _ in done)) / 1e9)
         step = Measured(
             there=there,
             here=here,
             computed=computed,
-            busy=busy,
+            busy=busy_seconds(done),
             link=came / copying,
-            seconds=stamp.milliseconds_since(before) / 1e3,
+            seconds=seconds,
         )
         self._balance.stepped(step)
         self._store.meter.visited(there / (there + here))

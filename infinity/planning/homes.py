@@ -152,9 +152,9 @@ class Candidate:
         self._search, self._share = search, search.share
         rule, ranks = search.rule, search.share.ranks
         units = [search.regions(members) for _, members in grouping]
-        self.update_bytes = self._largest_unit = self._largest_states = 0
+        self.update_bytes = self._largest_unit = self._largest_visit = 0
         """Bytes of the largest chunk update; of the updates of all chunks of one unit on this rank, for the
-        unit where they are most; and of the optimizer states of the chunk where they are most.
+        unit where they are most; and of what a chunk brings to the device to be updated there, at most.
         """
         self._transit_buffer = _SMALLEST_TRANSIT_BUFFER
         """Bytes of one transit buffer with one rank: the largest chunk's parameters, within limits."""
@@ -209,7 +209,8 @@ class Candidate:
                     gradients = round_up(count * itemsize, PAGE_ALIGNMENT)
                     states = StateFormat(rule.arrays(region.dtype), count).nbytes
                     update += gradients + states
-                    self._largest_states = max(self._largest_states, states)
+                    visit = states + (0 if self._search.gradients_wait else gradients)
+                    self._largest_visit = max(self._largest_visit, visit)
                     updated = times * (share.ranks if share.whole_states else 1)
                     gradient += times * len(share.cut_shards) * gradients
                     optimizer += updated * states
@@ -269,9 +270,10 @@ class Candidate:
     def _visiting(self, device: int) -> tuple[int, int]:
         """Bytes of `Placement.visiting_bytes` and `staying_bytes`. device: bytes of device memory.
 
-        The gradients of two units stay: those of one are used while those of the next one come.
+        If gradients stay, those of two units do: those of one are used while those of the next one come.
         """
-        visiting, staying = VISITORS * self._largest_states, 2 * max(self._pages[Kind.GRADIENT])
+        visiting = VISITORS * self._largest_visit
+        staying = 2 * max(self._pages[Kind.GRADIENT]) if self._search.gradients_wait else 0
         return (visiting, staying) if visiting + staying <= device // _VISITING_SHARE else (0, 0)
 
     def _exchange_block(self, host: int, *, least: bool) -> int:
@@ -465,6 +467,8 @@ class Search:
     """Whether updates are speculative, so that trained bytes need a second place."""
     visits: bool
     """Whether the device can update chunks whose optimizer states are at home in host RAM."""
+    gradients_wait: bool
+    """Whether the gradients of these chunks wait there, and do not come up with the states."""
     share: Share
     prefer: Division | None = None
     """A division to try before all others; ignored if it is of another model."""

@@ -56,11 +56,12 @@ class Placement:
     """
     visiting_bytes: int
     """Bytes of device memory to which optimizer states at home in host RAM come to be updated there, with
-    room for the states of VISITORS chunks of the greatest length; 0 if none come.
+    lazy updates beside their gradients: room for VISITORS chunks of the greatest length; 0 if none come.
     """
     staying_bytes: int
     """The most bytes of device memory that gradients take while they wait there for such states, beside the
-    one whose hook runs. Like those of `leaving_bytes` they are no part of the device tier.
+    one whose hook runs; 0 with lazy updates. Like those of `leaving_bytes` they are no part of the device
+    tier.
     """
     landing_bytes: int
     """Bytes of host RAM to which gradients come from a device with its own memory before they are added to

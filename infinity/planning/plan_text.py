@@ -99,10 +99,10 @@ def _updates(plan: Plan) -> Iterator[str]:
         yield f"updates: all on the CPU. {plan.no_updates_there}"
     if plan.visiting_units:
         part = sum(trained[unit] for unit in plan.visiting_units) / sum(trained)
-        states, gradients = format_size(plan.visiting_bytes), format_size(plan.staying_bytes)
-        yield f"visits: the device updates a share of {part:.0%}, whose states come from RAM" + (
-            f" ({states} of working are for them, {gradients} for gradients that wait)"
-        )
+        room = f"{format_size(plan.visiting_bytes)} of working are for them"
+        if plan.staying_bytes:
+            room += f", {format_size(plan.staying_bytes)} for gradients that wait"
+        yield f"visits: the device updates a share of {part:.0%}, whose states come from RAM ({room})"
 
 
 def _speculation(plan: Plan) -> Iterator[str]:

@@ -146,7 +146,8 @@ def make_plan(
         apart=not (unified or is_direct(device)),
         commits=commits and paths > 0,
         speculative=update == "speculative",
-        visits=kernels and update == "eager" and micro_batches == 1 and _by_elements(rule),
+        visits=kernels and _by_elements(rule) and _may_visit(update, micro_batches, share),
+        gradients_wait=update == "eager",
         share=share,
         prefer=prefer,
     )
@@ -185,6 +186,11 @@ def make_plan(
     }
     replan = functools.partial(planner.replan, facts)
     return planner.plan(placement, {**facts, "speeds": speeds, "work": work, "replan": replan})
+
+
+def _may_visit(update: str, micro_batches: int | None, share: Share) -> bool:
+    """Whether chunks may visit the device: with lazy updates, and eager ones of one gradient a step."""
+    return share.ranks == 1 and (update == "lazy" or (update == "eager" and micro_batches == 1))
 
 
 def _by_elements(rule: Rule | None) -> bool:

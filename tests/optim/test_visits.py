@@ -15,7 +15,7 @@ import parity
 import pytest
 import torch
 from emulated_device import EmulatedDevice
-from homes import ROOMY
+from homes import ROOMY, short_visits, visiting_budget
 from small_runtime import TIED, loss_of
 from torch import nn
 
@@ -27,15 +27,14 @@ from infinity.optim.scheduler import UpdateScheduler
 from infinity.optim.visits import Visit, Visits
 from infinity.planning import homes, twin_flow
 
-EAGER: dict[str, Any] = {"update": "eager", "accumulation": 1, "device": "cpu"}
+LAZY: dict[str, Any] = {"update": "lazy"}
+SUMS: dict[str, Any] = {"update": "lazy", "accumulation": 3}
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let chunks of a small model visit: short chunks, and any share of the device for them."""
-    monkeypatch.setattr(homes, "_VISITING_SHARE", 1)
-    monkeypatch.setattr(homes, "_CHUNKS", (4096,))
-    monkeypatch.setattr(homes, "_LONG_CHUNK", 4096)
+def _small() -> Iterator[None]:
+    with short_visits():
+        yield
 
 
 def make_optimizer(model: nn.Module, kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
@@ -46,26 +45,8 @@ def make_optimizer(model: nn.Module, kind: Any = torch.optim.AdamW, **options: A
     return kind(groups, lr=1e-2, **options)
 
 
-def budget_of(model: nn.Module, optimizer: torch.optim.Optimizer, **facts: Any) -> infinity.Budget:
-    """The budget of a device with room for all parameters and visiting chunks, and for no other page."""
-    plan = infinity.plan(model, optimizer, budget=infinity.Budget(device=ROOMY, host=ROOMY), **facts)
-    units = plan.layout.units
-    near = sum(unit.nbytes for unit in units) + 2 * max(plan.gradient_bytes)
-    near += homes.VISITORS * max(
-        plan.state_format(unit, chunk).nbytes
-        for unit, layout in enumerate(units)
-        for chunk in range(len(layout.chunks))
-    )
-    for more in range(0, near // 4, 4096):  # other bytes on the device follow from the budget
-        budget = infinity.Budget(device=near + more, host=ROOMY)
-        plan = infinity.plan(model, optimizer, budget=budget, **facts)
-        if len(plan.visiting_units) == len(units):
-            return budget
-    raise AssertionError("no budget lets all units visit")
-
-
 BUDGETS: dict[Any, infinity.Budget] = {}
-"""What `opened` has asked `budget_of`, by the arguments on which it depends."""
+"""What `opened` has asked `visiting_budget`, by the arguments on which it depends."""
 
 
 @contextlib.contextmanager
@@ -76,19 +57,26 @@ def opened(
     states: str = "fp32",
     kind: Any = torch.optim.AdamW,
     keep: tuple[str, ...] = (),
+    update: str = "eager",
+    accumulation: int = 1,
     **more: Any,
 ) -> Iterator[tuple[nn.Module, Any]]:
     """Offload a small model to the emulated device in use, and yield (model, runtime)."""
     model = TIED.make()
     optimizer = make_optimizer(model, kind)
-    facts = {**EAGER, "precision": infinity.Precision(compute=compute, states=states, keep=keep)}
+    facts: dict[str, Any] = {
+        "precision": infinity.Precision(compute=compute, states=states, keep=keep),
+        "update": update,
+        "accumulation": accumulation,
+        "device": "cpu",
+    }
     with mock.patch.object(twin_flow, "has_kernels", lambda device: visits):
         budget = infinity.Budget(device=ROOMY, host=ROOMY)
         if visits:
             room = homes.Candidate._visiting, homes.VISITORS
-            key = kind, compute, states, keep, room, "checkpoint" in more
+            key = kind, compute, states, keep, update, accumulation, room, "checkpoint" in more
             if key not in BUDGETS:
-                BUDGETS[key] = budget_of(model, optimizer, **facts, checkpoint=more.get("checkpoint"))
+                BUDGETS[key] = visiting_budget(model, optimizer, **facts, checkpoint=more.get("checkpoint"))
             budget = BUDGETS[key]
         with infinity.offload(model, optimizer, budget=budget, **facts, **more) as runtime:
             assert bool(runtime.plan.visiting_units) == visits
@@ -122,12 +110,18 @@ def behind_the_model(apart: bool) -> Iterator[None]:
         yield
 
 
-def step(model: nn.Module, runtime: Any, number: int) -> float:
-    loss = loss_of(model, number)
-    loss.backward()
+def step(model: nn.Module, runtime: Any, number: int) -> list[float]:
+    """Take a step of as many backwards as are declared, with clipping where updates are lazy."""
+    told = []
+    for each in range(runtime.plan.accumulation):
+        loss = loss_of(model, number + each)
+        loss.backward()
+        told.append(loss.item())
+    if runtime.plan.update == "lazy":
+        told.append(float(runtime.clip_grad_norm_(0.5)))
     runtime.optimizer.step()
     runtime.optimizer.zero_grad(set_to_none=number % 2 == 0)
-    return loss.item()
+    return told
 
 
 def everything(model: nn.Module, runtime: Any) -> Any:
@@ -152,18 +146,18 @@ def trained(seed: int = 0, *actions: Action, apart: bool = False, **options: Any
     return told
 
 
-def edited(model: nn.Module, runtime: Any, number: int) -> float:
+def edited(model: nn.Module, runtime: Any, number: int) -> list[float]:
     with torch.no_grad():
         next(iter(model.parameters())).mul_(0.75)
     return step(model, runtime, number)
 
 
-def at_another_rate(model: nn.Module, runtime: Any, number: int) -> float:
+def at_another_rate(model: nn.Module, runtime: Any, number: int) -> list[float]:
     runtime.optimizer.param_groups[0]["lr"] *= 0.5
     return step(model, runtime, number)
 
 
-def with_loaded_states(model: nn.Module, runtime: Any, number: int) -> float:
+def with_loaded_states(model: nn.Module, runtime: Any, number: int) -> list[float]:
     runtime.optimizer.load_state_dict(runtime.optimizer.state_dict())
     return step(model, runtime, number)
 
@@ -229,6 +223,39 @@ def interrupted(model: nn.Module, runtime: Any, number: int) -> None:
     runtime.optimizer.zero_grad()
 
 
+def overflowed(model: nn.Module, runtime: Any, number: int) -> list[float]:
+    """A gradient becomes infinite, so that the loss scale skips the step."""
+    handle = next(iter(model.parameters())).register_hook(lambda gradient: gradient * math.inf)
+    *told, norm = step(model, runtime, number)
+    handle.remove()
+    assert not math.isfinite(norm)
+    return told
+
+
+def set_after_step(model: nn.Module, runtime: Any, number: int) -> list[Any]:
+    """Gradients are set while the updates that use the gradients before are pending."""
+    told, scheduler = step(model, runtime, number), runtime._components.scheduler
+    if scheduler._visits is not None and scheduler._visits.share == 1.0:
+        assert [*scheduler._visits.outstanding()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        found = runtime.grad(parameter)
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    return [told, found]
+
+
+def dropped_before(model: nn.Module, runtime: Any, number: int) -> list[float]:
+    """A parameter whose gradient is dropped is not updated, and the others of its chunk are."""
+    loss = loss_of(model, number)
+    for _ in range(runtime.plan.accumulation):
+        loss_of(model, number).backward()
+    pair_of(runtime)[0].grad = None
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    return [loss.item()]
+
+
 SHARES = (0.0, 1 / 3, 1.0, None)
 """Shares of chunks that visit; None: as measured."""
 
@@ -245,8 +272,14 @@ SHARES = (0.0, 1 / 3, 1.0, None)
         {"kind": torch.optim.SGD},
         {"kind": torch.optim.SGD, "keep": ("*norm*",)},
         {"kind": torch.optim.Adam},
+        LAZY,
+        SUMS,
+        {**LAZY, "states": "int8"},
+        {**LAZY, "compute": "fp32"},
+        {**SUMS, "compute": "fp16"},
+        {**LAZY, "kind": torch.optim.SGD, "keep": ("*norm*",)},
     ],
-    ids=["fp32", "bf16", "bf16 moments", "int8 moments", "sgd", "some without states", "adam"],
+    ids=str,
 )
 def test_bits_are_those_of_the_cpus_updates(
     options: dict[str, Any],
@@ -262,6 +295,36 @@ def test_bits_are_those_of_the_cpus_updates(
     for seed in (1, 2):
         assert parity.differences(trained(seed, *actions, apart=seed == 2, **options), expected) == []
     assert bool(launched) == (share != 0)
+
+
+@pytest.mark.parametrize("options", [LAZY, SUMS, {**LAZY, "compute": "fp16"}], ids=str)
+def test_lazy_updates_are_those_of_the_gradients_at_step(
+    options: dict[str, Any], launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of steps that the loss scale skips, gradients that are dropped or set, and shares that change."""
+    monkeypatch.setattr(Visits, "share", 1.0)
+    skipped = overflowed if options.get("compute") == "fp16" else step
+    actions = (step, skipped, set_after_step, edited, dropped_before, step)
+    expected = trained(0, *actions, visits=False, **options)
+    assert not launched
+    for seed in (3, 4):
+        assert parity.differences(trained(seed, *actions, apart=seed == 4, **options), expected) == []
+    assert launched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_lazy_visits_have_the_bits_of_the_cpu_over_many_steps(
+    compute: str, accumulation: int, launched: list[tuple[int, int]]
+) -> None:
+    skipped = overflowed if compute == "fp16" else edited
+    some = (step, step, edited, at_another_rate, step, skipped, set_after_step, dropped_before, step, step)
+    options = {**LAZY, "compute": compute, "accumulation": accumulation}
+    expected = trained(0, *some, *some, visits=False, **options)
+    for seed in range(1, 9):
+        assert parity.differences(trained(seed, *some, *some, apart=seed % 2, **options), expected) == []
+    assert launched
 
 
 def test_states_come_up_once_for_each_visit(
@@ -317,10 +380,13 @@ def test_gradients_beyond_their_room_go_home(
     assert 0 < len(launched) - visited < visited
 
 
-def test_a_commit_holds_the_results_of_visits(launched: list[tuple[int, int]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, LAZY], ids=str)
+def test_a_commit_holds_the_results_of_visits(
+    options: dict[str, Any], launched: list[tuple[int, int]], tmp_path: Path
+) -> None:
     device = EmulatedDevice(6)
     with device.in_use(), behind_the_model(True):
-        with opened(checkpoint=tmp_path) as (model, runtime):
+        with opened(checkpoint=tmp_path, **options) as (model, runtime):
             for number in range(3):
                 step(model, runtime, number)
             commit = runtime.save()
@@ -328,14 +394,15 @@ def test_a_commit_holds_the_results_of_visits(launched: list[tuple[int, int]], t
             commit.wait()
             expected = everything(model, runtime)
         assert launched
-        with opened(checkpoint=tmp_path, resume=tmp_path) as (model, runtime):
+        with opened(checkpoint=tmp_path, resume=tmp_path, **options) as (model, runtime):
             assert [step(model, runtime, number) for number in (3, 4)] == rest
             assert parity.differences(everything(model, runtime), expected) == []
 
 
-def test_a_runtime_closes_while_chunks_visit() -> None:
+@pytest.mark.parametrize("options", [{}, LAZY], ids=str)
+def test_a_runtime_closes_while_chunks_visit(options: dict[str, Any]) -> None:
     device = EmulatedDevice(7)
-    with device.in_use(), behind_the_model(True), opened() as (model, runtime):
+    with device.in_use(), behind_the_model(True), opened(**options) as (model, runtime):
         assert "visits: the device updates a share of 100%" in str(runtime.plan)
         assert runtime.stats.visiting_share is None
         for number in range(4):
@@ -344,6 +411,8 @@ def test_a_runtime_closes_while_chunks_visit() -> None:
         assert 0 < share < 1 and f"{share:.0%} updated on the device by visits" in str(runtime.stats)
         with mock.patch.object(Visit, "arrived", False):
             loss_of(model, 2).backward()
+            if options:
+                runtime.optimizer.step()
         assert [*runtime._components.scheduler._visits.outstanding()]
     del model, runtime
     assert device.left == []
@@ -367,16 +436,18 @@ def test_a_copy_that_fails_ends_the_runtime() -> None:
             step(model, runtime, 4)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("start, best", [(50e9, 0.73), (10e9, 0.0), (400e9, 0.97)])
-def test_the_balance_finds_the_share_with_the_shortest_step(start: float, best: float) -> None:
+def test_the_balance_finds_the_share_with_the_shortest_step(start: float, best: float, lazy: bool) -> None:
     """A machine whose steps take as long as the CPU or the link, with pauses of the link."""
-    parameters, gradients, states, elements = 2e9, 2e9, 10e9, 10**9
-    balance = Balance(parameters=int(parameters), gradients=int(gradients), states=int(states))
+    elements = 10**9
+    balance = Balance(parameters=2 * elements, gradients=2 * elements, states=10 * elements, lazy=lazy)
     pause, memory = 0.015, 120e9
+    best += 0.09 * (lazy and start == 50e9)
 
     def seconds(share: float) -> tuple[float, float]:
         """Seconds of the CPU and of the link."""
-        cpu = (30e9 - 8e9 * share) / memory
+        cpu = ((28e9 - 4e9 * share) if lazy else (30e9 - 8e9 * share)) / memory
         return cpu, (2e9 + 10e9 * share) / start + pause
 
     for _ in range(40):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.planning import homes
 from infinity.tiers import Tier
 from infinity.tiers.tier import usable_device
 
@@ -134,6 +137,40 @@ def budget_for(
     parameters = sum(unit.nbytes for unit in plan.layout.units)
     others = sum(plan.home_bytes.values()) - parameters
     return infinity.Budget(device=near + parameters // 2, host=host + others // 2, nvme=nvme)
+
+
+@contextlib.contextmanager
+def short_visits() -> Iterator[None]:
+    """Within the `with` statement, plans let chunks of a small model visit the device, where its kernels can
+    update them: short chunks, and any share of the device for them.
+    """
+    with (
+        mock.patch.object(homes, "_VISITING_SHARE", 1),
+        mock.patch.object(homes, "_CHUNKS", (4096,)),
+        mock.patch.object(homes, "_LONG_CHUNK", 4096),
+    ):
+        yield
+
+
+def visiting_budget(model: nn.Module, optimizer: torch.optim.Optimizer, **facts: Any) -> infinity.Budget:
+    """The budget of a device with room for all parameters and visiting chunks, and for no other page. Call it
+    within `short_visits`. facts: what `offload` will be given, too, such as update="lazy".
+    """
+    plan = infinity.plan(model, optimizer, budget=infinity.Budget(device=ROOMY, host=ROOMY), **facts)
+    units, lazy = plan.layout.units, facts["update"] == "lazy"
+    near = sum(unit.nbytes for unit in units) + (0 if lazy else 2 * max(plan.gradient_bytes))
+    near += homes.VISITORS * max(
+        plan.state_format(unit, index).nbytes
+        + lazy * chunk.count * plan.gradient_dtype(layout.regions[chunk.region].dtype).itemsize
+        for unit, layout in enumerate(units)
+        for index, chunk in enumerate(layout.chunks)
+    )
+    for more in range(0, near // 4, 4096):  # other bytes on the device follow from the budget
+        budget = infinity.Budget(device=near + more, host=ROOMY)
+        plan = infinity.plan(model, optimizer, budget=budget, **facts)
+        if len(plan.visiting_units) == len(units):
+            return budget
+    raise AssertionError("no budget lets all units visit")
 
 
 def check_homes(home: str, plan: Any) -> None:

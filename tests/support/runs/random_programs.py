@@ -7,12 +7,13 @@ thread each backward runs, and what happens between backward and step and after 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from unittest import mock
 import parity
 import torch
 from emulated_device import COMPUTE, LIBRARY
-from homes import budget_for
+from homes import budget_for, short_visits, visiting_budget
 from torch import nn
 
 import infinity
@@ -72,12 +73,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the pages of a Blocks model rest (`home` of `budget_for`), and when updates run."""
+    """Where the pages of a Blocks model rest (`home` of `budget_for`, or "visits": as if mirrored, and chunks
+    visit the device), and when updates run.
+    """
 
     home: str
     update: str = "lazy"
     kernels: bool = False
-    """Whether the device updates the units whose pages rest on it; if not, the CPU does."""
+    """Whether the device updates the units whose pages rest on it, and visiting chunks; if not, the CPU
+    updates all.
+    """
 
 
 def program_of(number: int, update: str) -> list[Step]:
@@ -134,6 +139,8 @@ def budget_of(place: Place, backwards: int | None = None) -> Any:
     driver, precision = Driver.load(str(LIBRARY)), infinity.Precision(compute="fp32")
     options: Any = {"accumulation": backwards, "update": place.update}
     with emulated(driver, driver.foreign(COMPUTE)):  # so that plans are for memory apart
+        if place.home == "visits":
+            return visiting_budget(model, adamw(model), precision=precision, device="cpu", **options)
         found = budget_for(place.home, model, adamw(model), Path(folder().name), precision, **options)
         if place.home != "host":
             return found
@@ -148,13 +155,16 @@ def trained(number: int, place: Place) -> dict[str, Any]:
     ("gradients") and the norms of clipping ("norms"), each a list in the order of the program. It also has
     the final state dicts of the model ("parameters") and of the optimizer ("optimizer").
     """
-    model, program = Blocks(), program_of(number, place.update)
+    model, program, visits = Blocks(), program_of(number, place.update), place.home == "visits"
+    if visits and place.update == "eager":  # which needs one gradient a step
+        program = [replace(step, orders=step.orders[:1]) for step in program]
     backwards = len(program[0].orders) if declares(place.update) else None
     seen: dict[str, Any] = {"losses": [], "evaluated": [], "gradients": [], "norms": []}
     kept: dict[str, Any] = {}
     inputs = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     with (
         mock.patch.object(twin_flow, "has_kernels", lambda device: place.kernels),
+        short_visits() if visits else contextlib.nullcontext(),
         infinity.offload(
             model,
             adamw(model),
@@ -166,7 +176,9 @@ def trained(number: int, place: Place) -> dict[str, Any]:
         ) as runtime,
         ThreadPoolExecutor(1) as other,
     ):
-        assert bool(runtime.plan.updated_on_device) == place.kernels
+        plan, direct = runtime.plan, runtime._components.store.link.direct
+        assert bool(plan.visiting_units) == (visits and not direct)
+        assert visits or bool(plan.updated_on_device) == place.kernels
         for step in program:
             for order in step.orders:
                 loss = model(inputs, order)
