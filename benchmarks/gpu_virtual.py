@@ -19,7 +19,8 @@ All parameters are on the device with mirrors in RAM, gradients and states in RA
 case is a way of updating; eager updates are not clipped. All figures are of one step, the mean of some. The
 terms are seconds of the trainer's thread: calls of forward and backward, the wait until all gradients are in
 RAM, the norm, and `step()` with zero_grad(). With lazy updates, the forward waits for them. `limit`: the time
-if each phase were as long as its busiest resource's work. `busy`: seconds in which each resource worked. A
+if each phase were as long as its busiest resource's work. `predicted`: the least time that the plan predicts
+at these rates, before a step is made. `busy`: seconds in which each resource worked. A
 wait counts as 64 calls of cuEventQuery, however long it is.
 """
 
@@ -39,7 +40,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -63,8 +64,10 @@ from infinity.device_update.kernels import UpdateKind
 from infinity.lm.decoder import PRESETS, Decoder
 from infinity.pages import store
 from infinity.planning import twin_flow
-from infinity.planning.fake_step import _flop_formulas
+from infinity.planning.fake_step import _flop_formulas, run_fake_step
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.plan import Plan
+from infinity.planning.predict import Prediction, Work
 from infinity.tiers import Tier, arena, device
 from infinity.tiers.pool import adopt
 
@@ -537,10 +540,10 @@ class Meter:
         self.done |= {"flops": bench.mode.flops, "device bytes": bench.mode.nbytes}
 
 
-def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) -> dict[str, Any]:
+def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float], work: Work) -> dict[str, Any]:
     """Train some steps, and return the figures of a step. One more step counts the calls of Python.
 
-    plain: the result of `plain_seconds`, which is subtracted.
+    plain: the result of `plain_seconds`, which is subtracted. work: of the model's operations, to predict.
     """
     clock, calls = bench.clock, PackageCalls()
     tokens = torch.zeros(bench.options.batch, bench.options.seq, dtype=torch.int64)
@@ -598,6 +601,7 @@ def trained(bench: Bench, runtime: infinity.Runtime, plain: dict[str, float]) ->
         "visiting_share": runtime.stats.visiting_share,
         "seconds": (later.now - earlier.now) / steps / SECOND,
         "limit": limit(bench, runtime.plan, done["update bytes"], edges, computed),
+        "predicted": predicted(bench.options, runtime.plan, work).least,
         "terms": {name: time / SECOND for name, time in times.items()},
         "busy": {name: clock.busy(name, earlier.now, later.now) / steps / SECOND for name in RESOURCES},
         "gpu": {name: computed[name] / SECOND for name in ("forward", "backward")},
@@ -631,12 +635,36 @@ def limit(
     return max(gradients / options.link, backward) + max(up / options.link, results, forward, updating)
 
 
+def work_of(options: argparse.Namespace) -> Work:
+    """The work of the model's operations in a step."""
+    with torch.device("meta"):
+        model = Decoder(PRESETS[options.model].decoder)
+        tokens = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    step = run_fake_step(model, (tokens, tokens), precision=PRECISION, device=torch.device("cpu"), train=True)
+    return step.work
+
+
+def predicted(options: argparse.Namespace, plan: Plan, work: Work) -> Prediction:
+    """What the plan predicts at the options' rates, for a GPU in place of the emulated device."""
+    rates = MachineRates(
+        host_stream=options.ram,
+        link=options.link,
+        flops={PRECISION.compute_dtype: options.flops},
+        compute_memory=options.memory,
+    )
+    found = replace(plan, device=torch.device("cuda"), speeds=rates, work=work).predict()
+    assert found is not None
+    return found
+
+
 def show(row: dict[str, Any]) -> None:
     """Print a case's figures as a table."""
     seconds, least = row["seconds"], row["limit"]
     share = row["visiting_share"]
     visits = "" if share is None else f", {share:.0%} of the elements updated there"
-    print(f"\n{row['case']}{visits}: {seconds:.3f} s, {seconds / least:.2f} times the limit of {least:.3f} s")
+    guess = f"{row['predicted']:.3f} s predicted"
+    times = f"{seconds / least:.2f} times the limit of {least:.3f} s"
+    print(f"\n{row['case']}{visits}: {seconds:.3f} s, {times}, {guess}")
     for title, figures, form in (
         ("trainer's thread, s", row["terms"], ".3f"),
         ("busy, s", row["busy"], ".3f"),
@@ -679,12 +707,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
-    rows, plain = [], plain_seconds(options)
+    rows, plain, work = [], plain_seconds(options), work_of(options)
     for update in options.update:
         when, visits = CASES[update]
         bench = Bench(options, Case(when, None if when == "eager" else options.clip, visits))
         with bench.opened() as runtime:
-            rows.append(trained(bench, runtime, plain))
+            rows.append(trained(bench, runtime, plain, work))
         show(rows[-1])
     if options.json:
         print(json.dumps({"machine": machine_facts(), "settings": vars(options), "results": rows}))

@@ -104,6 +104,7 @@ def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) 
         with torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor):
             output = model(*args, **kwargs)
         if train:
+            watch.forward = watch.work
             _backward(output)
 
 
@@ -214,6 +215,8 @@ class _Watch(TorchDispatchMode):
         self._has_scratch = scratch
         self._formulas = _flop_formulas()
         self._flops: Counter[torch.dtype] = Counter()
+        self.forward: Work | None = None
+        """The work of the forward, once it has ended and a backward follows."""
         self._bytes = 0
         self.now = 0
         self.peak = 0
@@ -264,7 +267,7 @@ class _Watch(TorchDispatchMode):
     @property
     def work(self) -> Work:
         """The work of all operations so far."""
-        return Work(dict(self._flops), self._bytes)
+        return Work(dict(self._flops), self._bytes, self.forward)
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Count the work of one call of the operator `func`. Views do no work."""

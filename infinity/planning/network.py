@@ -21,7 +21,7 @@ from infinity.formats.optimizer_rules import StateFormat
 from infinity.layout.shards import Share, part_bytes, spans
 from infinity.planning.placement import Kind
 from infinity.planning.plan_text import render
-from infinity.planning.predict import missing_share
+from infinity.planning.predict import PhaseBytes, missing_share
 
 if TYPE_CHECKING:
     from infinity.planning.plan import Plan
@@ -40,10 +40,19 @@ class Network:
     """Bytes of gradients that a rank receives."""
     between_nodes: int
     """Bytes that all ranks of a node receive from other nodes."""
+    gradients_between: int
+    """Those of them that are gradients."""
     link: float | None
     """Bytes per second of the link between nodes, in each direction; None if it is not known."""
     measured: bool = False
     """Whether `infinity tune` has measured the link; else it was given."""
+
+    @property
+    def brought(self) -> tuple[PhaseBytes, PhaseBytes]:
+        """(bytes that come in a step for parameters, for gradients)."""
+        between = self.between_nodes - self.gradients_between
+        parameters = PhaseBytes(received=self.parameters, crossing=between)
+        return parameters, PhaseBytes(received=self.gradients, crossing=self.gradients_between)
 
     @property
     def seconds(self) -> float | None:
@@ -97,8 +106,9 @@ def network(plan: Plan, link: float | None, micro_batches: int, *, measured: boo
     crossing = here * parameters
     if plan.node_cache_bytes:
         crossing = round(_crossings(plan, micro_batches) * (values if share.stage == 3 else trained))
-    crossing += here * gradients
-    return Network(received[0], received[1], crossing * (share.ranks - here) // share.ranks, link, measured)
+    sums = here * gradients
+    between = [nbytes * (share.ranks - here) // share.ranks for nbytes in (crossing + sums, sums)]
+    return Network(received[0], received[1], between[0], between[1], link, measured)
 
 
 def _crossings(plan: Plan, micro_batches: int) -> float:

@@ -444,14 +444,8 @@ class Plan(Placement):
         if self.speeds is None or self.work is None or (self.rule is not None and self.rule.matrix):
             return None
         others = network(self, self.speeds.network, micro_batches)
-        return predict(
-            self.traffic,
-            self.speeds,
-            self.work.seconds(self.speeds),
-            micro_batches,
-            received=others.parameters + others.gradients,
-            crossing=others.between_nodes,
-        )
+        moved = self.traffic.with_ranks(*others.brought, micro_batches)
+        return predict(moved, self.speeds, self.work.passes(self.speeds), micro_batches)
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the plan's table: a dict for each tier, with the tier's name and numbers of bytes.

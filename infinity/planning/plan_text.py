@@ -99,10 +99,13 @@ def _updates(plan: Plan) -> Iterator[str]:
         yield f"updates: all on the CPU. {plan.no_updates_there}"
     if plan.visiting_units:
         part = sum(trained[unit] for unit in plan.visiting_units) / sum(trained)
+        guess, share = plan.prediction, f"up to {part:.0%}"
+        if guess is not None and guess.visiting_share is not None:
+            share = f"{part * guess.visiting_share:.0%} ({'measured' if guess.measured else 'predicted'})"
         room = f"{format_size(plan.visiting_bytes)} of working are for them"
         if plan.staying_bytes:
             room += f", {format_size(plan.staying_bytes)} for gradients that wait"
-        yield f"visits: the device updates a share of {part:.0%}, whose states come from RAM ({room})"
+        yield f"visits: the device updates {share}, whose states come from RAM ({room})"
 
 
 def _speculation(plan: Plan) -> Iterator[str]:

@@ -1,21 +1,36 @@
 """Prediction: the seconds of a step, from its work and the rates of a machine. Pure.
 
 The work is bytes that move and floating-point operations; both are counted, and no operation is timed. A
-step takes at least as long as its busiest resource, as in a roofline model (Williams, Waterman, Patterson
-2009), and at most as long as all of them in turn. The costs of hooks, of waits and of other processes are
-not part of it. A plan that was made without example inputs has no prediction. Once a runtime has finished a
-step, its plan shows the measured seconds instead.
+step is a row of phases: each forward and each backward is one. A phase takes at least as long as its busiest
+resource, as in a roofline model (Williams, Waterman, Patterson 2009), and at most as long as all of them in
+turn. The costs of hooks, of waits and of other processes are not part of it. A plan that was made without
+example inputs has no prediction. Once a runtime has finished a step, its plan shows the measured seconds
+instead.
 
-Predictions for CUDA can be too short, because no resource waits for another one. Where host RAM has no room
-for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device waits for copies
-down and up.
+[Note: when updates move their bytes] Lazy updates can begin when all gradients are known, and end before the
+next forward uses the parameters: their bytes move beside the next forward. Eager and speculative ones begin
+with a unit's last gradient: their bytes move beside the last backward, the next forward, or both. A step then
+takes at least as long as the two passes without these bytes, one after the other, and at least as long as the
+busiest resource needs for all that moves in both. The updates of a step that is speculative as a whole may be
+late for some units, which have no second place (`Plan.speculating`): these are as lazy ones.
+
+[Note: share of visits] Where chunks can visit the device to be updated there (infinity/optim/visits.py), the
+more do so, the less is moved in host RAM, and the more over the link. Training balances the two by what it
+has measured (infinity/optim/balance.py). The prediction takes the share with which both are busy for equally
+long. Early visits go in the order of the backward, and the next forward begins with the units that come last,
+so that the link has nothing to do for them while the forward computes.
+
+Predictions for CUDA can be too short, because no resource waits for another one within a phase. Where host
+RAM has no room for mirrors (infinity/planning/twin_flow.py), the CPU's update of parameters on the device
+waits for copies down and up.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,6 +46,12 @@ if TYPE_CHECKING:
     from infinity.planning.plan import Plan
 
 
+_LEAST_SHARE = 1 / 32
+"""The least share of visiting chunks that the device updates, and of those that the CPU does."""
+_HALVINGS = 20
+"""Steps of the search for the share of visits: it is exact to a millionth."""
+
+
 @dataclass(frozen=True)
 class Work:
     """The amount of work of the operations of one forward and, in training, of its backward."""
@@ -39,11 +60,18 @@ class Work:
     """Floating-point operations of matrix products, convolutions and attention, by the dtype of operands."""
     nbytes: int
     """Bytes that all operations not counted in `flops` read and write."""
+    forward: Work | None = None
+    """The part of this work that is the forward's; None: all of it."""
 
     def seconds(self, rates: MachineRates) -> float:
         """Seconds of all operations, one after the other."""
         products = sum(count / rates.flops_in(dtype) for dtype, count in self.flops.items())
         return products + self.nbytes / rates.compute_memory
+
+    def passes(self, rates: MachineRates) -> tuple[float, float]:
+        """(seconds of the operations of the forward, of those of the backward)."""
+        forward = (self.forward or self).seconds(rates)
+        return forward, self.seconds(rates) - forward
 
 
 UpdateTime = Literal["lazy", "eager", "speculative", "sync"]
@@ -61,7 +89,7 @@ class Prediction:
     """
 
     least: float
-    """Seconds of the step if all work overlaps that can overlap."""
+    """Seconds of the step if all work overlaps that can overlap in the same phase."""
     most: float
     """Seconds of the step if no work overlaps. Equal to `least` if the step was measured."""
     limited_by: str
@@ -71,11 +99,16 @@ class Prediction:
     compute: float
     disk: float
     update: float
+    """Seconds in which updates, gradients and, beside a device with memory of its own, copies from and to it
+    move bytes in host RAM.
+    """
     link: float
     exchange: float = 0.0
     """Seconds of copying within RAM what comes from other ranks."""
     network: float = 0.0
     """Seconds in which bytes come to this node from other nodes; 0 if the rate is unknown."""
+    visiting_share: float | None = None
+    """Of the elements that may visit the device, the share that is updated there; None if none may."""
     measured: bool = False
     """Whether the seconds were measured in a finished step. If not, they were predicted."""
 
@@ -87,7 +120,14 @@ class Prediction:
         parts = {"compute": step.compute_seconds, "disk": disk, "update": step.update_seconds, "link": link}
         parts["network"] = step.rank_seconds
         longest = max(parts, key=parts.__getitem__)
-        return Prediction(least=step.seconds, most=step.seconds, limited_by=longest, **parts, measured=True)
+        return Prediction(
+            least=step.seconds,
+            most=step.seconds,
+            limited_by=longest,
+            **parts,
+            visiting_share=step.visiting_share,
+            measured=True,
+        )
 
     @property
     def seconds(self) -> float:
@@ -115,14 +155,17 @@ class PhaseBytes:
     to_host: int = 0
     host: int = 0
     """Bytes of RAM that are read and written by updates, and by storing and summing gradients."""
+    received: int = 0
+    """Bytes that come from other ranks. `crossing` are those that come to this node from other nodes."""
+    crossing: int = 0
 
     def __add__(self, other: PhaseBytes) -> PhaseBytes:
         return PhaseBytes(
             **{each.name: getattr(self, each.name) + getattr(other, each.name) for each in _EDGES}
         )
 
-    def __mul__(self, times: int) -> PhaseBytes:
-        return PhaseBytes(**{each.name: getattr(self, each.name) * times for each in _EDGES})
+    def __mul__(self, times: float) -> PhaseBytes:
+        return PhaseBytes(**{each.name: round(getattr(self, each.name) * times) for each in _EDGES})
 
 
 _EDGES = fields(PhaseBytes)
@@ -140,15 +183,34 @@ class StepBytes:
     gradients.
     """
     update: PhaseBytes = PhaseBytes()
+    early: PhaseBytes = PhaseBytes()
+    """The part of `update` that can move in the last backward, too; see [Note: when updates move their
+    bytes].
+    """
+    visits: StepBytes | None = None
+    """By how much the bytes change if all chunks visit the device that may, so that some are negative; None
+    if none may.
+    """
     when: UpdateTime = "lazy"
 
-    def phases(self, micro_batches: int) -> tuple[PhaseBytes, PhaseBytes]:
-        """(bytes that a step moves while its forwards and backwards run, bytes that it moves after them)."""
-        more = micro_batches - 1
-        computing = (self.forward + self.backward) * micro_batches + self.accumulation * more
-        if self.when == "sync":
-            return computing, self.update
-        return computing + self.update, PhaseBytes()
+    def visited(self, share: float) -> StepBytes:
+        """The bytes if the given share, from 0 to 1, of the chunks that may visit the device does."""
+        if self.visits is None:
+            return self
+        names = ("backward", "update", "early")
+        changed = {name: getattr(self, name) + getattr(self.visits, name) * share for name in names}
+        return replace(self, **changed, visits=None)
+
+    def with_ranks(self, parameters: PhaseBytes, gradients: PhaseBytes, micro_batches: int) -> StepBytes:
+        """The bytes with those that parameters and gradients of other ranks bring in a step of
+        `micro_batches` micro-batches: parameters in equal parts in all passes, gradients in the backwards.
+        """
+        brought = parameters * (1 / (2 * micro_batches))
+        return replace(
+            self,
+            forward=self.forward + brought,
+            backward=self.backward + brought + gradients * (1 / micro_batches),
+        )
 
     @property
     def disk_read(self) -> int:
@@ -169,8 +231,8 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     All others are brought up for forward, and again for backward. An update reads and writes the trained part
     of each parameter page and all optimizer states. Gradients are written once in the backward and read once
     in the update. With eager updates, gradients whose home is on NVMe are neither written nor read in the
-    last backward. Parameters of mirrored units go to the device once, after the update. The share of chunks
-    that visit the device is known only when it is measured: they count as updated by the CPU.
+    last backward. Parameters of mirrored units go to the device once, after the update. A speculative update
+    reads one place and writes another, which moves no more bytes than an update in place.
 
     Bytes from other ranks are counted by infinity/planning/network.py. Homes that hold only some chunks of
     parameter pages are read whenever the whole pages are brought up. Homes that hold whole pages also receive
@@ -179,7 +241,8 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
     share, unified = plan.share, plan.unified
     training = any(plan.gradient_bytes)
     missing = missing_share(plan)
-    forward = backward = accumulation = updating = PhaseBytes()
+    forward = backward = accumulation = updating = early = PhaseBytes()
+    staying = visiting = visiting_early = PhaseBytes()
     for unit, home in enumerate(plan.homes):
         parameter, gradient, states = (plan.page_sizes[kind][unit] for kind in Kind)
         come_up = 0 if unit in plan.mirrored else math.ceil(parameter * missing)
@@ -211,16 +274,36 @@ def traffic(plan: Plan, trained: Sequence[int]) -> StepBytes:
                 updating += PhaseBytes(to_host=gradient, to_device=gradient // share.ranks)
             continue
         sizes = {Kind.PARAMETER: own, Kind.GRADIENT: gradient, Kind.OPTIMIZER: states}
-        updating += _updating(home, sizes, plan.update, unified)
+        moved = _updating(home, sizes, plan.update, unified)
         if unit in plan.mirrored:
-            updating += PhaseBytes(to_device=trained[unit])
+            moved += PhaseBytes(to_device=trained[unit])
+        updating += moved
         at_once, later = _gradient(home[Kind.GRADIENT], gradient, plan.update, unified)
-        # A fresh gradient is in its parameter's dtype; it is read and stored.
+        # A fresh gradient is in its parameter's dtype.
         fresh = trained[unit] if gradient else 0
-        backward += at_once + PhaseBytes(host=2 * fresh, to_host=0 if plan.device.type == "cpu" else fresh)
+        apart = plan.device.type != "cpu"
+        straight = apart and plan.accumulation == 1 and home[Kind.GRADIENT] is Tier.HOST
+        stored = 0 if straight else 2 * fresh  # read and stored, unless the copy to RAM has stored it
+        backward += at_once + PhaseBytes(host=stored, to_host=fresh if apart else 0)
         accumulation += later
+        begins_early = plan.update == "eager" or unit in plan.speculating
+        early += moved * begins_early
+        if unit in plan.visiting_units:
+            waits = plan.update == "eager"  # gradients stay there until they are used; others come up again
+            staying += PhaseBytes(to_host=-fresh * waits)
+            up = states + gradient * (not waits)
+            there = PhaseBytes(host=-moved.host, to_device=up - own, to_host=own + states)
+            visiting += there
+            visiting_early += there * begins_early
+    visits = StepBytes(backward=staying, update=visiting, early=visiting_early)
     return StepBytes(
-        forward=forward, backward=backward, accumulation=accumulation, update=updating, when=plan.update
+        forward=forward,
+        backward=backward,
+        accumulation=accumulation,
+        update=updating,
+        early=early,
+        visits=visits if plan.visiting_units else None,
+        when=plan.update,
     )
 
 
@@ -265,41 +348,88 @@ def _gradient(
     return stored, added + PhaseBytes(host=nbytes)
 
 
-def predict(
-    moved: StepBytes,
-    speeds: MachineRates,
-    compute: float,
-    micro_batches: int = 1,
-    *,
-    received: int = 0,
-    crossing: int = 0,
-) -> Prediction:
-    """Predict the seconds of a step. compute: seconds of the operations of one forward and one backward.
-    received, crossing: bytes of a step that this rank gets from other ranks, and that its node gets from
-    other nodes; see infinity/planning/network.py.
+@dataclass(frozen=True)
+class _Phase:
+    """The work of a phase: bytes that move, and seconds of the model's operations."""
 
-    An update that is not "sync" runs beside forwards and backwards, and so does what comes from other ranks.
-    Without a link the device is the CPU: the seconds of compute, updates and copies add up, and only the disk
-    and the network between nodes work at the same time. Equal amounts of bytes read from disk and written to
-    disk go at the mixed rate, and what remains at the rate of reads or of writes. Raises ConfigError if
-    `micro_batches` is less than 1.
+    moved: PhaseBytes
+    compute: float = 0.0
+
+    def __add__(self, other: _Phase) -> _Phase:
+        return _Phase(self.moved + other.moved, self.compute + other.compute)
+
+    def busy(self, speeds: MachineRates) -> dict[str, float]:
+        """Seconds for which the phase keeps each resource busy."""
+        moved = self.moved
+        over_link = moved.to_device + moved.to_host
+        if speeds.link is None:
+            link, in_ram = _copying(over_link, speeds), moved.host
+        else:
+            link, in_ram = max(moved.to_device, moved.to_host) / speeds.link, moved.host + over_link
+        return {
+            "compute": self.compute,
+            "disk": _disk_seconds(moved, speeds),
+            "update": in_ram / speeds.host_stream,
+            "link": link,
+            "exchange": _copying(moved.received, speeds),
+            "network": moved.crossing / speeds.network if speeds.network else 0.0,
+        }
+
+    def limits(self, speeds: MachineRates) -> dict[str, float]:
+        """The resources whose seconds add up to the least time that the phase can take, and these seconds.
+
+        With a link all resources work at the same time. Without one, the disk and the network work at the
+        same time as the others, and these work one after the other.
+        """
+        busy = self.busy(speeds)
+        beside = max(busy if speeds.link is not None else ("disk", "network"), key=busy.__getitem__)
+        on_cpu = [each for each in busy if each not in ("disk", "network")]
+        alone = speeds.link is not None or busy[beside] >= sum(busy[each] for each in on_cpu)
+        return {each: busy[each] for each in ([beside] if alone else on_cpu)}
+
+
+def predict(
+    moved: StepBytes, speeds: MachineRates, compute: tuple[float, float], micro_batches: int = 1
+) -> Prediction:
+    """Predict the seconds of a step. compute: seconds of the operations of one forward, and of one backward.
+
+    What comes from other ranks moves beside all else. Without a link the device is the CPU: the seconds of
+    compute, updates and copies add up, and only the disk and the network between nodes work at the same time.
+    Equal amounts of bytes read from disk and written to disk in a phase go at the mixed rate, and what
+    remains at the rate of reads or of writes. Raises ConfigError if `micro_batches` is less than 1.
     """
     if micro_batches < 1:
         raise ConfigError(f"A step has {micro_batches} micro-batches.", "Give at least 1.")
-    computing, after = (_busy(phase, speeds) for phase in moved.phases(micro_batches))
-    computing["compute"] = compute * micro_batches
-    computing["exchange"] = _copying(received, speeds)
-    computing["network"] = crossing / speeds.network if speeds.network else 0.0
-    busy, spent = (dict.fromkeys(computing, 0.0) for _ in range(2))
-    for parts in (computing, after):
-        for resource, seconds in parts.items():
-            busy[resource] += seconds
-        for resource in _limits(parts, together=speeds.link is not None):
-            spent[resource] += parts[resource]
+    visiting_share = None
+    if moved.visits is not None:
+        visiting_share = _balanced(moved, speeds, compute[0])
+        moved = moved.visited(visiting_share)
+    forward, backward = _Phase(moved.forward, compute[0]), _Phase(moved.backward, compute[1])
+    adding = backward + _Phase(moved.accumulation)
+    first, last = forward, backward if micro_batches == 1 else adding
+    others = [backward, forward] * (micro_batches > 1) + [adding, forward] * (micro_batches - 2)
+    early, late = _Phase(moved.early), _Phase(moved.update + moved.early * -1)
+    if moved.when == "sync":
+        others.append(late)
+    else:
+        first += late
+    ways = [[first, last, *others]]
+    if moved.early != PhaseBytes():
+        ways.append([first + last + early, *others])
+        if visiting_share is not None:
+            sent = (last + early).moved
+            over_link = PhaseBytes(to_device=sent.to_device, to_host=sent.to_host)
+            ways.insert(0, [_Phase(PhaseBytes(), compute[0]), _Phase(over_link), *others])
+    spent = max(
+        (_total(each.limits(speeds) for each in way) for way in ways), key=lambda each: sum(each.values())
+    )
+    busy = _total(each.busy(speeds) for each in ways[-1])
+    least = sum(spent.values())
     return Prediction(
-        least=sum(spent.values()),
-        most=sum(busy.values()),
+        least=least,
+        most=max(least, sum(busy.values())),
         limited_by=max(spent, key=spent.__getitem__),
+        visiting_share=visiting_share,
         compute=busy["compute"],
         disk=busy["disk"],
         update=busy["update"],
@@ -309,32 +439,36 @@ def predict(
     )
 
 
-def _busy(phase: PhaseBytes, speeds: MachineRates) -> dict[str, float]:
-    """Seconds for which a phase's bytes keep each resource busy."""
-    if speeds.link is None:
-        link = _copying(phase.to_device + phase.to_host, speeds)
-    else:
-        link = max(phase.to_device, phase.to_host) / speeds.link
-    busy = {"disk": _disk_seconds(phase, speeds), "update": phase.host / speeds.host_stream, "link": link}
-    return {"compute": 0.0, "exchange": 0.0, "network": 0.0, **busy}
+def _balanced(moved: StepBytes, speeds: MachineRates, forward: float) -> float:
+    """The share of visits with which host RAM and the link are busy for equally long in the phases in which
+    updates move their bytes; see [Note: share of visits]. forward: seconds of the operations of a forward.
+    """
+    least, most = _LEAST_SHARE, 1 - _LEAST_SHARE
+    for _ in range(_HALVINGS):
+        share = (least + most) / 2
+        there = moved.visited(share)
+        beside, pause = there.forward + there.update, 0.0
+        if moved.early != PhaseBytes():
+            beside, pause = beside + there.backward, forward
+        busy = _Phase(beside).busy(speeds)
+        if busy["link"] + pause < busy["update"]:
+            least = share
+        else:
+            most = share
+    return (least + most) / 2
+
+
+def _total(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each resource's seconds."""
+    found: Counter[str] = Counter()
+    for each in parts:
+        found.update(each)
+    return dict(found)
 
 
 def _copying(nbytes: int, speeds: MachineRates) -> float:
     """Seconds of copies within RAM, which read and write every byte."""
     return 2 * nbytes / speeds.host_stream
-
-
-def _limits(busy: Mapping[str, float], *, together: bool) -> list[str]:
-    """Return the resources that limit a phase: the sum of their seconds is the least time it can take.
-
-    busy: resource -> seconds of its work. together: whether all resources work at the same time. If not, the
-    disk and the network work at the same time as the others, and these work one after the other.
-    """
-    if together:
-        return [max(busy, key=busy.__getitem__)]
-    beside = max(("disk", "network"), key=busy.__getitem__)
-    on_cpu = [each for each in busy if each not in ("disk", "network")]
-    return [beside] if busy[beside] >= sum(busy[each] for each in on_cpu) else on_cpu
 
 
 def _disk_seconds(moved: PhaseBytes, speeds: MachineRates) -> float:

@@ -403,7 +403,7 @@ def test_a_commit_holds_the_results_of_visits(
 def test_a_runtime_closes_while_chunks_visit(options: dict[str, Any]) -> None:
     device = EmulatedDevice(7)
     with device.in_use(), behind_the_model(True), opened(**options) as (model, runtime):
-        assert "visits: the device updates a share of 100%" in str(runtime.plan)
+        assert "visits: the device updates up to 100%" in str(runtime.plan)
         assert runtime.stats.visiting_share is None
         for number in range(4):
             step(model, runtime, number)

@@ -69,8 +69,8 @@ def test_a_prediction_has_the_network_if_its_rate_is_known() -> None:
     assert "without the network, whose rate is unknown" in str(made)
     known = replace(made, speeds=replace(rates, network=1e6))
     sent, guess = network(made, 1e6, 2), known.predict(2)
-    assert guess is not None and guess.network == guess.least == sent.seconds
-    assert guess.exchange == 2 * (sent.parameters + sent.gradients) / 1e9
+    assert guess is not None and guess.network == guess.least == pytest.approx(sent.seconds)
+    assert guess.exchange == pytest.approx(2 * (sent.parameters + sent.gradients) / 1e9)
     assert "limited by network" in str(replace(known, prediction=guess))
     assert "without the network" not in str(known)
 
