@@ -30,7 +30,7 @@ from infinity.planning.fake_step import run_fake_step
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.plan import Plan
-from infinity.planning.planner import Available, make_plan
+from infinity.planning.planner import Available, make_plan, quickest
 from infinity.planning.predict import UpdateTime
 from infinity.ranks import SingleRank
 from infinity.runtime import Runtime, close_dropped
@@ -75,7 +75,9 @@ def offload(
     "eager": each unit in the backward that brings the unit's last gradient; infinity/optim/decision.py says
     what this needs. "speculative": as "eager", but exact with clipping and with the loss scaling of fp16: an
     update that turns out to be wrong is undone and done again. What updates change then takes a second place
-    in its tier, in RAM as far as it has room. "auto": chosen by infinity, at present "lazy".
+    in its tier, in RAM as far as it has room. "auto": "speculative" where `accumulation` is declared and the
+    plan's prediction says that steps are at least 5% faster so; else, and without example_inputs, "lazy".
+    `Plan.update` says which.
 
     accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
     number. Lazy
@@ -302,7 +304,6 @@ def plan_for(
         budget=budget,
         precision=precision,
         device=target,
-        update=chosen,
         accumulation=accumulation,
         commits=slab_directory is not None,
         slab_directory=slab_directory,
@@ -321,7 +322,7 @@ def plan_for(
         )
 
     def draft(agreed: Division | None) -> Plan:
-        made = functools.partial(make, prefer=agreed or prefer)
+        made = functools.partial(make, update=chosen, prefer=agreed or prefer)
         if estimate is None:
             return made()
         if estimate.unknown is not None:
@@ -332,7 +333,8 @@ def plan_for(
             speeds = measure_rates(budget.nvme_bytes, target, precision.compute_dtype, estimate.work.flops)
         else:
             speeds = other.rates(len(budget.nvme_bytes), on_node)
-        return made(work=estimate.work, speeds=speeds)
+        made = functools.partial(made, work=estimate.work, speeds=speeds)
+        return quickest(lambda time: made(update=time)) if update == "auto" else made()
 
     def adopts(made: Plan) -> bool:
         if commits is None:
@@ -375,7 +377,8 @@ def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bu
 
 
 def _update_time(update: str, accumulation: int | None, precision: Precision, share: Share) -> UpdateTime:
-    """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto".
+    """Check the options `update` and `accumulation`, and return `update`, or "lazy" for "auto", of which
+    `quickest` in infinity/planning/planner.py may make "speculative".
 
     update: the time when a step's updates run: "auto", or a value of `UpdateTime`. accumulation: number of
     backward passes in a step; None if unknown. Raises ConfigError for an unknown `update`, for an

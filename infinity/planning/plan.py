@@ -100,6 +100,8 @@ class Plan(Placement):
     figures come from. None for this machine.
     """
     update: UpdateTime = "lazy"
+    why: str = field(default="", compare=False)
+    """Why `update` was chosen, if it was left to infinity and there was a choice; else empty."""
     accumulation: int | None = None
     """Number of backward passes in a step, as the user declared it; None if unknown."""
     updates_there: bool = False

@@ -90,8 +90,10 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 
 def _updates(plan: Plan) -> Iterator[str]:
-    """The lines on what the device updates."""
+    """The lines on when parameters are updated, and on what the device updates."""
     trained = plan.gradient_bytes
+    if plan.why:
+        yield f"updates: {plan.update}, {plan.why}"
     if plan.updated_on_device:
         part = sum(trained[unit] for unit in plan.updated_on_device) / sum(trained)
         yield f"updates: {part:.0%} on the device"

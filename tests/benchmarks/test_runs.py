@@ -190,6 +190,7 @@ def test_gpu_virtual(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["seconds"] == pytest.approx(sum(row["terms"].values()))
         # The last copies up of a step take host memory's time during the next backward.
         assert 1.01 * row["seconds"] >= row["limit"] > row["page_bytes"] / 50e9
+        assert row["predicted"] == pytest.approx(row["seconds"], rel=0.05)
         assert row["edges"]["device->host"] == down
         assert row["busy"]["link_down"] == pytest.approx(down / 50e9)
         assert row["python_calls"]["other threads"] == 0

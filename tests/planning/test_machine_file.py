@@ -162,3 +162,15 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_the_files_come_with_the_package() -> None:
     assert sorted(each.stem for each in machine_file._SHIPPED.iterdir()) == SHIPPED
+
+
+def test_the_choice_of_updates_follows_the_file(tmp_path: Path) -> None:
+    """States in slow RAM are updated under the backward, too, where the number of backwards is declared."""
+    path = str(tmp_path / "file")
+    slow = replace(CUDA, device_updates=False, host_stream=1e8, flops=dict.fromkeys(CUDA.flops, 1e9))
+    slow.write(path)
+    smallest = planned(path, device="cuda").smallest
+    options = {"device": "cuda", "budget": infinity.Budget(device=smallest[Tier.DEVICE], host="1GiB")}
+    assert planned(path, accumulation=1, **options).update == "speculative"
+    assert planned(path, **options).update == "lazy"
+    assert planned(path, accumulation=1, update="lazy", **options).update == "lazy"

@@ -360,18 +360,11 @@ def test_a_visit_moves_the_bytes_by_which_the_share_is_balanced(update: UpdateTi
     moved = moved_with(Tier.HOST, unified=False, computes_in_ram=False, **facts)
     parameters, gradients, states = 160, 160, 600  # in the dtype of parameters, as fresh gradients are
     stored = sum(PAGES[Kind.GRADIENT])
-    by_cpu = 3 * parameters + stored + 2 * states
-    # Gradients come home with lazy updates, however many chunks visit, and go up with the states.
+    # With lazy updates gradients come home, however many chunks visit, and go up with the states.
+    comes, goes = (0, 0) if update == "eager" else (gradients, stored)
     for share, in_ram, down, up in (
-        (0, by_cpu + gradients, gradients, parameters),
-        (1, parameters + 2 * states, parameters + states, states)
-        if update == "eager"
-        else (
-            1,
-            parameters + 2 * states + stored + gradients,
-            parameters + states + gradients,
-            states + stored,
-        ),
+        (0, 3 * parameters + stored + 2 * states + gradients, gradients, parameters),
+        (1, parameters + 2 * states + comes + goes, parameters + states + comes, states + goes),
     ):
         found = moved.visited(share)
         assert found.visits is None

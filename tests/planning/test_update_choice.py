@@ -1,0 +1,113 @@
+"""Tests of the choice between lazy and speculative updates, where it is left to the plan."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import BudgetError
+from infinity.formats.optimizer_rules import Rule
+from infinity.layout.shards import Share
+from infinity.planning.machine_rates import MachineRates
+from infinity.planning.plan import Plan
+from infinity.planning.planner import quickest
+from infinity.planning.predict import UpdateTime, Work
+from infinity.tiers import Tier
+from tests.support.runs.planned_models import MiB, planned, stack
+
+RATES = MachineRates(
+    disk={"read": 4e8, "write": 4e8, "mixed": 4e8},
+    host_stream=1e9,
+    flops={torch.bfloat16: 1e9},
+    compute_memory=1e12,
+    link=1e10,
+)
+"""Of a device whose host has slow RAM, so that updates in RAM take about 0.1 s."""
+WORK = Work({torch.bfloat16: 6 * 10**7}, 0, Work({torch.bfloat16: 2 * 10**7}, 0))
+NET = stack([256] * 32)
+"""4.2M parameters, whose pages take 8 MiB of parameters, as much of gradients and 40 MiB of states."""
+
+
+def chosen(*, made: list[Plan] | None = None, **options: Any) -> Plan:
+    """The choice for parameters on the device and all else in RAM, unless `options` say otherwise."""
+    options = {
+        "device": 16 * MiB,
+        "host": 128 * MiB,
+        "speeds": RATES,
+        "work": WORK,
+        "accumulation": 1,
+    } | options
+
+    def make(update: UpdateTime) -> Plan:
+        plan = planned(NET, update=update, activations=0, **options)
+        if made is not None:
+            made.append(plan)
+        return plan
+
+    return quickest(make)
+
+
+def test_updates_are_speculative_where_the_backward_hides_them() -> None:
+    made: list[Plan] = []
+    found = chosen(made=made)
+    lazy, speculative = (each.prediction for each in made)
+    assert lazy is not None and speculative is not None
+    assert speculative.least < 0.95 * lazy.least
+    assert found == made[1] and found.update == "speculative" and found.speculating
+    assert f"updates: speculative, predicted {speculative.text} s against {lazy.text} s lazy" in str(found)
+
+
+def test_with_several_backwards_those_of_a_step_are_compared() -> None:
+    """Only the last of many backwards has updates to hide: less than 5% of the step."""
+    made: list[Plan] = []
+    assert chosen(accumulation=64, made=made).update == "lazy"
+    assert len(made) == 1, "no second plan is made where nothing could be gained"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation": None},
+        {"work": None},
+        {"share": Share(0, 2, 3)},
+        {"optimizer": None},
+        {"speeds": replace(RATES, host_stream=1e12)},
+    ],
+    ids=str,
+)
+def test_without_a_choice_updates_are_lazy(options: dict[str, Any]) -> None:
+    made: list[Plan] = []
+    found = chosen(made=made, **options)
+    assert (found.update, found.why, len(made)) == ("lazy", "", 1)
+
+
+def test_averages_exclude_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Rule.of
+    monkeypatch.setattr(Rule, "of", lambda optimizer: rule(optimizer, average=0.9))
+    assert (found := chosen()).update == "lazy" and found.why == ""
+
+
+def test_updates_are_lazy_where_second_places_would_send_pages_to_the_disk() -> None:
+    """Parameters in RAM take theirs before others have a home, so that states go to the disk instead."""
+    made: list[Plan] = []
+    found = chosen(made=made, device=3 * MiB, host=52 * MiB, nvme={"/disk": 256 * MiB})
+    lazy, speculative = made
+    assert speculative.home_bytes[Tier.NVME] > lazy.home_bytes[Tier.NVME]
+    assert found == lazy
+    assert lazy.prediction is not None and speculative.prediction is not None
+    words = f"predicted {lazy.prediction.text} s against {speculative.prediction.text} s speculative"
+    assert f"updates: lazy, {words}" in str(found)
+
+
+def test_updates_are_lazy_where_second_places_have_no_room() -> None:
+    lazy = planned(
+        NET, activations=0, device=16 * MiB, host=128 * MiB, speeds=RATES, work=WORK, accumulation=1
+    )
+
+    def make(update: UpdateTime) -> Plan:
+        if update == "speculative":
+            raise BudgetError("no room", "more", needed=1)
+        return lazy
+
+    assert quickest(make) == lazy
