@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -131,6 +132,15 @@ def away_from_the_user_s_cache(tmp_path_factory: pytest.TempPathFactory) -> Iter
         del os.environ["XDG_CACHE_HOME"]
     else:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture(autouse=True)
+def environment_of_each_test_alone() -> Iterator[None]:
+    """Undo changes of the environment after each test. With the variables of a rank, libraries that later
+    tests use would join a process group.
+    """
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
