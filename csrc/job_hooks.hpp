@@ -18,7 +18,7 @@ class JobHooks {
     virtual void after() noexcept = 0;
 };
 
-// The name of a capsule that holds a std::shared_ptr<JobHooks>.
+// The name of a capsule that holds a std::vector<std::shared_ptr<JobHooks>>, one for each job.
 inline constexpr char kJobHooks[] = "infinity.JobHooks";
 
 }  // namespace infinity

@@ -95,11 +95,30 @@ class LionHyper:
 class AverageStep:
     def __init__(self, begins: bool, weight: float) -> None: ...
 
+class UpdateForm:
+    def __init__(
+        self,
+        elements: int,
+        grad_dtype: Dtype,
+        format: ParameterFormat,
+        moments: MomentFormat,
+        places: Sequence[tuple[int, int] | None],
+        parts: Sequence[tuple[int, int, int, int]],
+    ) -> None: ...
+
 class UpdateTicket:
+    @property
+    def elements(self) -> int: ...
     def done(self) -> bool: ...
     def times(self) -> tuple[int, int] | None: ...
     def wait(self, timeout: float | None) -> bool: ...
     def nonfinite(self) -> list[int]: ...
+
+class UpdateTickets:
+    @property
+    def each(self) -> list[UpdateTicket]: ...
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
 
 class GradientTicket:
     def done(self) -> bool: ...
@@ -120,32 +139,20 @@ class Pool:
     @property
     def isa(self) -> str: ...
     def reap(self) -> None: ...
-    def submit_update(
+    def submit_updates(
         self,
         owners: object,
-        elements: int,
-        grad_dtype: Dtype,
-        format: ParameterFormat,
-        moments: MomentFormat,
-        grad: int,
-        accumulated: int,
-        parameter: int,
-        remainder: int,
-        copy: int,
-        first_moment: int,
-        second_moment: int,
-        first_scale: int,
-        second_scale: int,
-        average: int,
-        average_step: AverageStep,
-        segments: Sequence[tuple[int, int, int, int, int]],
+        forms: Sequence[UpdateForm],
+        memory: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]] | None,
+        chosen: Sequence[tuple[int, int, int]],
         hypers: Sequence[AdamHyper | SgdHyper | AdagradHyper | LionHyper],
         scale: float,
-        outputs: tuple[int, ...] | None,
+        average_step: AverageStep,
         awaited: bool,
         priority: int,
         hooks: CopiesAround | None,
-    ) -> UpdateTicket: ...
+    ) -> UpdateTickets: ...
     def submit_gradient(
         self,
         owners: object,

@@ -74,38 +74,44 @@ class Stream:
         """
 
 class CopiesAround:
-    """The copies around a job of `infinity.cpu_adam.ThreadPool`.
+    """The copies around jobs of `infinity.cpu_adam.ThreadPool` that are submitted together.
 
-    The pool's threads wait for one and begin the other, without the GIL.
+    The pool's threads wait for some and begin the others, without the GIL.
     """
 
     def __init__(
         self,
         driver: Driver,
-        down: Event | None,
-        up: tuple[Stream, Event | None, int, int, int, int, bool] | None,
-        uses: Sequence[tuple[int, int, bool]],
+        downs: Sequence[Event | None],
+        up: tuple[Stream, Event | None, Sequence[tuple[int, int, int]], int, bool] | None,
+        uses: Sequence[Sequence[tuple[int, int, bool]]],
         label: str,
     ) -> None:
-        """down: happens when what the job reads has come to the host; None: it is there. up: the copy of
-        what the job has written, (stream, after, into, source, nbytes, piece, timing) as in
-        `Stream.transfer`; None: nothing is copied. uses, label: (address, nbytes, writes) of bytes that the
-        job uses, for a checker of the order of accesses, and a name of the job.
+        """downs: for each job, an event that happens when what the job reads has come to the host; None: it
+        is there. up: the copies of what the jobs have written, (stream, after, [(into, source, nbytes) of
+        each job], piece, timing) as in `Stream.transfer`; None: nothing is copied. uses, label: for each job
+        (address, nbytes, writes) of bytes that it uses, for a checker of the order of accesses, and a name of
+        the jobs. Without a checker `uses` may be empty.
         """
 
     @property
     def capsule(self) -> object:
         """The object for other native modules; see csrc/job_hooks.hpp."""
 
-    def before(self) -> bool:
-        """Whether `down` has happened, as the pool asks. Tells the checker of `uses` if it has."""
+    def before(self, job: int) -> bool:
+        """Whether the event of `downs` has happened, as the pool asks. Tells the checker of `uses` then."""
 
-    def after(self) -> None:
-        """Queue the copy `up`, as the pool does at the job's end. Raises nothing; `events` does."""
+    def after(self, job: int) -> None:
+        """Queue the copy of `up`, as the pool does at the job's end. Raises nothing; `check` does."""
 
     def events(self) -> tuple[Event | None, Event | None]:
-        """Return the events before and after the copy `up`: the first with timing only, both None if nothing
-        was copied. Raises DeviceError if a call failed that asked for `down` or queued the copy.
+        """Once all jobs are done, return the events before the first copy of `up` and after the last one: the
+        first with timing only, both None if nothing was copied.
+        """
+
+    def check(self) -> None:
+        """Once all jobs are done, raise DeviceError if a call failed that asked for an event of `downs` or
+        queued a copy.
         """
 
 class Function:

@@ -117,7 +117,7 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
 
 IMPLIED = {
     # Each of these two implies the other.
-    ("following", "optim/scheduler.py:_queue", "optim/chunk_update.py:compute"),
+    ("following", "optim/scheduler.py:_queue", "optim/unit_update.py:submit"),
     ("following", "optim/scheduler.py:step", "optim/scheduler.py:step"),
     # Nobody reads the results of a speculative update before it is confirmed or undone. The copy that brings
     # the values before follows that of the results on the same stream, and is awaited.

@@ -79,12 +79,23 @@ class OwningPool {
     OwningPool& operator=(const OwningPool&) = delete;
     ~OwningPool() { close(); }
 
+    // hooks: of each job; empty: none. Jobs begin in their order.
     template <class J>
-    JobTicket<J> submit(std::shared_ptr<J> job, nb::object owners, Submission how) {
+    std::vector<JobTicket<J>> submit(const std::vector<std::shared_ptr<J>>& jobs, nb::object owners,
+                                     bool awaited, int64_t priority,
+                                     const std::vector<std::shared_ptr<JobHooks>>& hooks = {}) {
         reap();
-        JobTicket<J> handle{pool_.submit(job, std::move(how)), job};
-        held_.emplace_back(std::move(job), std::move(owners));
-        return handle;
+        std::vector<JobTicket<J>> tickets;
+        {
+            const nb::gil_scoped_release release;
+            for (size_t i = 0; i < jobs.size(); ++i) {
+                Submission how{awaited, priority, hooks.empty() ? nullptr : hooks.at(i)};
+                tickets.push_back({pool_.submit(jobs[i], std::move(how)), jobs[i]});
+            }
+        }
+        held_.emplace_back(std::vector<std::shared_ptr<Job>>(jobs.begin(), jobs.end()),
+                           std::move(owners));
+        return tickets;
     }
 
     void close() {
@@ -98,8 +109,11 @@ class OwningPool {
     void reap() {
         // Dropping an object can run any Python code, even this method, so the objects are taken
         // out first.
-        std::vector<std::pair<std::shared_ptr<Job>, nb::object>> done;
-        const auto finished = [](const auto& each) { return each.first->done(); };
+        std::vector<Held> done;
+        const auto finished = [](const Held& each) {
+            return std::all_of(each.first.begin(), each.first.end(),
+                               [](const auto& job) { return job->done(); });
+        };
         std::copy_if(held_.begin(), held_.end(), std::back_inserter(done), finished);
         held_.erase(std::remove_if(held_.begin(), held_.end(), finished), held_.end());
     }
@@ -109,21 +123,21 @@ class OwningPool {
     const std::vector<int>& cpus() const { return cpus_; }
 
   private:
+    // Jobs that were submitted together, and the objects whose memory they use.
+    using Held = std::pair<std::vector<std::shared_ptr<Job>>, nb::object>;
+
     const KernelTable& kernels_;
     const size_t chunk_;
     ThreadPool pool_;
     const std::vector<int> cpus_;
-    std::vector<std::pair<std::shared_ptr<Job>, nb::object>> held_;
+    std::vector<Held> held_;
 };
 
 // hooks: None, or an object of another module that has a capsule of JobHooks.
-Submission submission(bool awaited, int64_t priority, const nb::object& hooks) {
-    Submission how{awaited, priority};
-    if (!hooks.is_none()) {
-        const nb::capsule given = nb::cast<nb::capsule>(hooks.attr("capsule"));
-        how.hooks = *static_cast<std::shared_ptr<JobHooks>*>(given.data(kJobHooks));
-    }
-    return how;
+std::vector<std::shared_ptr<JobHooks>> hooks_of(const nb::object& hooks) {
+    if (hooks.is_none()) return {};
+    const nb::capsule given = nb::cast<nb::capsule>(hooks.attr("capsule"));
+    return *static_cast<std::vector<std::shared_ptr<JobHooks>>*>(given.data(kJobHooks));
 }
 
 // start, count, hyper, index, seed
@@ -138,50 +152,64 @@ std::vector<Segment> segments_of(const std::vector<SegmentTuple>& tuples) {
     return segments;
 }
 
-// parameter, remainder, copy, first moment, second moment, first scale, second scale
-using OutputTuple =
-    std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+// (number of the range, offset in bytes), and (start, count, index, parameter)
+using PlaceTuple = std::pair<size_t, size_t>;
+using PartTuple = std::tuple<size_t, size_t, size_t, size_t>;
 
-std::optional<UpdateArrays> outputs_of(const std::optional<OutputTuple>& tuple) {
-    if (!tuple) return std::nullopt;
-    const auto& [parameter, remainder, copy, first, second, first_scale, second_scale] = *tuple;
-    UpdateArrays arrays;
-    arrays.param = pointer<void>(parameter);
-    arrays.remainder = pointer<int16_t>(remainder);
-    arrays.copy = pointer<void>(copy);
-    arrays.first_moment = pointer<void>(first);
-    arrays.second_moment = pointer<void>(second);
-    arrays.first_scale = pointer<uint8_t>(first_scale);
-    arrays.second_scale = pointer<uint8_t>(second_scale);
-    return arrays;
+void make_form(UpdateForm* self, size_t elements, Dtype grad_dtype, ParameterFormat format,
+               MomentFormat moments, const std::vector<std::optional<PlaceTuple>>& places,
+               const std::vector<PartTuple>& parts) {
+    UpdateForm form{elements, grad_dtype, format, moments, {}, {}};
+    for (size_t i = 0; i < form.places.size(); ++i) {
+        if (const auto& place = places.at(i)) form.places[i] = {place->first, place->second};
+    }
+    for (const auto& part : parts) {
+        form.parts.push_back(std::make_from_tuple<UpdateForm::Part>(part));
+    }
+    new (self) UpdateForm(std::move(form));
 }
 
-JobTicket<UpdateJob> submit_update(
-    OwningPool& pool, nb::object owners, size_t elements, Dtype grad_dtype, ParameterFormat format,
-    MomentFormat moments, uintptr_t grad, uintptr_t accumulated, uintptr_t parameter,
-    uintptr_t remainder, uintptr_t copy, uintptr_t first_moment, uintptr_t second_moment,
-    uintptr_t first_scale, uintptr_t second_scale, uintptr_t average,
-    const AverageStep& average_step, const std::vector<SegmentTuple>& segments,
-    const std::vector<Hyper>& hypers, double scale, const std::optional<OutputTuple>& outputs,
-    bool awaited, int64_t priority, const nb::object& hooks) {
-    const UpdateArrays arrays{pointer<const void>(grad),     pointer<const float>(accumulated),
-                              pointer<void>(parameter),      pointer<int16_t>(remainder),
-                              pointer<void>(copy),           pointer<void>(first_moment),
-                              pointer<void>(second_moment),  pointer<uint8_t>(first_scale),
-                              pointer<uint8_t>(second_scale)};
-    UpdateRequest request{elements,
-                          grad_dtype,
-                          format,
-                          moments,
-                          arrays,
-                          segments_of(segments),
-                          hypers,
-                          scale,
-                          pointer<float>(average),
-                          average_step,
-                          outputs_of(outputs)};
-    return pool.submit(make_update_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), submission(awaited, priority, hooks));
+// Updates that were submitted together.
+struct UpdateTickets {
+    std::vector<JobTicket<UpdateJob>> each;
+
+    bool done() const {
+        return std::all_of(each.begin(), each.end(),
+                           [](const auto& one) { return one.ticket.done(); });
+    }
+    void wait() const {
+        for (const auto& one : each) {
+            if (!one.ticket.done()) wait_seeing_signals(one.ticket, std::nullopt);
+        }
+    }
+};
+
+// (parameter, hyper, seed)
+using ChosenTuple = std::tuple<size_t, size_t, uint32_t>;
+using Addresses = std::vector<uintptr_t>;
+
+UpdateTickets submit_updates(OwningPool& pool, nb::object owners,
+                             const std::vector<const UpdateForm*>& forms,
+                             const std::vector<Addresses>& memory,
+                             const std::optional<std::vector<Addresses>>& outputs,
+                             const std::vector<ChosenTuple>& chosen, std::vector<Hyper> hypers,
+                             double scale, const AverageStep& average_step, bool awaited,
+                             int64_t priority, const nb::object& hooks) {
+    UpdateStep step{{}, std::move(hypers), scale, average_step};
+    for (const auto& [parameter, hyper, seed] : chosen) {
+        if (parameter >= step.parameters.size()) step.parameters.resize(parameter + 1);
+        step.parameters[parameter] = {hyper, seed};
+    }
+    std::vector<std::shared_ptr<UpdateJob>> jobs;
+    {
+        const nb::gil_scoped_release release;
+        for (size_t i = 0; i < forms.size(); ++i) {
+            UpdateRequest request =
+                request_of(*forms[i], step, memory.at(i), outputs ? &outputs->at(i) : nullptr);
+            jobs.push_back(make_update_job(pool.kernels(), std::move(request), pool.chunk()));
+        }
+    }
+    return {pool.submit(jobs, std::move(owners), awaited, priority, hooks_of(hooks))};
 }
 
 JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size_t elements,
@@ -197,8 +225,8 @@ JobTicket<GradientJob> submit_gradient(OwningPool& pool, nb::object owners, size
          read_accumulated, write_accumulated, squares, static_cast<float>(scale)},
         segments_of(segments)};
     // Others wait for a gradient's room, and nobody for an update that is queued already.
-    return pool.submit(make_gradient_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), {awaited, std::numeric_limits<int64_t>::max()});
+    const std::vector jobs{make_gradient_job(pool.kernels(), std::move(request), pool.chunk())};
+    return pool.submit(jobs, std::move(owners), awaited, std::numeric_limits<int64_t>::max())[0];
 }
 
 JobTicket<StreamJob> submit_stream(
@@ -208,8 +236,8 @@ JobTicket<StreamJob> submit_stream(
     for (const auto& [address, bytes, access] : arrays) {
         request.arrays.push_back({pointer<unsigned char>(address), bytes, access});
     }
-    return pool.submit(make_stream_job(pool.kernels(), std::move(request), pool.chunk()),
-                       std::move(owners), {awaited});
+    const std::vector jobs{make_stream_job(pool.kernels(), std::move(request), pool.chunk())};
+    return pool.submit(jobs, std::move(owners), awaited, 0)[0];
 }
 
 using Float64Array = nb::ndarray<nb::numpy, double, nb::ndim<1>>;
@@ -330,6 +358,20 @@ void bind_hypers(nb::module_& m) {
              "weight_decay"_a, "maximize"_a);
 }
 
+void bind_updates(nb::module_& m) {
+    bind_ticket<UpdateJob>(m, "UpdateTicket")
+        .def_prop_ro("elements",
+                     [](const JobTicket<UpdateJob>& self) { return self.job->updated(); })
+        .def("nonfinite", [](const JobTicket<UpdateJob>& self) { return self.job->nonfinite(); });
+    nb::class_<UpdateTickets>(m, "UpdateTickets")
+        .def("done", &UpdateTickets::done)
+        .def("wait", &UpdateTickets::wait)
+        .def_ro("each", &UpdateTickets::each);
+    nb::class_<UpdateForm>(m, "UpdateForm")
+        .def("__init__", make_form, "elements"_a, "grad_dtype"_a, "format"_a, "moments"_a,
+             "places"_a, "parts"_a);
+}
+
 void bind_pool(nb::module_& m) {
     nb::class_<OwningPool>(m, "Pool")
         .def(nb::init<const std::vector<int>&, const std::string&, size_t, bool>(), "cpus"_a,
@@ -338,10 +380,8 @@ void bind_pool(nb::module_& m) {
         .def_prop_ro("cpus", &OwningPool::cpus)
         .def_prop_ro("isa", [](const OwningPool& self) { return self.kernels().name; })
         .def("reap", &OwningPool::reap)
-        .def("submit_update", submit_update, "owners"_a, "elements"_a, "grad_dtype"_a, "format"_a,
-             "moments"_a, "grad"_a, "accumulated"_a, "parameter"_a, "remainder"_a, "copy"_a,
-             "first_moment"_a, "second_moment"_a, "first_scale"_a, "second_scale"_a, "average"_a,
-             "average_step"_a, "segments"_a, "hypers"_a, "scale"_a, "outputs"_a.none(), "awaited"_a,
+        .def("submit_updates", submit_updates, "owners"_a, "forms"_a, "memory"_a,
+             "outputs"_a.none(), "chosen"_a, "hypers"_a, "scale"_a, "average_step"_a, "awaited"_a,
              "priority"_a, "hooks"_a.none())
         .def("submit_gradient", submit_gradient, "owners"_a, "elements"_a, "grad_dtype"_a, "grad"_a,
              "accumulated"_a, "copy"_a, "read_accumulated"_a, "write_accumulated"_a, "squares"_a,
@@ -360,9 +400,7 @@ NB_MODULE(_cpu_adam, m) {
     nb::register_exception_translator(translate);
     bind_formats(m);
     bind_hypers(m);
-    bind_ticket<UpdateJob>(m, "UpdateTicket").def("nonfinite", [](const JobTicket<UpdateJob>& t) {
-        return t.job->nonfinite();
-    });
+    bind_updates(m);
     bind_ticket<GradientJob>(m, "GradientTicket").def("block_sums", block_sums);
     bind_ticket<StreamJob>(m, "StreamTicket");
     bind_pool(m);

@@ -212,7 +212,48 @@ std::vector<Array> arrays_of(const UpdateRequest& r, bool updates, bool first_mo
     return arrays;
 }
 
+// The arrays of a form in ranges of memory.
+UpdateArrays arrays_in(const UpdateForm& form, const std::vector<uintptr_t>& memory,
+                       float** averages) {
+    std::array<void*, UpdateForm::kArrays> at{};
+    for (size_t i = 0; i < at.size(); ++i) {
+        if (const auto& place = form.places[i]) {
+            at[i] = reinterpret_cast<void*>(memory.at(place->memory) + place->offset);
+        }
+    }
+    *averages = static_cast<float*>(at[9]);
+    return {at[0],
+            static_cast<const float*>(at[1]),
+            at[2],
+            static_cast<int16_t*>(at[3]),
+            at[4],
+            at[5],
+            at[6],
+            static_cast<uint8_t*>(at[7]),
+            static_cast<uint8_t*>(at[8])};
+}
+
 }  // namespace
+
+UpdateRequest request_of(const UpdateForm& form, const UpdateStep& step,
+                         const std::vector<uintptr_t>& memory,
+                         const std::vector<uintptr_t>* outputs) {
+    UpdateRequest request{form.elements, form.grad_dtype, form.format, form.moments, {}, {},
+                          step.hypers,   step.scale,      nullptr,     step.average, {}};
+    request.arrays = arrays_in(form, memory, &request.averages);
+    if (outputs != nullptr) {
+        float* unused = nullptr;
+        request.outputs = arrays_in(form, *outputs, &unused);
+    }
+    for (const UpdateForm::Part& part : form.parts) {
+        if (part.parameter >= step.parameters.size()) continue;
+        if (const auto& chosen = step.parameters[part.parameter]) {
+            request.segments.push_back(
+                {part.start, part.count, chosen->hyper, part.index, chosen->seed});
+        }
+    }
+    return request;
+}
 
 UpdateJob::UpdateJob(const KernelTable& kernels, const UpdateRequest& request, Chunks chunks,
                      std::vector<Folded> folded, std::vector<ByteRange> touches)
@@ -245,6 +286,12 @@ void UpdateJob::run(size_t chunk) noexcept {
             kernels_.average[format](outputs, request_.averages, request_.average, range);
         }
     }
+}
+
+size_t UpdateJob::updated() const {
+    size_t elements = 0;
+    for (const Segment& each : request_.segments) elements += each.count;
+    return elements;
 }
 
 std::vector<size_t> UpdateJob::nonfinite() const {

@@ -1,8 +1,10 @@
 // Requests on flat arrays and segments, which are checked and cut into the chunks of a Job.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -47,6 +49,52 @@ struct UpdateRequest {
     std::optional<UpdateArrays> outputs{};
 };
 
+// What is equal in all updates of the same arrays, wherever these lie.
+struct UpdateForm {
+    // An array in one of some ranges of memory: the number of the range, and bytes from its start.
+    struct Place {
+        size_t memory;
+        size_t offset;
+    };
+    // A contiguous part of a parameter: see Segment.
+    struct Part {
+        size_t start;
+        size_t count;
+        size_t index;
+        size_t parameter;
+    };
+    static constexpr size_t kArrays = 10;
+
+    size_t elements;
+    Dtype grad_dtype;
+    ParameterFormat format;
+    MomentFormat moments;
+    // In the order of UpdateArrays, and the averages at last; nullopt: the array is missing.
+    std::array<std::optional<Place>, kArrays> places;
+    std::vector<Part> parts;
+};
+
+// How one parameter is updated in a step.
+struct ParameterStep {
+    size_t hyper;  // or kAveraged
+    uint32_t seed;
+};
+
+// What is equal for all arrays that are updated in a step.
+struct UpdateStep {
+    // By the number of a parameter; nullopt, and for larger numbers: it is not updated.
+    std::vector<std::optional<ParameterStep>> parameters;
+    std::vector<Hyper> hypers;
+    double scale;
+    AverageStep average;
+};
+
+// The update of the arrays of `form`. memory: the address of each range. outputs: addresses of
+// ranges for the results; null: the arrays themselves.
+UpdateRequest request_of(const UpdateForm& form, const UpdateStep& step,
+                         const std::vector<uintptr_t>& memory,
+                         const std::vector<uintptr_t>* outputs);
+
 struct GradientRequest {
     size_t elements;
     Dtype grad_dtype;
@@ -79,6 +127,8 @@ class UpdateJob : public Job {
     UpdateJob(const KernelTable& kernels, const UpdateRequest& request, Chunks chunks,
               std::vector<Folded> folded, std::vector<ByteRange> touches);
     void run(size_t chunk) noexcept override;
+    // The number of elements that are updated or averaged.
+    size_t updated() const;
     // Indices of the segments in which a scaled gradient was not finite. Valid once the job is
     // done.
     std::vector<size_t> nonfinite() const;

@@ -115,38 +115,55 @@ void bind_streams(nb::module_& m) {
             "address"_a, "nbytes"_a, nb::kw_only(), "writes"_a, "label"_a = "", without_gil);
 }
 
-nb::capsule capsule_of(const std::shared_ptr<CopiesAround>& self) {
-    using Held = std::shared_ptr<infinity::JobHooks>;
-    return {new Held(self), infinity::kJobHooks,
+nb::capsule capsule_of(CopiesAround& self) {
+    using Held = std::vector<std::shared_ptr<infinity::JobHooks>>;
+    return {new Held(self.hooks()), infinity::kJobHooks,
             [](void* held) noexcept { delete static_cast<Held*>(held); }};
 }
 
-// up: (stream, after, into, source, nbytes, piece, timing). uses: (address, nbytes, writes) each.
-using UpTuple = std::tuple<std::shared_ptr<Stream>, std::shared_ptr<Event>, Address, Address,
-                           std::size_t, std::size_t, bool>;
+// up: (stream, after, [(into, source, nbytes) of each job], piece, timing). uses: [(address,
+// nbytes, writes)] of each job.
+using CopyTuple = std::tuple<Address, Address, std::size_t>;
+using UpTuple = std::tuple<std::shared_ptr<Stream>, std::shared_ptr<Event>, std::vector<CopyTuple>,
+                           std::size_t, bool>;
 using UseTuple = std::tuple<Address, std::size_t, bool>;
 
 std::shared_ptr<CopiesAround> copies_around(std::shared_ptr<Driver> driver,
-                                            std::shared_ptr<Event> down, std::optional<UpTuple> up,
-                                            const std::vector<UseTuple>& uses, std::string label) {
-    std::optional<CopiesAround::Up> copy;
-    if (up) copy = std::make_from_tuple<CopiesAround::Up>(std::move(*up));
-    std::vector<CopiesAround::Use> used;
-    for (const auto& each : uses) used.push_back(std::make_from_tuple<CopiesAround::Use>(each));
-    return std::make_shared<CopiesAround>(std::move(driver), std::move(down), std::move(copy),
+                                            std::vector<std::shared_ptr<Event>> downs,
+                                            const std::optional<UpTuple>& up,
+                                            const std::vector<std::vector<UseTuple>>& uses,
+                                            std::string label) {
+    std::optional<CopiesAround::Up> ups;
+    if (up) {
+        const auto& [stream, after, places, piece, timing] = *up;
+        std::vector<CopiesAround::Copy> copies;
+        copies.reserve(places.size());
+        for (const auto& [into, source, nbytes] : places) copies.push_back({into, source, nbytes});
+        ups = CopiesAround::Up{stream, after, std::move(copies), piece, timing};
+    }
+    std::vector<std::vector<CopiesAround::Use>> used;
+    for (const auto& of_job : uses) {
+        used.emplace_back();
+        for (const auto& each : of_job)
+            used.back().push_back(std::make_from_tuple<CopiesAround::Use>(each));
+    }
+    return std::make_shared<CopiesAround>(std::move(driver), std::move(downs), std::move(ups),
                                           std::move(used), std::move(label));
 }
 
 void bind_copies_around(nb::module_& m) {
     nb::class_<CopiesAround>(m, "CopiesAround")
-        .def(nb::new_(&copies_around), "driver"_a, "down"_a.none(), "up"_a.none(), "uses"_a,
-             "label"_a)
+        .def(nb::new_(&copies_around), "driver"_a, "downs"_a, "up"_a.none(), "uses"_a, "label"_a)
         .def_prop_ro("capsule", &capsule_of)
         .def(
             "before",
-            [](CopiesAround& self) { return self.before() == infinity::JobHooks::State::happened; })
-        .def("after", &CopiesAround::after)
-        .def("events", &CopiesAround::events);
+            [](CopiesAround& self, std::size_t job) {
+                return self.before(job) == infinity::JobHooks::State::happened;
+            },
+            "job"_a)
+        .def("after", &CopiesAround::after, "job"_a)
+        .def("events", &CopiesAround::events)
+        .def("check", &CopiesAround::check);
 }
 
 void bind_functions(nb::module_& m) {

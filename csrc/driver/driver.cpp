@@ -214,45 +214,97 @@ void Stream::touched(Address address, std::size_t nbytes, bool writes, const cha
     }
 }
 
-CopiesAround::CopiesAround(std::shared_ptr<Driver> driver, std::shared_ptr<Event> down,
-                           std::optional<Up> up, std::vector<Use> uses, std::string label)
+namespace {
+
+class HooksOfJob : public JobHooks {
+  public:
+    HooksOfJob(std::shared_ptr<CopiesAround> all, std::size_t job)
+        : all_(std::move(all)), job_(job) {}
+    State before() noexcept override { return all_->before(job_); }
+    void after() noexcept override { all_->after(job_); }
+
+  private:
+    const std::shared_ptr<CopiesAround> all_;
+    const std::size_t job_;
+};
+
+}  // namespace
+
+CopiesAround::CopiesAround(std::shared_ptr<Driver> driver,
+                           std::vector<std::shared_ptr<Event>> downs, std::optional<Up> up,
+                           std::vector<std::vector<Use>> uses, std::string label)
     : driver_(std::move(driver)),
-      down_(std::move(down)),
+      downs_(std::move(downs)),
       up_(std::move(up)),
       uses_(std::move(uses)),
-      label_(std::move(label)) {}
+      label_(std::move(label)),
+      left_(downs_.size()) {}
 
-JobHooks::State CopiesAround::before() noexcept {
+JobHooks::State CopiesAround::before(std::size_t job) noexcept {
     try {
-        if (down_ != nullptr && !down_->done()) return State::pending;
+        if (downs_[job] != nullptr && !downs_[job]->done()) return JobHooks::State::pending;
     } catch (...) {
-        failure_ = std::current_exception();
-        return State::failed;
+        fail();
+        end_job();
+        return JobHooks::State::failed;
     }
-    if (driver_->checked()) {
-        for (const Use& each : uses_) {
+    if (driver_->checked() && !uses_.empty()) {
+        for (const Use& each : uses_[job]) {
             driver_->table().touched(nullptr, 1, each.address, each.nbytes, each.writes ? 1 : 0,
                                      label_.c_str());
         }
     }
-    return State::happened;
+    return JobHooks::State::happened;
 }
 
-void CopiesAround::after() noexcept {
-    if (!up_) return;
+void CopiesAround::after(std::size_t job) noexcept {
+    if (up_) {
+        try {
+            begin_up();
+            const Copy& copy = up_->copies[job];
+            up_->stream->copy(copy.into, copy.source, copy.nbytes, up_->piece);
+        } catch (...) {
+            fail();
+        }
+    }
+    end_job();
+}
+
+std::vector<std::shared_ptr<JobHooks>> CopiesAround::hooks() {
+    std::vector<std::shared_ptr<JobHooks>> found;
+    for (std::size_t job = 0; job < downs_.size(); ++job) {
+        found.push_back(std::make_shared<HooksOfJob>(shared_from_this(), job));
+    }
+    return found;
+}
+
+void CopiesAround::check() const {
+    if (failure_ != nullptr) std::rethrow_exception(failure_);
+}
+
+// Before the first copy up: has the stream wait. Other jobs' copies are queued after this.
+void CopiesAround::begin_up() {
+    const std::lock_guard lock(mutex_);
+    if (begun_) return;
+    if (up_->after != nullptr) up_->stream->wait(*up_->after);
+    if (up_->timing) events_.first = up_->stream->record(true);
+    begun_ = true;
+}
+
+// After the last job: records the event after all copies up, which have been queued by then.
+void CopiesAround::end_job() {
+    const std::lock_guard lock(mutex_);
+    if (--left_ > 0 || !begun_) return;
     try {
-        if (up_->after != nullptr) up_->stream->wait(*up_->after);
-        if (up_->timing) events_.first = up_->stream->record(true);
-        up_->stream->copy(up_->into, up_->source, up_->nbytes, up_->piece);
         events_.second = up_->stream->record(up_->timing);
     } catch (...) {
-        failure_ = std::current_exception();
+        if (failure_ == nullptr) failure_ = std::current_exception();
     }
 }
 
-const std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>>& CopiesAround::events() const {
-    if (failure_ != nullptr) std::rethrow_exception(failure_);
-    return events_;
+void CopiesAround::fail() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (failure_ == nullptr) failure_ = std::current_exception();
 }
 
 }  // namespace infinity::driver

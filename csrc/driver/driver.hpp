@@ -182,46 +182,66 @@ class Stream : public std::enable_shared_from_this<Stream> {
     bool owned_;
 };
 
-// The copies around a job of the CPU: one to the host that brings what the job reads, and one to
-// the device, of what it has written. No thread of Python takes part.
-class CopiesAround : public JobHooks, public std::enable_shared_from_this<CopiesAround> {
+// The copies around jobs of the CPU that are submitted together: those to the host that bring what
+// the jobs read, and those to the device, of what they have written. No thread of Python takes
+// part.
+class CopiesAround : public std::enable_shared_from_this<CopiesAround> {
   public:
-    // The copy to the device, in pieces as by Stream::copy, after an event (null: after none).
-    struct Up {
-        std::shared_ptr<Stream> stream;
-        std::shared_ptr<Event> after;
+    struct Copy {
         Address into;
         Address source;
         std::size_t nbytes;
+    };
+    // The copy to the device of each job, in pieces as by Stream::copy, after an event (null: after
+    // none).
+    struct Up {
+        std::shared_ptr<Stream> stream;
+        std::shared_ptr<Event> after;
+        std::vector<Copy> copies;
         std::size_t piece;
         bool timing;
     };
-    // Bytes that the job uses, for the checker.
+    // Bytes that a job uses, for the checker.
     struct Use {
         Address address;
         std::size_t nbytes;
         bool writes;
     };
 
-    // down: happens when the job's inputs have come; null: they are there. Without an `up` nothing
-    // is copied.
-    CopiesAround(std::shared_ptr<Driver> driver, std::shared_ptr<Event> down, std::optional<Up> up,
-                 std::vector<Use> uses, std::string label);
+    // downs: for each job, an event that happens when its inputs have come; null: they are there.
+    // Without an `up` nothing is copied to the device. uses: for each job; empty: nothing is told.
+    CopiesAround(std::shared_ptr<Driver> driver, std::vector<std::shared_ptr<Event>> downs,
+                 std::optional<Up> up, std::vector<std::vector<Use>> uses, std::string label);
 
-    State before() noexcept override;
-    void after() noexcept override;
+    // What one job waits for and starts, as by JobHooks. Any thread may call these.
+    JobHooks::State before(std::size_t job) noexcept;
+    void after(std::size_t job) noexcept;
 
-    // The events before and after the copy up, which `after` has begun: the first only with timing,
-    // and both null if there is no copy. Throws the error of a call, which has kept the job from
-    // beginning or the copy from being queued.
-    const std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>>& events() const;
+    // The hooks of all jobs, which share this object.
+    std::vector<std::shared_ptr<JobHooks>> hooks();
+
+    // Once all jobs are done: the events before the first copy up and after the last one. The first
+    // is null without timing, and both are null if no copy was queued.
+    const std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>>& events() const {
+        return events_;
+    }
+    // Once all jobs are done: throws the first error of a call, which has kept a job from beginning
+    // or a copy from being queued.
+    void check() const;
 
   private:
+    void begin_up();
+    void end_job();
+    void fail() noexcept;
+
     const std::shared_ptr<Driver> driver_;
-    const std::shared_ptr<Event> down_;
+    const std::vector<std::shared_ptr<Event>> downs_;
     const std::optional<Up> up_;
-    const std::vector<Use> uses_;
+    const std::vector<std::vector<Use>> uses_;
     const std::string label_;
+    std::mutex mutex_;  // guards all below until all jobs are done
+    std::size_t left_;  // jobs that have neither ended nor failed to begin
+    bool begun_ = false;
     std::pair<std::shared_ptr<Event>, std::shared_ptr<Event>> events_;
     std::exception_ptr failure_;
 };

@@ -21,8 +21,9 @@ Arrays are contiguous CPU tensors, or `MemorySpan` objects. The pool keeps them 
 them until the ticket is done.
 """
 
+from infinity._cpu_adam import UpdateForm, UpdateTicket
 from infinity.cpu_adam.placement import default_cpus
-from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, UpdateForm, runnable_isas
+from infinity.cpu_adam.pool import DEFAULT_CHUNK, ThreadPool, Ticket, Tickets, form_of, runnable_isas
 from infinity.cpu_adam.work import (
     AVERAGED,
     BLOCK,
@@ -66,9 +67,12 @@ __all__ = [
     "Stream",
     "ThreadPool",
     "Ticket",
+    "Tickets",
     "Update",
     "UpdateForm",
     "UpdateResult",
+    "UpdateTicket",
     "default_cpus",
+    "form_of",
     "runnable_isas",
 ]

@@ -7,7 +7,6 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 import torch
@@ -38,10 +37,12 @@ from infinity.errors import ConfigError
 from infinity.system.closing import Closing
 
 if TYPE_CHECKING:
+    from infinity._cpu_adam import UpdateForm
     from infinity._driver import CopiesAround
 
 _FIELDS = (
     "grad",
+    "accumulated",
     "parameter",
     "remainder",
     "copy",
@@ -51,55 +52,46 @@ _FIELDS = (
     "second_scale",
     "average",
 )
-"""The fields of `Update` that hold arrays, in the order of `UpdateForm.places`."""
+"""The fields of `Update` that hold arrays, in the order of the native UpdateForm's places."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateForm:
-    """The dtypes and the length of an update's arrays, and where each one lies; without hyper-parameters."""
+def form_of(
+    work: Update, memory: Sequence[torch.Tensor], parts: Sequence[tuple[int, int, int, int]]
+) -> UpdateForm:
+    """Describe what is equal in all updates of arrays like those of `work`, for `ThreadPool.submit_updates`.
 
-    elements: int
-    grad_dtype: _cpu_adam.Dtype
-    format: _cpu_adam.ParameterFormat
-    moments: _cpu_adam.MomentFormat
-    places: tuple[tuple[int, int] | None, ...]
-    """For each of _FIELDS (index of a tensor in `memory`, see `of`, offset in bytes in this tensor), or None
-    for a missing array.
+    work: its arrays are tensors; its segments and hyper-parameters do not count. memory: the contiguous CPU
+    tensors in which the arrays lie. parts: (start, count, index, parameter) of each contiguous part of a
+    parameter in the arrays: start, count and index as in `Segment`, and a number of the parameter.
     """
+    bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
+    places: list[tuple[int, int] | None] = []
+    for field in _FIELDS:
+        array = getattr(work, field)
+        if array is None:
+            places.append(None)
+            continue
+        start, end = array.data_ptr(), array.data_ptr() + array.nbytes
+        index = next(i for i, (first, last) in enumerate(bounds) if first <= start and end <= last)
+        places.append((index, start - bounds[index][0]))
+    assert isinstance(work.parameter, torch.Tensor)
+    return _form(work, work.parameter.numel(), places, parts)
 
-    @staticmethod
-    def of(work: Update, memory: Sequence[torch.Tensor]) -> UpdateForm:
-        """Make the form of an update whose arrays a pool has checked. memory: the contiguous CPU tensors in
-        which the arrays of `work` lie.
-        """
-        assert work.accumulated is None and isinstance(work.grad, torch.Tensor)
-        bounds = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in memory]
-        places: list[tuple[int, int] | None] = []
-        for field in _FIELDS:
-            array = getattr(work, field)
-            if array is None:
-                places.append(None)
-                continue
-            assert isinstance(array, torch.Tensor)
-            start, end = array.data_ptr(), array.data_ptr() + array.nbytes
-            index = next(i for i, (first, last) in enumerate(bounds) if first <= start and end <= last)
-            places.append((index, start - bounds[index][0]))
-        return UpdateForm(
-            elements=work.grad.numel(),
-            grad_dtype=GRAD_DTYPES[work.grad.dtype],
-            format=parameter_format(work),
-            moments=MOMENT_FORMATS[moment_dtype(work)],
-            places=tuple(places),
-        )
 
-    def addresses(self, memory: Sequence[torch.Tensor]) -> list[int]:
-        """Return the addresses of an update's arrays, in the order of `places`; 0 for a missing array.
-
-        memory: the contiguous CPU tensors in which the arrays lie, in the order and of the sizes given to
-        `of`.
-        """
-        begins = [each.data_ptr() for each in memory]
-        return [0 if each is None else begins[each[0]] + each[1] for each in self.places]
+def _form(
+    work: Update,
+    elements: int,
+    places: Sequence[tuple[int, int] | None],
+    parts: Sequence[tuple[int, int, int, int]],
+) -> UpdateForm:
+    return _cpu_adam.UpdateForm(
+        elements=elements,
+        grad_dtype=GRAD_DTYPES[torch.float32 if work.grad is None else work.grad.dtype],
+        format=parameter_format(work),
+        moments=MOMENT_FORMATS[moment_dtype(work)],
+        places=places,
+        parts=parts,
+    )
 
 
 _NO_AVERAGE = AverageStep(False, 0.0)
@@ -159,6 +151,27 @@ class Ticket(Generic[_R]):
         return self._result()
 
 
+class Tickets:
+    """A handle to wait for updates that were submitted together; see `ThreadPool.submit_updates`."""
+
+    def __init__(self, native: _cpu_adam.UpdateTickets, pool: _cpu_adam.Pool) -> None:
+        self._native = native
+        self._pool = pool
+
+    def done(self) -> bool:
+        return self._native.done()
+
+    def wait(self) -> None:
+        """Wait for all updates, one after the other, as `Ticket.wait` does for each."""
+        self._native.wait()
+        self._pool.reap()
+
+    @property
+    def each(self) -> Sequence[_cpu_adam.UpdateTicket]:
+        """A handle of each update, with its `times` as in `Ticket`, and its number of `elements`."""
+        return self._native.each
+
+
 class ThreadPool(Closing):
     """A pool of pinned threads that run the jobs of infinity/cpu_adam/work.py without taking the GIL.
 
@@ -208,36 +221,25 @@ class ThreadPool(Closing):
         return self._native.isa
 
     @overload
-    def submit(
-        self, work: Update, *, awaited: bool = False, priority: int = 0, hooks: CopiesAround | None = None
-    ) -> Ticket[UpdateResult]: ...
+    def submit(self, work: Update, *, awaited: bool = False) -> Ticket[UpdateResult]: ...
     @overload
     def submit(self, work: Gradient, *, awaited: bool = False) -> Ticket[GradientResult]: ...
     @overload
     def submit(self, work: Stream, *, awaited: bool = False) -> Ticket[None]: ...
     def submit(
-        self,
-        work: Update | Gradient | Stream,
-        *,
-        awaited: bool = False,
-        priority: int = 0,
-        hooks: CopiesAround | None = None,
+        self, work: Update | Gradient | Stream, *, awaited: bool = False
     ) -> Ticket[UpdateResult] | Ticket[GradientResult] | Ticket[None]:
         """Queue the work as a job, and return a ticket at once.
 
         awaited: whether the caller will wait for the job next. The calling thread then takes part in the job
-        when it waits, as in `run`, and the pool's threads may be left asleep until then. priority: updates
-        with a larger number begin first; gradients begin before all updates. hooks: copies for which the
-        update waits, and the one that its last thread begins. If the former fail, the update is not computed,
-        and its job counts as done; `CopiesAround.events` raises the error. The copies for which updates wait
-        should end in the order of submission, because the threads ask for the first one only.
+        when it waits, as in `run`, and the pool's threads may be left asleep until then.
 
         Raises ConfigError, before any array of `work` is changed, if an array has a wrong dtype, device,
         length or layout, if arrays overlap, if segments overlap or lie outside the arrays, if a
         hyper-parameter is out of range, or if the pool is closed.
         """
         if isinstance(work, Update):
-            return self._submit_update(work, awaited, priority, hooks)
+            return self._submit_update(work, awaited)
         if isinstance(work, Gradient):
             return self._submit_gradient(work, awaited)
         if isinstance(work, Stream):
@@ -246,63 +248,56 @@ class ThreadPool(Closing):
             f"A pool cannot run a {type(work).__name__}.", "Submit an Update, a Gradient or a Stream."
         )
 
-    def submit_again(
+    def submit_updates(
         self,
-        form: UpdateForm,
-        addresses: Sequence[int],
-        segments: Sequence[tuple[int, int, int, int, int]],
+        forms: Sequence[UpdateForm],
+        memory: Sequence[Sequence[int]],
+        chosen: Sequence[tuple[int, int, int]],
         hypers: Sequence[NativeHyper],
         *,
         scale: float,
         average_step: AverageStep | None = None,
-        outputs: Sequence[int] | None = None,
-        owners: Sequence[torch.Tensor],
+        outputs: Sequence[Sequence[int]] | None = None,
+        owners: object,
         awaited: bool = False,
         priority: int = 0,
         hooks: CopiesAround | None = None,
-    ) -> Ticket[UpdateResult]:
-        """Queue an update without checking its arrays, and return a ticket at once. The arrays must have the
-        dtypes and the length of the arrays of an earlier update, and may lie in other memory.
+    ) -> Tickets:
+        """Queue several updates, one job each, without checking their arrays; returns at once.
 
-        form: made by `UpdateForm.of` from the earlier update. addresses: the addresses of this update's
-        arrays, as `form.addresses` returns them. segments: tuples (start, count, hyper, index, seed) of the
-        fields of `Segment`. hypers: made by `Hyper.native`. scale, average_step: as in `Update`. owners: the
-        tensors that own the arrays' memory; they are kept alive during the job. awaited, priority, hooks: as
-        in `submit`.
+        forms: of each update, made by `form_of`. memory: for each update, the addresses of the tensors that
+        `form_of` was given, or of others of the same sizes. chosen: (number of a parameter, index into
+        `hypers` or AVERAGED, seed) of each parameter that is updated; the parts of others do not change.
+        hypers: made by `Hyper.native`. scale, average_step: as in `Update`. owners: an object that keeps the
+        memory alive; it is kept during the jobs. awaited: as in `submit`. priority: updates with a larger
+        number begin first; gradients begin before all updates.
 
-        outputs: addresses like `addresses` of other arrays, to which the results are written past the caches;
-        None: the update changes its arrays. Elements outside the segments are not written. The gradient and
-        the average have no other arrays.
+        outputs: addresses like `memory` of other tensors, to which the results are written past the caches;
+        None: the updates change their arrays. Elements outside the chosen parts are not written. The gradient
+        and the average have no other arrays.
 
-        Raises ConfigError if the pool is closed, or if a hyper-parameter or a segment is out of range.
+        hooks: for each update the copy for which it waits, and the one that its last thread begins. If the
+        former fails, the update is not computed, and its job counts as done; `CopiesAround.check` raises the
+        error. The copies for which updates wait should end in the order of submission, because the threads
+        ask for the first one only.
+
+        Raises ConfigError, before any update is queued, if the pool is closed, or if a hyper-parameter or a
+        part is out of range.
         """
-        grad, parameter, remainder, copy, first, second, first_scale, second_scale, average = addresses
-        native = self._native.submit_update(
-            grad=grad,
-            grad_dtype=form.grad_dtype,
-            format=form.format,
-            moments=form.moments,
-            accumulated=0,
-            parameter=parameter,
-            remainder=remainder,
-            copy=copy,
-            first_moment=first,
-            second_moment=second,
-            first_scale=first_scale,
-            second_scale=second_scale,
-            average=average,
-            average_step=average_step or _NO_AVERAGE,
-            segments=segments,
+        native = self._native.submit_updates(
+            forms=forms,
+            memory=memory,
+            chosen=chosen,
             hypers=hypers,
             scale=scale,
-            outputs=None if outputs is None else tuple(outputs[1:8]),
-            elements=form.elements,
+            average_step=average_step or _NO_AVERAGE,
+            outputs=outputs,
             owners=owners,
             awaited=awaited,
             priority=priority,
             hooks=hooks,
         )
-        return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
+        return Tickets(native, self._native)
 
     @overload
     def run(self, work: Update) -> UpdateResult: ...
@@ -322,9 +317,7 @@ class ThreadPool(Closing):
     def close(self) -> None:
         self._native.close()
 
-    def _submit_update(
-        self, work: Update, awaited: bool, priority: int, hooks: CopiesAround | None
-    ) -> Ticket[UpdateResult]:
+    def _submit_update(self, work: Update, awaited: bool) -> Ticket[UpdateResult]:
         page = Page()
         parameter = torch.float32 if work.remainder is None else torch.bfloat16
         if work.remainder is not None and work.copy is not None:
@@ -338,32 +331,37 @@ class ThreadPool(Closing):
                 f"An update with moments of {moment} was given scales.",
                 "Leave the scales out: only int8 codes have scales.",
             )
-        native = self._native.submit_update(
-            grad=page.add("grad", work.grad, *GRAD_DTYPES),
-            grad_dtype=GRAD_DTYPES[torch.float32 if work.grad is None else work.grad.dtype],
-            format=parameter_format(work),
-            moments=MOMENT_FORMATS[moment],
-            accumulated=page.add("accumulated", work.accumulated, torch.float32),
-            parameter=page.add("parameter", work.parameter, parameter),
-            remainder=page.add("remainder", work.remainder, torch.int16),
-            copy=page.add("copy", work.copy, *COPY_FORMATS),
-            first_moment=page.add("first_moment", work.first_moment, moment),
-            second_moment=page.add("second_moment", work.second_moment, moment),
-            first_scale=page.add("first_scale", work.first_scale, torch.uint8, per=CODE_BLOCK),
-            second_scale=page.add("second_scale", work.second_scale, torch.uint8, per=CODE_BLOCK),
-            average=page.add("average", work.average, torch.float32),
-            average_step=work.average_step or _NO_AVERAGE,
-            segments=segment_tuples(work.segments),
-            hypers=[each.native() for each in work.hypers],
+        addresses = [
+            page.add("grad", work.grad, *GRAD_DTYPES),
+            page.add("accumulated", work.accumulated, torch.float32),
+            page.add("parameter", work.parameter, parameter),
+            page.add("remainder", work.remainder, torch.int16),
+            page.add("copy", work.copy, *COPY_FORMATS),
+            page.add("first_moment", work.first_moment, moment),
+            page.add("second_moment", work.second_moment, moment),
+            page.add("first_scale", work.first_scale, torch.uint8, per=CODE_BLOCK),
+            page.add("second_scale", work.second_scale, torch.uint8, per=CODE_BLOCK),
+            page.add("average", work.average, torch.float32),
+        ]
+        segments = segment_tuples(work.segments)
+        (ticket,) = self.submit_updates(
+            [
+                _form(
+                    work,
+                    page.elements,
+                    [(index, 0) if each else None for index, each in enumerate(addresses)],
+                    [(start, count, index, i) for i, (start, count, _, index, _) in enumerate(segments)],
+                )
+            ],
+            [addresses],
+            [(i, hyper, seed) for i, (_, _, hyper, _, seed) in enumerate(segments)],
+            [each.native() for each in work.hypers],
             scale=work.scale,
-            outputs=None,
-            elements=page.elements,
+            average_step=work.average_step,
             owners=page.owners,
             awaited=awaited,
-            priority=priority,
-            hooks=hooks,
-        )
-        return Ticket(native, lambda: UpdateResult(tuple(native.nonfinite())), self._native)
+        ).each
+        return Ticket(ticket, lambda: UpdateResult(tuple(ticket.nonfinite())), self._native)
 
     def _submit_gradient(self, work: Gradient, awaited: bool) -> Ticket[GradientResult]:
         page = Page()

@@ -21,8 +21,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 
@@ -37,7 +36,7 @@ from infinity.pages.home import Home, Trial
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
-from infinity.pages.slot_pair import SlotPair
+from infinity.pages.slot_pair import SlotPair, confirm
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -113,13 +112,12 @@ class ChunkUpdate:
     A speculative update that is written waits as TENTATIVE for `confirm`, or for `undo`, which leads from any
     state to IDLE.
 
-    What is equal in all computations of a chunk is described to the update threads once (`UpdateForm`).
+    The chunks of a unit whose pages are all at home in host RAM do not run by themselves
+    (infinity/optim/unit_update.py). Of such a chunk only `decision` changes.
     """
 
     trial: Trial | None = None
     """The fate of an update that was decided before all gradients were known, while it is not confirmed."""
-    numel = 0
-    """Number of parameter elements that the update submitted last changes."""
     _after: Event | None = None
     """Once decided: after it, no queued kernel uses the parameters that the model had when it was decided."""
     _copies: JobCopies | None = None
@@ -144,7 +142,7 @@ class ChunkUpdate:
         self.state = UpdateState.IDLE
         self.decision: Decision | None = None
         """What the update is to compute; None until that is decided."""
-        self.ticket: cpu_adam.Ticket[cpu_adam.UpdateResult] | None = None
+        self.ticket: cpu_adam.Tickets | None = None
         """While COMPUTING, the ticket by which to wait for the running update; else None."""
         self.copy: Transfer = ARRIVED
         """While WRITING, the copy of new parameters to the device; ARRIVED, an ended transfer, if none."""
@@ -154,14 +152,12 @@ class ChunkUpdate:
         self._threads = threads
         self._store = store
         self._health = health
-        self.in_ram = all([home.in_place for home in (page.home, gradients.home, self._state_page.home)])
-        """Whether the homes of the chunk's parameter, gradient and optimizer pages are all in host RAM, so
-        that the update never needs staging.
-        """
-        self._has_copy = not store.device.shares_host and page.home.tier is not Tier.DEVICE
+        self.has_copy = not store.device.shares_host and page.home.tier is not Tier.DEVICE
         """Whether the model uses a copy of the page in device memory, which `write` also has to update."""
-        self._start = page.layout.chunk_start(chunk_index)
-        self._home_start = page.shard.home_start(chunk_index)
+        self.start = page.layout.chunk_start(chunk_index)
+        """Bytes from the start of the unit's page, where the model computes, to the chunk."""
+        self.home_start = page.shard.home_start(chunk_index)
+        """Bytes from the start of the page's home to the chunk."""
         self._state_offset = self._state_page.offset(chunk_index)
         self._dtype = page.layout.regions[self.chunk.region].dtype
         self.parameter_bytes = round_up(self.chunk.count * self._dtype.itemsize, PAGE_ALIGNMENT)
@@ -184,18 +180,8 @@ class ChunkUpdate:
         """
         self._version = 0
         """`StatePage.version` of the states that were read ahead."""
-        self._at_home: dict[int, Memory] = {}
-        """Slot with the newest bytes (0 for A, also where there is one place) -> views of the inputs in their
-        homes. Made by the first updates if `in_ram`; else empty.
-        """
         self._form: cpu_adam.UpdateForm | None = None
-        """The dtypes, length and places of the first update's arrays, with which all later updates are
-        described; None before the first update.
-        """
-        self._addresses: dict[int, Sequence[int]] = {}
-        """Slot -> addresses of the arrays that updates use (parameters, gradient and states), as long as
-        `_at_home` has these.
-        """
+        """Describes the chunk's arrays to the update threads; None before the first update."""
 
     # --- what it needs and has --------------------------------------------------------------------------
 
@@ -232,8 +218,6 @@ class ChunkUpdate:
     @property
     def has_inputs(self) -> bool:
         """Whether a READY update has its gradient in host RAM, and parameters and states at home there."""
-        if self.in_ram:
-            return True
         at_home = self.page.home.in_place and self._state_page.home.in_place
         return at_home and not self._lacks_gradient
 
@@ -270,35 +254,32 @@ class ChunkUpdate:
 
     def _parts(self) -> Iterator[Part]:
         """The parts of the chunk on NVMe that have slots there."""
-        for home, start, nbytes in self._changed_ranges():
+        for home, start, nbytes in self.changed_ranges():
             if home.nvme_lease is not None:
                 yield from home.parts.over(start, start + nbytes)
 
     def _pairs(self) -> tuple[SlotPair | None, SlotPair | None]:
         """The pairs of slots in host RAM of the parameters, and of the states."""
         states = self._state_page.home.pair(self._state_offset) if self.state_bytes else None
-        return self.page.home.pair(self._home_start), states
+        return self.page.home.pair(self.home_start), states
 
-    def _changed_ranges(self) -> Iterator[tuple[Home, int, int]]:
+    def changed_ranges(self) -> Iterator[tuple[Home, int, int]]:
         """(home, start, bytes) of each range that an update changes."""
-        yield self.page.home, self._home_start, self.parameter_bytes
+        yield self.page.home, self.home_start, self.parameter_bytes
         if self.state_bytes:
             yield self._state_page.home, self._state_offset, self.state_bytes
 
     @property
     def can_read_ahead(self) -> bool:
         """Whether the chunk has moments, which can be read, and no update of it is under way."""
-        return self.state is UpdateState.IDLE and self._state_page.begun[self.chunk_index]
+        idle = self.state is UpdateState.IDLE and self.decision is None
+        return idle and self._state_page.begun[self.chunk_index]
 
     @property
     def being_written(self) -> bool:
         """Whether an earlier write of the optimizer states is in flight, for which a read has to wait."""
         start = self._state_offset
         return self._state_page.home.busy(start, start + self.state_bytes, writing=False)
-
-    @property
-    def computed(self) -> bool:
-        return self.ticket is None or self.ticket.done()
 
     @property
     def arrived(self) -> bool:
@@ -318,10 +299,6 @@ class ChunkUpdate:
         """
         assert self.decision is None
         self.trial, self._after = Trial() if speculative else None, after
-        if self.in_ram:
-            self.decision = decision
-            self._to(UpdateState.READY)
-            return True
         present = self.present()
         if self.state is not UpdateState.IDLE and not self._still_right(present):
             self.cancel()
@@ -404,49 +381,36 @@ class ChunkUpdate:
         self._let_go()
         self._to(UpdateState.IDLE)
 
-    def compute(self, *, awaited: bool, priority: int = 0) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+    def compute(self, *, awaited: bool, priority: int) -> cpu_adam.Tickets:
         """Submit the update to the update threads: READING -> COMPUTING.
 
-        An update that never needs staging goes READY -> COMPUTING; for any other, call `gather` before.
-        awaited: whether the caller is about to wait for the ticket and take part in the computation then.
-        priority: updates with a larger number begin first. The update threads wait for a gradient that comes
-        from a device, and begin to copy the parameters there. Raises the error by which the gradient was lost
-        on its way, if that is known.
+        Call `gather` before. awaited: whether the caller is about to wait for the ticket and take part in the
+        computation then. priority: updates with a larger number begin first. The update threads begin to copy
+        the parameters to the device.
         """
         assert self.decision is not None
-        if self.in_ram:
-            if self.decision.zeros:
-                self._gradient_page.settle(self.chunk_index)
-            self._take_at_home()
         ledger = self._store.ledger
         if ledger.pending is not None:
             ledger.settle_chunk((self.unit, self.chunk_index))
             # A write of the values before may still read the memory that the update changes.
-            self.page.home.settle(self._home_start, self._home_start + self.parameter_bytes, writing=False)
+            self.page.home.settle(self.home_start, self.home_start + self.parameter_bytes, writing=False)
         memory = (self._parameter, self._gradient, self._states)
         outputs = self._beside(memory) if self.trial is not None else memory
         if self.page.home.in_place and outputs[0] is memory[0]:
-            self.page.home.withdraw(self._home_start, self._home_start + self.parameter_bytes)
+            self.page.home.withdraw(self.home_start, self.home_start + self.parameter_bytes)
         self._parameter, _, self._states = outputs
-        living = self.page.living() if self._has_copy else None
-        self._copies = self._store.link.around_job(
-            self._gradient_page.arriving(self.chunk_index) if self.in_ram else None,
-            None if living is None else living[self._start : self._start + self._parameter.nbytes],
-            self._parameter,
+        living = self.page.living() if self.has_copy else None
+        checked = self._store.link.checked
+        self._copies = self._store.link.around_jobs(
+            [None],
+            living,
+            [(self.start, self._parameter)],
             self._after,
-            uses=self._uses(memory, outputs) if self._store.link.checked else (),
+            uses=[used_by(self.decision, memory, outputs)] if checked else (),
         )
         self.ticket = self._submit(self.decision, memory, outputs, awaited, priority)
         self._to(UpdateState.COMPUTING)
         return self.ticket
-
-    def _uses(self, memory: Memory, outputs: Memory) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yield the memory that the computation uses, and whether it is written."""
-        assert self.decision is not None
-        yield self._gradient, bool(self.decision.zeros)
-        for here, there in zip(memory[::2], outputs[::2], strict=True):
-            yield here, here is there
-            yield there, True
 
     def _beside(self, memory: Memory) -> Memory:
         """Begin a speculative update of what is at home in host RAM, and return the memory for the results:
@@ -470,13 +434,14 @@ class ChunkUpdate:
         write = functools.partial(store.write, lost=self._lose, trial=self.trial)
         try:
             assert self._copies is not None
+            self._copies.check()
             self.copy = self._copies.begun()
             if self.copy is not ARRIVED:
                 store.meter.moved(Edge.HOST_TO_DEVICE, self._parameter.nbytes, self.copy)
             if not self._state_page.home.in_place and self._states.nbytes:
                 write(self._state_page.home, self._state_offset, self._states)
             if not page.home.in_place:
-                write(page.home, self._home_start, self._parameter)
+                write(page.home, self.home_start, self._parameter)
         except InfinityError as error:
             if self.trial is None:
                 self._lose(error)
@@ -487,9 +452,9 @@ class ChunkUpdate:
         self._let_go()
         self._to(UpdateState.WRITING)
 
-    def confirm(self) -> None:
+    def confirm(self) -> bool:
         """Make the results of a speculative update, or those that it will have, the chunk's own: TENTATIVE ->
-        IDLE, or no change of an update under way.
+        IDLE, or no change of an update under way. Returns whether the update is IDLE.
         """
         if self.state is UpdateState.TENTATIVE:
             self._to(UpdateState.IDLE)
@@ -499,9 +464,8 @@ class ChunkUpdate:
             part.confirm()
         if self.page.home.shown and self.ticket is not None:
             self.ticket.wait()  # the results are copied to where the model computes
-        for pair in self._pairs():
-            if pair is not None:
-                pair.confirm()
+        confirm([pair for pair in self._pairs() if pair is not None])
+        return self.state is UpdateState.IDLE
 
     def undo(self) -> None:
         """Make a speculative update undone, after it has ended: any state -> IDLE.
@@ -531,7 +495,6 @@ class ChunkUpdate:
         Waits for reads, computation and the copy to the device. Failures of reads are ignored.
         """
         self.end()
-        self._at_home, self._addresses = {}, {}  # the homes may move
         self._drop()
 
     def _drop(self) -> None:
@@ -548,6 +511,7 @@ class ChunkUpdate:
             self.ticket.wait()
             assert self._copies is not None
             try:
+                self._copies.check()
                 self.copy = self._copies.begun()
             except InfinityError as error:
                 if self.trial is None:
@@ -577,12 +541,12 @@ class ChunkUpdate:
 
         Returns the part of `memory` that is still free.
         """
-        home, start, nbytes = self.page.home, self._home_start, self.parameter_bytes
+        home, start, nbytes = self.page.home, self.home_start, self.parameter_bytes
         if home.in_place:
             home.settle(start, start + nbytes, writing=True)
             self._parameter = home.view(start, nbytes)
         elif present is not None:
-            self._parameter = present[0][self._start : self._start + nbytes]
+            self._parameter = present[0][self.start : self.start + nbytes]
             if present[1] is not ARRIVED:
                 self._reads.append(present[1])
         else:
@@ -596,30 +560,6 @@ class ChunkUpdate:
             return NOTHING
         found = self._gradient_page.memory(self.chunk_index, self.taken)
         return NOTHING if found is None else found
-
-    def _take_at_home(self) -> None:
-        """Use the inputs in their homes."""
-        slot = self._slot
-        if slot not in self._at_home:
-            offset = self._gradient_page.offset(self.chunk_index)
-            self._at_home[slot] = (
-                self.page.home.view(self._home_start, self.parameter_bytes),
-                self._gradient_page.home.view(offset, self.gradient_bytes),
-                self._state_page.home.view(self._state_offset, self.state_bytes),
-            )
-        self._parameter, self._gradient, self._states = self._at_home[slot]
-
-    @property
-    def _slot(self) -> int:
-        """The slot with the newest states, or parameters if there are no states; 0 without slots.
-
-        If `in_ram`, the newest parameters are in the same slot, or always in slot A (`Home.shown`).
-        """
-        home, start = self.page.home, self._home_start
-        if self.state_bytes:
-            home, start = self._state_page.home, self._state_offset
-        pair = home.pair(start) if home.pairs else None
-        return 0 if pair is None else pair.newest
 
     def _read_states(self, memory: torch.Tensor) -> None:
         fresh = self.decision is not None and self.chunk_index in self.decision.fresh
@@ -643,11 +583,33 @@ class ChunkUpdate:
 
     def _submit(
         self, decision: Decision, memory: Memory, outputs: Memory, awaited: bool, priority: int
-    ) -> cpu_adam.Ticket[cpu_adam.UpdateResult]:
+    ) -> cpu_adam.Tickets:
         """Submit the computation to the update threads, and return its ticket at once.
 
         memory: the bytes that it reads. outputs: the memory of the results, or `memory` itself. Both stay in
         use until the ticket is done.
+        """
+        self.prepare(decision, memory, outputs)
+        if self._form is None:
+            self._form = self.form(memory)
+        assert self._copies is not None
+        return self._threads.submit_updates(
+            [self._form],
+            [[each.data_ptr() for each in memory]],
+            decision.chosen,
+            decision.native,
+            scale=decision.scale,
+            average_step=decision.average,
+            outputs=None if outputs is memory else [[each.data_ptr() for each in outputs]],
+            owners=(memory, outputs),
+            awaited=awaited,
+            priority=priority,
+            hooks=self._copies.hooks,
+        )
+
+    def prepare(self, decision: Decision, memory: Memory, outputs: Memory) -> None:
+        """Give values to what the computation reads and nobody has written, and to those results that it does
+        not write. memory, outputs: as for `used_by`.
         """
         if self.chunk_index in decision.fresh:
             self._states_of_all.fill(self._state_page, self.chunk_index, memory[2])
@@ -655,47 +617,25 @@ class ChunkUpdate:
             self._follow_edits(decision, memory)
         if decision.zeros:
             self._write_zeros(decision, memory)
-        chosen = decision.parameters
-        assert self._copies is not None
-        hooks = self._copies.hooks
-        segments = [
-            (each.offset, each.count, chosen[each.parameter][0], each.start, chosen[each.parameter][1])
-            for each in self.chunk.pieces
-            if each.parameter in chosen
-        ]
-        averages = [
-            (each.offset, each.count, cpu_adam.AVERAGED, each.start, 0)
-            for each in self.chunk.pieces
-            if each.parameter in decision.averaged
-        ]
         if outputs is not memory:
             self._copy_rest(decision, memory, outputs)
-        self.numel = segments[0][1] if len(segments) == 1 else sum([each[1] for each in segments])
-        if averages and not segments:  # without a gradient there is no form for later updates
-            work = self._work(decision, memory, averages)
-            return self._threads.submit(work, awaited=awaited, priority=priority, hooks=hooks)
-        segments += averages
-        if self._form is None:
-            self._form = cpu_adam.UpdateForm.of(self._work(decision, memory, segments), memory)
-        if not self.in_ram:
-            addresses: Sequence[int] = self._form.addresses(memory)
-        elif (slot := self._slot) in self._addresses:
-            addresses = self._addresses[slot]
-        else:
-            addresses = self._addresses[slot] = self._form.addresses(memory)
-        return self._threads.submit_again(
-            self._form,
-            addresses,
-            segments,
-            decision.native,
-            scale=decision.scale,
-            average_step=decision.average,
-            outputs=None if outputs is memory else self._form.addresses(outputs),
-            owners=memory if outputs is memory else (*memory, *outputs),
-            awaited=awaited,
-            priority=priority,
-            hooks=hooks,
+
+    def form(self, memory: Memory) -> cpu_adam.UpdateForm:
+        """Describe the chunk's arrays, which lie in `memory`, to the update threads."""
+        parameter, gradient, state = memory
+        arrays = self._state_page.arrays(self.chunk_index, state)
+        work = cpu_adam.Update(
+            grad=self._gradient_page.typed(self.chunk_index, gradient),
+            segments=(),
+            hypers=(),
+            scale=1.0,
+            average_step=None,
+            average=arrays.get(AVERAGE),
+            **self._states_of_all.rule.moments_of(arrays),
+            **self._masters(self._typed(parameter), arrays),
         )
+        parts = [(each.offset, each.count, each.start, each.parameter) for each in self.chunk.pieces]
+        return cpu_adam.form_of(work, memory, parts)
 
     def _copy_rest(self, decision: Decision, memory: Memory, outputs: Memory) -> None:
         """Copy the entries of parameters that the update does not change from `memory` to `outputs`."""
@@ -707,28 +647,6 @@ class ChunkUpdate:
             for array in form.arrays:
                 start, nbytes = form.place(array.name, piece.offset, piece.count)
                 outputs[2][start : start + nbytes] = memory[2][start : start + nbytes]
-
-    def _work(
-        self, decision: Decision, memory: Memory, segments: Sequence[tuple[int, int, int, int, int]]
-    ) -> cpu_adam.Update:
-        """Return the full description of an update, with all its arrays. memory: as in `_submit`.
-
-        segments: fields of a cpu_adam.Segment, (start, count, hyper, index, seed): first for each parameter
-        in the chunk that the update changes, then for each parameter that is only averaged.
-        """
-        parameter, gradient, state = memory
-        arrays = self._state_page.arrays(self.chunk_index, state)
-        updates = not segments or segments[0][2] != cpu_adam.AVERAGED
-        return cpu_adam.Update(
-            grad=self._gradient_page.typed(self.chunk_index, gradient) if updates else None,
-            segments=[cpu_adam.Segment(*each) for each in segments],
-            hypers=decision.hypers,
-            scale=decision.scale,
-            average=arrays.get(AVERAGE),
-            average_step=decision.average,
-            **self._states_of_all.rule.moments_of(arrays),
-            **self._masters(self._typed(parameter), arrays),
-        )
 
     def _reads_gradient(self, decision: Decision) -> bool:
         """Whether the update reads the chunk's stored gradient, because not all gradients that it uses are
@@ -768,46 +686,11 @@ class ChunkUpdate:
         return {"parameter": parameter}
 
 
-@dataclass(slots=True)
-class UnitUpdate:
-    """The updates of one unit's chunks, and how far they have come."""
-
-    chunks: Sequence[ChunkUpdate]
-    parameters: frozenset[int]
-    """Indices, within the unit, of the parameters that have elements in at least one of the chunks."""
-    in_ram: bool
-    """Whether the parameters, gradients and states of all chunks are at home in host RAM, so that no update
-    needs staging.
+def used_by(decision: Decision, memory: Memory, outputs: Memory) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the memory that a computation uses, and whether it is written. memory: the bytes that it reads.
+    outputs: the memory of the results, or `memory` itself.
     """
-    left: int = 0
-    """Number of updates that are decided and whose results the model cannot use yet."""
-    tentative: Decision | None = None
-    """What the unit's speculative update computes, while `step()` has not confirmed it; else None."""
-    unread: bool = False
-    """Whether a read for one of the updates failed. It is repeated when a caller waits for the unit."""
-    unqueued: Sequence[ChunkUpdate] = ()
-    """READY updates that the scheduler's queue does not have, because they need no staging. Always empty
-    unless `in_ram` is true.
-    """
-    handed_over: Sequence[ChunkUpdate] = ()
-    """Updates, COMPUTING, that the update threads begin and end without the trainer."""
-
-    @staticmethod
-    def of(chunks: Sequence[ChunkUpdate]) -> UnitUpdate:
-        """Make the record of a unit's update. chunks: all updates of the unit, of which none is under way."""
-        parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
-        return UnitUpdate(chunks, parameters, in_ram=all([each.in_ram for each in chunks]))
-
-    def changed_by(self, decision: Decision) -> Sequence[ChunkUpdate]:
-        """Return the updates to run: those of chunks with elements of an updated or averaged parameter.
-
-        decision: says which of the unit's parameters are updated, and how.
-        """
-        parameters = decision.parameters.keys() | decision.averaged
-        if parameters >= self.parameters:
-            return self.chunks
-        return [
-            each
-            for each in self.chunks
-            if any([piece.parameter in parameters for piece in each.chunk.pieces])
-        ]
+    yield memory[1], bool(decision.zeros)
+    for here, there in zip(memory[::2], outputs[::2], strict=True):
+        yield here, here is there
+        yield there, True

@@ -71,6 +71,17 @@ class Decision:
     averaged: frozenset[int] = frozenset()
     """Indices in the unit of parameters that are averaged and not updated."""
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether an input of some chunk has no value yet, or an outdated one; see `ChunkUpdate.prepare`."""
+        return bool(self.fresh or self.edited or self.zeros)
+
+    @property
+    def chosen(self) -> list[tuple[int, int, int]]:
+        """What is updated and averaged, in the form that `ThreadPool.submit_updates` takes."""
+        found = [(index, hyper, seed) for index, (hyper, seed) in self.parameters.items()]
+        return found + [(index, cpu_adam.AVERAGED, 0) for index in self.averaged]
+
 
 class StepOptions:
     """The options of all param groups in one step.

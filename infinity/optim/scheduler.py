@@ -7,10 +7,10 @@ some are read while another computes and the results of others are written, and 
 A caller that needs a unit (`complete`) waits for the updates of that unit only.
 
 Units that need no staging do not wait for their turn. If a unit is in host RAM and the CPU computes the model
-too, there is nothing to overlap, and its update is computed at once. If a device computes the model, all
-chunks of such a unit are handed over to the update threads: these wait for the gradients, and begin to copy
-the parameters to the device, whether or not the trainer calls in. If a unit is at home on the device and the
-device updates it, the update is queued on the stream of the device, and later work there sees its results.
+too, there is nothing to overlap, and its update is computed at once. If a device computes the model, the unit
+is submitted to the update threads as a whole (infinity/optim/unit_update.py). If a unit is at home on the
+device and the device updates it, the update is queued on the stream of the device, and later work there sees
+its results.
 
 [Note: room]
 Staging is the host RAM in which chunks are updated if their pages are at home elsewhere. It has two kinds of
@@ -38,8 +38,9 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
 from infinity.layout.chunks import Piece
 from infinity.layout.strides import in_memory_order
-from infinity.optim.chunk_update import NOTHING, ChunkUpdate, Present, UnitUpdate, UpdateState
+from infinity.optim.chunk_update import NOTHING, ChunkUpdate, Present, UpdateState
 from infinity.optim.decision import Decision, StepOptions, count_step, decide
+from infinity.optim.unit_update import UnitUpdate, UpdateInRam
 from infinity.optim.visits import Visits
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.health import Health
@@ -99,23 +100,8 @@ class UpdateScheduler(Updates):
         """Whether the CPU computes the model as well as updates. If so, a thread that waits for an update
         helps to compute the update.
         """
-        self._units = [
-            UnitUpdate.of(
-                [
-                    ChunkUpdate(
-                        page,
-                        states,
-                        gradients.pages[page.index],
-                        chunk_index,
-                        threads=threads,
-                        store=store,
-                        health=health,
-                    )
-                    for chunk_index in states.pages[page.index].kept
-                ]
-            )
-            for page in pages
-        ]
+        self._threads = threads
+        self._units = [self._make_unit(page) for page in pages]
         self._ready: dict[int, deque[ChunkUpdate]] = {}
         """Unit -> its READY updates, which have not begun. Units and updates are in the order in which they
         are to begin.
@@ -128,9 +114,9 @@ class UpdateScheduler(Updates):
 
         The compute stream is already ordered after these copies.
         """
-        self._handed_over = 0
-        """Number of eager updates of units that were handed over to the update threads. The latest ones come
-        first there, because the next forward uses these units first.
+        self._decided = 0
+        """Number of times that updates were decided. The latest ones come first in the update threads,
+        because the next forward uses these units first.
         """
         self._early: dict[int, Set[int]] = {}
         """Unit whose update `begin_early` began -> indices of the parameters for which it counted a step."""
@@ -138,6 +124,28 @@ class UpdateScheduler(Updates):
         """Unit -> those of the parameters in `_early` that had no moments before."""
         self._ahead = self._make_read_ahead()
         self._visits = self._make_visits()
+
+    def _make_unit(self, page: ParameterPage) -> UnitUpdate:
+        gradients, states = self._gradients.pages[page.index], self._states.pages[page.index]
+        chunks = [
+            ChunkUpdate(
+                page,
+                self._states,
+                gradients,
+                chunk_index,
+                threads=self._threads,
+                store=self._store,
+                health=self._health,
+            )
+            for chunk_index in states.kept
+        ]
+        in_ram = None
+        if chunks and all([home.in_place for home in (page.home, gradients.home, states.home)]):
+            in_ram = UpdateInRam(
+                chunks, gradients, threads=self._threads, store=self._store, health=self._health
+            )
+        parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
+        return UnitUpdate(chunks, in_ram, parameters)
 
     def _make_visits(self) -> Visits | None:
         """Make the Visits; None if the plan lets no chunk visit the device."""
@@ -344,7 +352,7 @@ class UpdateScheduler(Updates):
         group = self._units[unit]
         if unit not in self._store.plan.speculating or exposed(unit):
             return
-        if not all([update.can_be_undone for update in group.chunks]):
+        if group.in_ram is None and not all([update.can_be_undone for update in group.chunks]):
             return
         decision = decide(unit, options, self._gradients, self._states, group.parameters)
         if decision is None:
@@ -375,16 +383,14 @@ class UpdateScheduler(Updates):
             if group.tentative is None:
                 continue
             decision = decide(unit, options, self._gradients, self._states, group.parameters)
-            failed = any([update.trial is not None and update.trial.failed for update in group.chunks])
+            failed = any([update.trial is not None and update.trial.failed for update in group.updates])
             if failed or decision != group.tentative:
                 self._undo(unit)
                 continue
             group.tentative = None
-            for update in group.chunks:
-                if update.trial is not None:
-                    update.confirm()
-                    if update.state is UpdateState.IDLE:
-                        group.left -= 1
+            for update in group.updates:
+                if update.trial is not None and update.confirm():
+                    group.left -= 1
             with torch._C.DisableTorchFunctionSubclass():
                 count_step(self._pages[unit], self._states, self._updated_anywhere(unit, options), options)
             confirmed.add(unit)
@@ -395,8 +401,8 @@ class UpdateScheduler(Updates):
         """Undo the speculative update of a unit, so that its pages have the values before."""
         group, page = self._units[unit], self._pages[unit]
         self._ready.pop(unit, None)
-        group.unqueued, group.handed_over, group.tentative, group.left = (), (), None, 0
-        undone = [update for update in group.chunks if update.trial is not None]
+        group.tentative, group.left = None, 0
+        undone = [update for update in group.updates if update.trial is not None]
         self._active = [each for each in self._active if each not in undone]
         self._await_copies(unit)  # they may read the homes that are undone
         for update in undone:
@@ -460,7 +466,9 @@ class UpdateScheduler(Updates):
         if self._visits is not None and self._visits.pending(unit):
             return True
         group = self._units[unit]
-        return bool(group.handed_over) or (group.left > 0 and self._running(unit) is not None)
+        if group.in_ram is not None:
+            return group.in_ram.begun
+        return group.left > 0 and self._running(unit) is not None
 
     def complete(self, unit: int) -> None:
         """Wait until the update of a unit has ended, if one is pending, so that the model can use the unit.
@@ -472,8 +480,7 @@ class UpdateScheduler(Updates):
         group.unread = False
         if group.tentative is not None:
             self._undo(unit)
-        if group.unqueued:
-            self._update_unqueued(group)
+        self._begin_in_ram(group)
         self._complete_visits(unit)
         self._take_back(group)
         while group.left:
@@ -568,8 +575,8 @@ class UpdateScheduler(Updates):
         self._ready.clear()
         self._active.clear()
         for each in self._units:
-            each.left, each.unqueued, each.handed_over, each.tentative = 0, (), (), None
-            for update in each.chunks:
+            each.left, each.tentative = 0, None
+            for update in each.updates:
                 update.abandon()
 
     # --- what is decided --------------------------------------------------------------------------------
@@ -595,23 +602,25 @@ class UpdateScheduler(Updates):
     def _queue(self, unit: int, decision: Decision, *, speculative: bool = False) -> None:
         """Make the updates of a unit's chunks READY (READING, if they have read states ahead)."""
         group = self._units[unit]
-        chosen = group.changed_by(decision)
-        group.left = len(chosen)
+        every = chosen = group.changed_by(decision)
         if self._visits is not None:
             chosen = self._visits.take(unit, decision, chosen)
         for update in chosen if self._ahead is not None else ():
             if update.is_ahead and self._held_up(update):
                 self._cancel(update)  # it must not hold staging until the commit has ended
         after = self._store.link.record()  # kernels may still read what the copies to the device overwrite
+        if group.in_ram is not None:
+            group.left = len(every) - len(chosen) + bool(chosen)
+            if chosen:
+                group.in_ram.decide(decision, chosen, after=after, speculative=speculative)
+            return
+        group.left = len(every)
         ready = deque(
             [each for each in chosen if each.make_ready(decision, after=after, speculative=speculative)]
         )
-        if group.in_ram:
-            group.unqueued = chosen
-        else:
-            self._active = [each for each in self._active if each.state is not UpdateState.READY]
-            if ready:
-                self._ready[unit] = ready
+        self._active = [each for each in self._active if each.state is not UpdateState.READY]
+        if ready:
+            self._ready[unit] = ready
 
     def _update_on_device(self, units: DeviceUnits, unit: int, decision: Decision) -> None:
         """Queue the update of a unit on the device's stream, without waiting for it."""
@@ -642,32 +651,39 @@ class UpdateScheduler(Updates):
         """Begin updates that have just been decided, as far as staging has room. Where the CPU computes the
         model too, those whose inputs are all in host RAM end before this call returns.
         """
+        self._decided += 1
         if not self._shares_cpu:
-            self._hand_over(units)
+            for unit in units:
+                self._begin_in_ram(self._units[unit])
         self.advance()
-        for unit in units:
-            if self._units[unit].unqueued:
-                self._update_unqueued(self._units[unit])
-        if self._shares_cpu and self._ready:
+        if self._shares_cpu:
+            for unit in units:
+                self._begin_in_ram(self._units[unit])
             ready = self._ready.values()
-            self._update_in_ram([each for updates in ready for each in updates if each.has_inputs])
+            self._compute_staged([each for updates in ready for each in updates if each.has_inputs])
 
-    def _update_unqueued(self, group: UnitUpdate) -> None:
-        if not self._shares_cpu:
-            self._hand_over([group.chunks[0].unit])
+    def _begin_in_ram(self, group: UnitUpdate) -> None:
+        """Begin the update of a unit at home in host RAM, if it is due. Where the CPU computes the model too,
+        the update ends before this call returns.
+
+        It is computed there in batches of at most _MOST_RUNNING chunks. Between batches other updates are
+        advanced, so that their reads go on.
+        """
+        update = group.in_ram
+        if update is None:
             return
-        updates, group.unqueued = group.unqueued, ()
-        self._update_in_ram(updates)
-
-    def _hand_over(self, units: Iterable[int]) -> None:
-        """Submit all chunks of units that need no staging."""
-        self._handed_over += 1
-        for unit in units:
-            group = self._units[unit]
-            for update in group.unqueued:
-                if update.state is UpdateState.READY:  # else it was submitted before an error
-                    self._compute(update, priority=self._handed_over)
-            group.handed_over, group.unqueued = group.unqueued or group.handed_over, ()
+        while update.due:
+            if not self._shares_cpu:
+                self._submitted(update.submit(None, awaited=False, priority=self._decided))
+                return
+            self._submitted(update.submit(_MOST_RUNNING, awaited=True, priority=_STAGED))
+            started = time.perf_counter()
+            update.wait()
+            self._store.meter.updating(time.perf_counter() - started)
+            if self._ready or self._active:
+                self.advance()
+        if self._shares_cpu:
+            self._take_back(group)
 
     def _complete_visits(self, unit: int) -> None:
         """Wait for the visits of the unit's chunks, and let those of others go on until its updates that were
@@ -676,36 +692,34 @@ class UpdateScheduler(Updates):
         group = self._units[unit]
         while self._visits is not None and self._visits.complete(unit):
             pass
-        while self._visits is not None and not all(each.computed for each in group.handed_over):
+        while self._visits is not None and group.in_ram is not None and group.in_ram.running:
             if not self._visits.step():
                 return
 
     def _take_back(self, group: UnitUpdate) -> None:
-        """Wait for the computation of a unit that was handed over, and let the model use its results."""
-        if not group.handed_over:
+        """Wait for the computation of a unit at home in host RAM, if it has begun, and let the model use the
+        results.
+        """
+        update = group.in_ram
+        if update is None or not update.begun:
             return
-        updates, group.handed_over = group.handed_over, ()
         started = time.perf_counter()
-        for update in updates:
-            if update.state is UpdateState.COMPUTING:
-                assert update.ticket is not None
-                update.ticket.wait()
-                update.write()
-                self._deliver(update)
+        copies = update.take_back()
+        if update.trial is None:
+            group.left -= 1
+        for copy in copies:
+            self._copied(update.page.index, copy)
         self._store.meter.updating(time.perf_counter() - started)
 
-    def _update_in_ram(self, updates: Sequence[ChunkUpdate]) -> None:
-        """Compute READY updates whose inputs are all in host RAM, and wait for them.
-
-        The updates are computed in batches of at most _MOST_RUNNING. Between batches other updates are
-        advanced, so that their reads go on.
+    def _compute_staged(self, updates: Sequence[ChunkUpdate]) -> None:
+        """Compute READY updates whose inputs are all in host RAM, and wait for them, in batches as in
+        `_begin_in_ram`.
         """
         for first in range(0, len(updates), _MOST_RUNNING):
             batch = updates[first : first + _MOST_RUNNING]
             for update in batch:
                 if update.state is UpdateState.READY:  # else the update was begun between two batches
-                    if not update.in_ram:
-                        self._try_acquire(update)
+                    self._try_acquire(update)
                     self._compute(update)
             started = time.perf_counter()
             for update in batch:
@@ -713,9 +727,7 @@ class UpdateScheduler(Updates):
                     assert update.ticket is not None
                     update.ticket.wait()
                     update.write()
-                    if not update.in_ram:
-                        self._active.remove(update)
-                    self._deliver(update)
+                    self._ended(update)
             self._store.meter.updating(time.perf_counter() - started)
             if self._ready or self._active:
                 self.advance()
@@ -754,7 +766,7 @@ class UpdateScheduler(Updates):
             self._copies.popleft()
         if self._store.ledger.pending is not None:
             for group in self._units:
-                if group.handed_over and all(each.computed for each in group.handed_over):
+                if group.in_ram is not None and not group.in_ram.running:
                     self._take_back(group)  # the commit waits for them, and not for the model
         for update in [*self._active]:
             if update.state is UpdateState.READING and update.arrived:
@@ -781,11 +793,17 @@ class UpdateScheduler(Updates):
         if not queue:
             del self._ready[update.unit]
 
-    def _compute(self, update: ChunkUpdate, priority: int = _STAGED) -> None:
-        ticket = update.compute(awaited=self._shares_cpu, priority=priority)
-        self._store.meter.submitted(ticket, update.numel)
-        if self._visits is not None:
-            self._visits.computes(ticket, update.numel)
+    def _compute(self, update: ChunkUpdate) -> None:
+        self._submitted(update.compute(awaited=self._shares_cpu, priority=_STAGED))
+
+    def _submitted(self, tickets: cpu_adam.Tickets) -> None:
+        """Tell of updates that were submitted to the update threads."""
+        if self._visits is None and not self._store.meter.records:
+            return
+        for each in tickets.each:
+            self._store.meter.submitted(each, each.elements)
+            if self._visits is not None:
+                self._visits.computes(each, each.elements)
 
     def _compute_quietly(self, update: ChunkUpdate) -> None:
         """Submit an update whose reads have ended. After a failed read, `complete` tries the update again."""
@@ -845,8 +863,12 @@ class UpdateScheduler(Updates):
             self._units[update.unit].left -= 1
         copy = update.finish()
         if copy is not ARRIVED:
-            self._store.link.fence(copy)
-            self._copies.append((update.unit, copy))
+            self._copied(update.unit, copy)
+
+    def _copied(self, unit: int, copy: Transfer) -> None:
+        """Order later work on the device after a copy of a unit's updated parameters."""
+        self._store.link.fence(copy)
+        self._copies.append((unit, copy))
 
     def _put_back(self, update: ChunkUpdate) -> None:
         """Return an update to READY after its read failed, and place it before all other READY updates."""

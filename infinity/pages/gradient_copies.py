@@ -70,34 +70,29 @@ class GradientCopy:
         """nbytes: bytes of device memory that it keeps until it is copied."""
         self.nbytes = nbytes
         self._copies = copies
-        self._transfers = transfers
-        """Those that are not known to have ended."""
-
-    @property
-    def last(self) -> Transfer | None:
-        """The copy that ends last, after all that were queued before; None if all are known to have ended."""
-        return self._transfers[-1] if self._transfers else None
+        self.transfers = transfers
+        """Those that are not known to have ended, in the order in which they end."""
 
     def done(self) -> bool:
         """Whether the copies are known to have ended. Never blocks. An error is kept as in `wait`."""
         try:
-            return all([each.done() for each in self._transfers])
+            return all([each.done() for each in self.transfers])
         except InfinityError as error:
             self._copies.fail(error)
             return False
 
     def wait(self) -> None:
         """Wait, without the GIL, until the copies have ended. An error becomes `GradientCopies.failure`."""
-        if not self._transfers:
+        if not self.transfers:
             return
-        joined = Joined(self._transfers)
+        joined = Joined(self.transfers)
         try:
             joined.wait()
         except InfinityError as error:
             self._copies.fail(error)
             with contextlib.suppress(InfinityError):
                 joined.wait()  # a copy may still be under way, in bytes that others get next
-        self._transfers = ()
+        self.transfers = ()
 
 
 @dataclass(slots=True, eq=False)

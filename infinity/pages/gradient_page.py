@@ -267,18 +267,21 @@ class GradientPage:
                 self._copies.wait(chunk.sent)
             self._copies.check()
 
-    def arriving(self, chunk_index: int) -> Transfer | None:
-        """Return the copy after which all gradients of a chunk have come from the device; None if they have.
+    def arriving(self, chunk_indices: Sequence[int]) -> list[Transfer | None]:
+        """Return for each chunk the copy after which all its gradients have come from the device; None if
+        they have.
 
         Waits for gradients that a worker adds. Raises `GradientCopies.failure` if a gradient was lost.
         """
-        chunk = self.chunks[chunk_index]
         if self._copies is None:
-            return None
-        if chunk.sent:
-            self._copies.wait(chunk.sent)
+            return [None] * len(chunk_indices)
+        chunks = [self.chunks[each] for each in chunk_indices]
+        self._copies.wait(max([each.sent for each in chunks]))
         self._copies.check()
-        return None if chunk.copy is None else chunk.copy.last
+        return [
+            None if each.copy is None or not each.copy.transfers else each.copy.transfers[-1]
+            for each in chunks
+        ]
 
     def memory(self, chunk_index: int, taken: GradientChunk | None = None) -> torch.Tensor | None:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that have not

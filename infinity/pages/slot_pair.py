@@ -13,6 +13,7 @@ copy parameters from there. The newest bytes then have to be in slot A, to which
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,12 +53,14 @@ class SlotPair:
         self.tentative = 1 - self.newest
         return self.place(self.tentative)
 
-    def confirm(self) -> None:
-        """Make the results of a speculative update, if there are any, the newest bytes."""
-        if self.tentative is not None:
-            if self.home.shown:
-                self.home.withdraw(self.start, self.end)
-                self.place(0).copy_(self.place(1))
+
+def confirm(pairs: Iterable[SlotPair]) -> None:
+    """Make the results of a speculative update, where there are any, the newest bytes."""
+    for pair in pairs:
+        if pair.tentative is not None:
+            if pair.home.shown:
+                pair.home.withdraw(pair.start, pair.end)
+                pair.place(0).copy_(pair.place(1))
             else:
-                self.newest = self.tentative
-            self.tentative = None
+                pair.newest = pair.tentative
+            pair.tentative = None

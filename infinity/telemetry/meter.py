@@ -247,6 +247,11 @@ class Meter:
         if (recorder := self._recorder) is not None:
             recorder.waited("update", None, *_until_now(seconds))
 
+    @property
+    def records(self) -> bool:
+        """Whether a timeline is recorded. Without one, some reports do nothing."""
+        return self._recorder is not None
+
     def submitted(self, job: Timing, parameters: int) -> None:
         """Report that an update of `parameters` elements was submitted. job: gives its begin and end."""
         if (recorder := self._recorder) is not None:

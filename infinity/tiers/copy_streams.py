@@ -161,8 +161,8 @@ class EventTransfer:
         return None
 
 
-class CopiesAroundJob:
-    """The copies around a job of the update threads.
+class CopiesAroundJobs:
+    """The copies around jobs of the update threads.
 
     Implements the protocol infinity.tiers.link.JobCopies.
     """
@@ -170,11 +170,14 @@ class CopiesAroundJob:
     def __init__(
         self, link: CopyStreams, hooks: CopiesAround, *ends: torch.Tensor, anchor: Anchor | None
     ) -> None:
-        """ends: target and source of the copy to the device; none: nothing is copied."""
+        """ends: target and sources of the copies to the device; none: nothing is copied."""
         self.hooks = hooks
         self._link = link
         self._ends = ends
         self._anchor = anchor
+
+    def check(self) -> None:
+        self.hooks.check()
 
     def begun(self) -> Transfer:
         began, ended = self.hooks.events()
@@ -270,27 +273,33 @@ class CopyStreams(DeviceLink):
             self._under_way.append(transfer)
         return transfer
 
-    def around_job(
+    def around_jobs(
         self,
-        down: Transfer | None,
+        downs: Sequence[Transfer | None],
         into: torch.Tensor | None,
-        source: torch.Tensor,
+        ups: Sequence[tuple[int, torch.Tensor]],
         after: Event | None,
         *,
-        uses: Iterable[tuple[torch.Tensor, bool]] = (),
-    ) -> CopiesAroundJob:
-        come = self._awaited(Order.HOST_ASKS, down.event) if isinstance(down, EventTransfer) else None
+        uses: Sequence[Iterable[tuple[torch.Tensor, bool]]] = (),
+    ) -> CopiesAroundJobs:
+        come: dict[Transfer | None, Event | None] = {
+            each: self._awaited(Order.HOST_ASKS, each.event)
+            for each in {*downs}
+            if isinstance(each, EventTransfer)
+        }
         anchor, up = None, None
         ends: tuple[torch.Tensor, ...] = ()
         if into is not None:
-            assert into.nbytes == source.nbytes and into.is_contiguous() and source.is_contiguous()
-            anchor, ends = self._anchor_now(), (into, source)
+            assert into.is_contiguous() and into.dtype == torch.uint8
+            begin, nbytes = into.data_ptr(), into.nbytes
+            places = [(begin + start, each.data_ptr(), each.nbytes) for start, each in ups]
+            assert max([start + each.nbytes for start, each in ups]) <= nbytes
+            anchor, ends = self._anchor_now(), (into, *[each for _, each in ups])
             after = None if after is None else self._awaited(Order.FOLLOWING, after)
-            places = into.data_ptr(), source.data_ptr(), into.nbytes
-            up = (self._up[Lane.URGENT], after, *places, _PIECE, anchor is not None)
-        used = [(each.data_ptr(), each.nbytes, writes) for each, writes in uses]
-        hooks = CopiesAround(self._driver, come, up, used, "update")
-        return CopiesAroundJob(self, hooks, *ends, anchor=anchor)
+            up = (self._up[Lane.URGENT], after, places, _PIECE, anchor is not None)
+        used = [[(each.data_ptr(), each.nbytes, writes) for each, writes in of_job] for of_job in uses]
+        hooks = CopiesAround(self._driver, [come.get(each) for each in downs], up, used, "update")
+        return CopiesAroundJobs(self, hooks, *ends, anchor=anchor)
 
     def record(self) -> Event:
         return self._compute().record()

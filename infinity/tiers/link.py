@@ -141,32 +141,42 @@ def watcher_of(transfer: Transfer) -> Transfer:
 
 
 class JobCopies(Protocol):
-    """The copies around a job of the update threads; see `DeviceLink.around_job`."""
+    """The copies around jobs of the update threads; see `DeviceLink.around_jobs`."""
 
     @property
     def hooks(self) -> CopiesAround | None:
-        """What the job is submitted with; None: nothing."""
+        """What the jobs are submitted with; None: nothing."""
 
-    def begun(self) -> Transfer:
-        """Return the copy to the device, which may still be under way, once the job is done.
-
-        Raises DeviceError if the job was not done because what it reads has not come, or if the copy could
-        not be queued.
+    def check(self) -> None:
+        """Once the jobs are done, raise DeviceError if a job was not done because what it reads has not come,
+        or if a copy could not be queued.
         """
 
+    def begun(self) -> Transfer:
+        """Once the jobs are done, return the copies to the device, which may still be under way, as one."""
 
-class CopyAfterJob:
-    """The copy of what a job has written, on a link where copies end with their call."""
+
+class CopiesAfterJobs:
+    """The copies of what jobs have written, on a link where copies end with their call."""
 
     hooks = None
 
-    def __init__(self, link: DeviceLink, into: torch.Tensor | None, source: torch.Tensor) -> None:
+    def __init__(
+        self, link: DeviceLink, into: torch.Tensor | None, ups: Sequence[tuple[int, torch.Tensor]]
+    ) -> None:
         self._link = link
         self._into = into
-        self._source = source
+        self._ups = ups
+
+    def check(self) -> None:
+        pass
 
     def begun(self) -> Transfer:
-        return ARRIVED if self._into is None else self._link.to_device(self._into, self._source, 0)
+        copy: Transfer = ARRIVED
+        if self._into is not None:
+            for start, source in self._ups:
+                copy = self._link.to_device(self._into[start : start + source.nbytes], source, 0)
+        return copy
 
 
 class DeviceLink:
@@ -215,23 +225,24 @@ class DeviceLink:
         """
         return _copied(into, source)
 
-    def around_job(
+    def around_jobs(
         self,
-        down: Transfer | None,
+        downs: Sequence[Transfer | None],
         into: torch.Tensor | None,
-        source: torch.Tensor,
+        ups: Sequence[tuple[int, torch.Tensor]],
         after: Event | None,
         *,
-        uses: Iterable[tuple[torch.Tensor, bool]] = (),
+        uses: Sequence[Iterable[tuple[torch.Tensor, bool]]] = (),
     ) -> JobCopies:
-        """Describe the copies around a job of the update threads, which take care of both by themselves.
+        """Describe the copies around jobs of the update threads, which take care of them by themselves.
 
-        down: a copy of `to_host` before which the job must not begin; None: it need not wait. into: device
-        memory to which the job's last thread begins to copy `source`, host memory, on `Lane.URGENT`; None:
-        nothing is copied. after: an event after which that copy runs: kernels have used `into` by then. uses:
-        host memory that the job uses, and whether it is written, for the checker.
+        downs: for each job, a copy of `to_host` before which it must not begin; None: it need not wait. into:
+        device memory, uint8; None: nothing is copied to it. ups: for each job, the start in `into` to which
+        its last thread begins to copy, on `Lane.URGENT`, and what it copies: host memory, uint8. after: an
+        event after which these copies run: kernels have used `into` by then. uses: for each job, host memory
+        that it uses and whether it is written, for the checker; needed only if the link is `checked`.
         """
-        return CopyAfterJob(self, into, source)
+        return CopiesAfterJobs(self, into, ups)
 
     def record(self) -> Event | None:
         """Record an event that happens when the compute stream has done all work queued so far.

@@ -37,7 +37,7 @@ from infinity.cpu_adam import (
     Segment,
     ThreadPool,
     Update,
-    UpdateForm,
+    form_of,
     runnable_isas,
 )
 
@@ -261,14 +261,14 @@ def test_results_beside_are_those_in_place(
     pool.run(Update(**expected, **work))
 
     before, update = clones(arrays), Update(**arrays, **work)
-    form = UpdateForm.of(update, list(arrays.values()))
-    pool.submit_again(
-        form,
-        form.addresses(list(arrays.values())),
-        [(each.start, each.count, each.hyper, each.index, each.seed) for each in segments],
+    parts = [(each.start, each.count, each.index, number) for number, each in enumerate(segments)]
+    pool.submit_updates(
+        [form_of(update, list(arrays.values()), parts)],
+        [[each.data_ptr() for each in arrays.values()]],
+        [(number, each.hyper, each.seed) for number, each in enumerate(segments)],
         [each.native() for each in update.hypers],
         scale=1.0,
-        outputs=form.addresses(list(beside.values())),
+        outputs=[[each.data_ptr() for each in beside.values()]],
         owners=[*arrays.values(), *beside.values()],
     ).wait()
     assert all(same_bits(beside[name], expected[name]) for name in arrays)

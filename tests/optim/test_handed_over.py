@@ -17,8 +17,8 @@ from random_programs import BLOCKS, WIDTH, Blocks, Place, adamw, budget_of
 from torch import nn
 
 import infinity
+from infinity.cpu_adam import ThreadPool
 from infinity.errors import DeviceError, InfinityError
-from infinity.optim.chunk_update import ChunkUpdate
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.tiers.copy_streams import CopyStreams, Order
 from infinity.tiers.driver import Event
@@ -57,13 +57,15 @@ def backward(model: nn.Module) -> None:
 
 
 def handed_over(scheduler: UpdateScheduler) -> list[Any]:
-    return [update for group in scheduler._units for update in group.handed_over]
+    """The tickets of all updates that the update threads have, one for each chunk."""
+    units = [group.in_ram for group in scheduler._units]
+    return [each for unit in units for tickets, _, _ in unit._jobs for each in tickets.each]
 
 
 def await_computed(scheduler: UpdateScheduler) -> None:
     """Wait without any call of the runtime until the updates that were handed over are computed."""
     deadline = time.monotonic() + 60
-    tickets = [update.ticket for update in handed_over(scheduler)]
+    tickets = handed_over(scheduler)
     assert tickets
     while not all(each.done() for each in tickets):
         assert time.monotonic() < deadline, "an update waits for the trainer"
@@ -78,14 +80,14 @@ def test_updates_end_while_the_trainer_does_nothing() -> None:
         device.hold(link.streams["down"])
         backward(model)
         assert len(handed_over(scheduler)) == sum(len(each.chunks) for each in scheduler._units)
-        assert not any(update.ticket.done() for update in handed_over(scheduler))
+        assert not any(each.done() for each in handed_over(scheduler))
         copies = device.count("cuMemcpyAsync")
         device.let_go(link.streams["down"])
         await_computed(scheduler)
         assert device.count("cuMemcpyAsync") >= copies + len(handed_over(scheduler))
-        for update in handed_over(scheduler):
-            _, ended = update._copies.hooks.events()
-            ended.synchronize()
+        for group in scheduler._units:
+            for _, copies, _ in group.in_ram._jobs:
+                copies.hooks.events()[1].synchronize()
         runtime.optimizer.step()
         assert runtime.stats.confirmed_updates == len(scheduler._units)
         assert all(not torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
@@ -93,23 +95,23 @@ def test_updates_end_while_the_trainer_does_nothing() -> None:
 
 def test_latest_units_and_those_that_hold_staging_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next forward uses the latest units of a backward first. The disk waits for what holds staging."""
-    compute, found = ChunkUpdate.compute, dict[int, int]()
+    submit, found = ThreadPool.submit_updates, list[int]()
 
-    def noted(update: ChunkUpdate, *, awaited: bool, priority: int = 0) -> Any:
-        found[update.unit] = priority
-        return compute(update, awaited=awaited, priority=priority)
+    def noted(pool: ThreadPool, *arguments: Any, priority: int, **options: Any) -> Any:
+        found.append(priority)
+        return submit(pool, *arguments, priority=priority, **options)
 
-    monkeypatch.setattr(ChunkUpdate, "compute", noted)
+    monkeypatch.setattr(ThreadPool, "submit_updates", noted)
     with opened(EmulatedDevice(2)) as (model, _):
         backward(model)
-    latest = [*found.values()]
+    latest = [*found]
     assert len(latest) > 1 and latest == sorted(set(latest))
     found.clear()
     with opened(EmulatedDevice(2), "nvme") as (model, runtime):
         backward(model)
         runtime.optimizer.step()
         runtime._components.scheduler.complete_all()
-    assert found and min(found.values()) > latest[-1] << 32
+    assert found and min(found) > latest[-1] << 32
 
 
 def test_a_gradient_that_update_threads_do_not_wait_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

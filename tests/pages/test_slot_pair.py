@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.pages.home import Home
+from infinity.pages.slot_pair import confirm
 from infinity.tiers import Tier
 
 
@@ -19,7 +20,7 @@ def _confirm(home: Home, *numbers: int) -> None:
     """Fill slots with 100, 101 and 102, and make them the newest."""
     for number in numbers:
         home.pairs[number].begin().fill_(100 + number)
-        home.pairs[number].confirm()
+        confirm([home.pairs[number]])
 
 
 def test_views_find_the_newest_bytes_and_join_neighbours() -> None:
@@ -50,7 +51,7 @@ def test_results_that_are_not_confirmed_change_nothing() -> None:
     for pair in home.pairs:
         pair.begin().fill_(7)
         pair.tentative = None
-        pair.confirm()
+        confirm([pair])
     assert torch.cat(home.views(0, 60)).tolist() == list(range(60))
 
 

@@ -30,9 +30,8 @@ from infinity.checkpoint import initial_pages
 from infinity.checkpoint.committer import Committer
 from infinity.distributed.barrier import CommitVotes
 from infinity.distributed.communicator import Communicator
-from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.ledger import Commit
+from infinity.pages.ledger import Commit, Ledger
 from infinity.pages.store import Store
 from infinity.system.disk_files import injected
 from infinity.tiers import NvmeTier
@@ -54,7 +53,7 @@ BEFORE: dict[str, tuple[Any, str]] = {
 """Point -> (owner, name) of the function with whose call it is reached."""
 AFTER: dict[str, tuple[Any, str]] = {
     "agreed": (CommitVotes, "begin"),
-    "update": (ChunkUpdate, "write"),
+    "update": (Ledger, "updated"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
     "after the vote": (CommitVotes, "_vote"),

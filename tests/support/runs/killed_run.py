@@ -21,8 +21,8 @@ from committed_runs import Job, after, opened, take_step, user_state
 
 from infinity.aio import Faults
 from infinity.checkpoint import commit_files, initial_pages
-from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
+from infinity.pages.ledger import Ledger
 from infinity.pages.store import Store
 from infinity.system.disk_files import injected
 from infinity.tiers import NvmeTier
@@ -37,7 +37,7 @@ OPERATIONS = {
 }
 """Point -> (operation on files, end of the path) with whose beginning it is reached."""
 METHODS: dict[str, tuple[Any, str]] = {
-    "update": (ChunkUpdate, "write"),
+    "update": (Ledger, "updated"),
     "flush": (DurableIO, "copy_out"),
     "slab sync": (NvmeTier, "sync"),
     "resume": (initial_pages, "adopt_slabs"),
