@@ -50,6 +50,11 @@ class HeapGuard:
         if limit is not None:
             self._trim = malloc_trim()
 
+    @property
+    def guards(self) -> bool:
+        """Whether the guard does something."""
+        return self._trim is not None
+
     def allocated(self, nbytes: int) -> None:
         """Count `nbytes` bytes of new allocations, and call `check` each time that enough bytes are counted.
 

@@ -75,6 +75,8 @@ class SavedBytes:
 
     def __init__(self, heap: HeapGuard) -> None:
         self._heap = heap
+        self.guards = heap.guards
+        """Whether the heap is kept within a limit, so that memory which is allocated has to be counted."""
         self.peak = 0
         """The most bytes that any one forward has saved."""
         self._seen: dict[int, int] = {}
@@ -85,7 +87,8 @@ class SavedBytes:
     def saved(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self._seen[storage.data_ptr()] = storage.nbytes()
-        self._heap.allocated(storage.nbytes())
+        if self.guards:
+            self._heap.allocated(storage.nbytes())
 
     def unpacked(self, tensor: torch.Tensor) -> None:
         """Count the gradient that backward makes after it has unpacked `tensor` as allocated memory. No hook
@@ -133,10 +136,12 @@ class SavedTensors:
             return self._fetch(packed)
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
-        check_version(f"of shape {list(packed.tensor.shape)}", packed.version, packed.tensor._version)
-        if packed.tensor.layout is torch.strided:
-            self._tally.unpacked(packed.tensor)
-        return packed.tensor
+        tensor = packed.tensor
+        if packed.version != tensor._version:
+            check_version(f"of shape {list(tensor.shape)}", packed.version, tensor._version)
+        if self._tally.guards and tensor.layout is torch.strided:
+            self._tally.unpacked(tensor)
+        return tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

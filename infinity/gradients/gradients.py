@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers.link import Transfer, User
 
+_CONTENT = operator.attrgetter("content")
 _NO_SUMS = np.zeros(0)
 _MOST_READ = 1 << 22
 """The most elements of a gradient that are brought from another rank at once."""
@@ -176,7 +178,7 @@ class Gradients:
     def any_stored(self) -> bool:
         """Whether the gradient of any parameter is stored."""
         # A backward begins with the last pages, so the first comparison usually decides.
-        return any(page.content for page in reversed(self.pages.values()))
+        return any(map(_CONTENT, reversed(self.pages.values())))
 
     def _places_of_squares(self) -> dict[tuple[int, int], torch.Tensor]:
         squares, found = self._store.squares, dict[tuple[int, int], torch.Tensor]()

@@ -480,6 +480,8 @@ class UpdateScheduler(Updates):
         group.unread = False
         if group.tentative is not None:
             self._undo(unit)
+        if not group.left:
+            return
         self._begin_in_ram(group)
         self._complete_visits(unit)
         self._take_back(group)

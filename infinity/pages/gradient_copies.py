@@ -46,7 +46,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge, Wait
 from infinity.tiers.driver import Event
-from infinity.tiers.link import Joined, Transfer, User
+from infinity.tiers.link import ARRIVED, Transfer, User
 
 _SLICE = 0.05
 """Seconds after which a waiting thread checks again, so that signals are handled meanwhile."""
@@ -66,33 +66,32 @@ element in the gradient, the block as a flat tensor).
 class GradientCopy:
     """A gradient that is copied straight to its place in host RAM."""
 
-    def __init__(self, copies: GradientCopies, transfers: Sequence[Transfer], nbytes: int) -> None:
+    def __init__(self, copies: GradientCopies, transfer: Transfer, nbytes: int) -> None:
         """nbytes: bytes of device memory that it keeps until it is copied."""
         self.nbytes = nbytes
         self._copies = copies
-        self.transfers = transfers
-        """Those that are not known to have ended, in the order in which they end."""
+        self.transfer: Transfer | None = transfer
+        """The copy, which ends after all that were queued before; None if it is known to have ended."""
 
     def done(self) -> bool:
-        """Whether the copies are known to have ended. Never blocks. An error is kept as in `wait`."""
+        """Whether the copy is known to have ended. Never blocks. An error is kept as in `wait`."""
         try:
-            return all([each.done() for each in self.transfers])
+            return self.transfer is None or self.transfer.done()
         except InfinityError as error:
             self._copies.fail(error)
             return False
 
     def wait(self) -> None:
-        """Wait, without the GIL, until the copies have ended. An error becomes `GradientCopies.failure`."""
-        if not self.transfers:
+        """Wait, without the GIL, until the copy has ended. An error becomes `GradientCopies.failure`."""
+        if (transfer := self.transfer) is None:
             return
-        joined = Joined(self.transfers)
         try:
-            joined.wait()
+            transfer.wait()
         except InfinityError as error:
             self._copies.fail(error)
             with contextlib.suppress(InfinityError):
-                joined.wait()  # a copy may still be under way, in bytes that others get next
-        self.transfers = ()
+                transfer.wait()  # the copy may still be under way, in bytes that others get next
+        self.transfer = None
 
 
 @dataclass(slots=True, eq=False)
@@ -186,30 +185,23 @@ class GradientCopies:
         """
         self.check()
         link = self._store.link
-        if fresh.nbytes:
+        if link.checked and fresh.nbytes:
             link.uses(User.COMPUTE, fresh, writes=True, label="fresh gradient")
-        pairs = [(place, fresh[start : start + place.numel()]) for start, place in places]
-        nbytes = sum([source.nbytes for _, source in pairs])
+        pairs = [(place, fresh[start : start + place.numel()]) for start, place in places if place.nbytes]
         if squares is not None and squares.numel():
             there = torch.empty(squares.shape, dtype=squares.dtype, device=fresh.device)
             assert self._store.kernels is not None
             launch = fresh_squares_launch(fresh, there, stop)
             self._store.kernels.launch("infinity_fresh_squares", there.numel(), launch.tobytes())
-            link.uses(
-                User.COMPUTE, there, *([stop.word] if stop else ()), writes=True, label="sums of squares"
-            )
+            if link.checked:
+                words = [] if stop is None else [stop.word]
+                link.uses(User.COMPUTE, there, *words, writes=True, label="sums of squares")
             pairs.append((squares, there))
-            nbytes += there.nbytes
-        transfers: list[Transfer] = []
-        copy = GradientCopy(self, transfers, nbytes)
-        try:
-            for into, source in pairs:
-                if source.nbytes:  # copies run in order, so the first one waits for all
-                    transfers.append(self._store.copy_down(into, source, () if transfers else None))
-        finally:
-            with self._changed:
-                self._copies.append(copy)
-                self._kept += nbytes
+        transfer = self._store.copy_all_down(pairs) if pairs else ARRIVED
+        copy = GradientCopy(self, transfer, sum([source.nbytes for _, source in pairs]))
+        with self._changed:
+            self._copies.append(copy)
+            self._kept += copy.nbytes
         return copy
 
     def measures(self) -> bool:

@@ -278,10 +278,7 @@ class GradientPage:
         chunks = [self.chunks[each] for each in chunk_indices]
         self._copies.wait(max([each.sent for each in chunks]))
         self._copies.check()
-        return [
-            None if each.copy is None or not each.copy.transfers else each.copy.transfers[-1]
-            for each in chunks
-        ]
+        return [None if each.copy is None else each.copy.transfer for each in chunks]
 
     def memory(self, chunk_index: int, taken: GradientChunk | None = None) -> torch.Tensor | None:
         """Return the gradients of a chunk as `in_ram` does, but without waiting for gradients that have not

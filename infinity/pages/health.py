@@ -52,7 +52,7 @@ class Health:
         """Raise ConfigError if the runtime is closed or belongs to the process that this one was forked from,
         or the recorded failure if there is one.
         """
-        if self.forked:
+        if self._process != os.getpid():  # `forked`, without a call
             raise ConfigError(
                 "The runtime of this model belongs to the process that this one was forked from.",
                 "Use the model there, or start this process with the spawn method.",
@@ -62,5 +62,5 @@ class Health:
                 "The runtime of this model is closed, and its parameters are gone with it.",
                 "Use the model before runtime.close(), or keep its parameters with runtime.close(keep=True).",
             )
-        if (failure := self.failure) is not None:
+        if (self._lock.broken or self._failure is not None) and (failure := self.failure) is not None:
             raise failure.again()

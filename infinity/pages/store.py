@@ -426,6 +426,16 @@ class Store:
         self.meter.copied(Edge.DEVICE_TO_HOST, source.nbytes, transfer, time.perf_counter() - started)
         return transfer
 
+    def copy_all_down(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Begin several copies (into, source) of `copy_down` by one call, and return them as one transfer,
+        which the caller keeps until it is done.
+        """
+        started = time.perf_counter()
+        transfer = self.link.all_to_host(pairs)
+        nbytes = sum([source.nbytes for _, source in pairs])
+        self.meter.copied(Edge.DEVICE_TO_HOST, nbytes, transfer, time.perf_counter() - started)
+        return transfer
+
     def copied_to_host(self, memory: torch.Tensor) -> torch.Tensor:
         """Return `memory` itself if the CPU can use it, else a copy of it in ordinary RAM.
 

@@ -265,9 +265,10 @@ class PrefetchEngine:
 
     def present(self, units: Sequence[int]) -> bool:
         """Whether the pages of all `units` are PRESENT and none of these units has a pending update."""
-        return self._behind.isdisjoint(units) and all(
-            self.pages[unit].presence is Presence.PRESENT and not self.updates.pending(unit) for unit in units
-        )
+        for unit in units:
+            if self.pages[unit].presence is not Presence.PRESENT or self.updates.pending(unit):
+                return False
+        return self._behind.isdisjoint(units)
 
     def settle_for_user(self, units: Sequence[int]) -> None:
         """Wait until user code may change the pages of `units` without changing what a pending commit holds.

@@ -61,8 +61,9 @@ class RuntimeLock:
         _locks.add(self)
 
     def __enter__(self) -> None:
-        look = None if self.owned() else self.look
-        if self._asked.locked() and not self.owned():
+        owned = self._lock._is_owned()  # type: ignore[attr-defined]
+        look = None if owned else self.look
+        if not owned and self._asked.locked():
             with self._asked:
                 pass
         if threading.get_ident() == _main and not (

@@ -260,18 +260,31 @@ class CopyStreams(DeviceLink):
             self._wait(Order.LAST_USE, after, stream)
         if last_return > self._over:
             self._wait(Order.LAST_USE, self._last_use(last_return), stream)
-        return self._copy(stream, into, source, _PIECE)
+        return self._copy(stream, [(into, source)], _PIECE)
 
     def to_host(self, into: torch.Tensor, source: torch.Tensor, after: After = None) -> Transfer:
+        transfer = self.all_to_host([(into, source)], after)
+        self._keep(transfer)
+        return transfer
+
+    def all_to_host(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: After = None
+    ) -> EventTransfer:
         events = self.record() if after is None else after
         for event in events if isinstance(events, Sequence) else (events,):
             self._wait(Order.LAST_WRITER, event, self._down)
-        transfer = self._copy(self._down, into, source, 0)
+        try:
+            return self._copy(self._down, pairs, 0)
+        except DeviceError:  # the first copies may be under way
+            self._keep(EventTransfer(self, self._down.record(), *[source for _, source in pairs]))
+            raise
+
+    def _keep(self, transfer: EventTransfer) -> None:
+        """Keep the memory of a copy to the host alive until it is done."""
         with self._queueing_down:
             while self._under_way and self._under_way[0].done():
                 self._under_way.popleft()
             self._under_way.append(transfer)
-        return transfer
 
     def around_jobs(
         self,
@@ -396,16 +409,20 @@ class CopyStreams(DeviceLink):
         marked = next((event for returns, event in self._marks if returns >= last_return), None)
         return self.record() if marked is None else marked
 
-    def _copy(self, stream: Stream, into: torch.Tensor, source: torch.Tensor, piece: int) -> EventTransfer:
-        assert into.nbytes == source.nbytes and into.is_contiguous() and source.is_contiguous()
-        anchor = self._anchor_now()
+    def _copy(
+        self, stream: Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], piece: int
+    ) -> EventTransfer:
+        """Queue copies (into, source), and record the event after them. piece: as in `Stream.copy`."""
+        anchor, ends = self._anchor_now(), list[torch.Tensor]()
         began = None if anchor is None else stream.record(timing=True)
-        event = stream.transfer(
-            into.data_ptr(), source.data_ptr(), into.nbytes, piece=piece, timing=anchor is not None
-        )
+        for into, source in pairs:
+            assert into.nbytes == source.nbytes and into.is_contiguous() and source.is_contiguous()
+            stream.copy(into.data_ptr(), source.data_ptr(), into.nbytes, piece=piece)
+            ends += (into, source)
+        event = stream.record(timing=anchor is not None)
         if anchor is None or began is None:
-            return EventTransfer(self, event, into, source)
-        return EventTransfer(self, event, into, source, timing=EventTiming(anchor, began, event))
+            return EventTransfer(self, event, *ends)
+        return EventTransfer(self, event, *ends, timing=EventTiming(anchor, began, event))
 
     def _anchor_now(self) -> Anchor | None:
         """Return an `Anchor` that is at most ten seconds old, made now if needed. None outside of `timed`.

@@ -225,6 +225,18 @@ class DeviceLink:
         """
         return _copied(into, source)
 
+    def all_to_host(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], after: After = None
+    ) -> Transfer:
+        """Begin several copies (into, source) of `to_host`, and return them as one transfer.
+
+        The caller keeps the transfer until it is done, and thereby the memory.
+        """
+        copy: Transfer = ARRIVED
+        for into, source in pairs:
+            copy = self.to_host(into, source, after)
+        return copy
+
     def around_jobs(
         self,
         downs: Sequence[Transfer | None],

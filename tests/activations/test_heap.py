@@ -90,7 +90,8 @@ def test_memory_is_looked_at_where_a_forward_ends_and_in_forward_and_backward() 
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with infinity.offload(model, optimizer, device="cpu") as runtime:
-        runtime._components.pager.saved_bytes._heap = Guard()  # type: ignore[assignment]
+        saved_bytes = runtime._components.pager.saved_bytes
+        saved_bytes._heap, saved_bytes.guards = Guard(), True  # type: ignore[assignment]
         with torch.no_grad():
             model(torch.randn(8, 16))
         assert calls == ["end"]

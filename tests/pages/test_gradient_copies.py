@@ -381,10 +381,10 @@ def test_what_a_copy_waits_for_or_keeps_is_missed(taken: str) -> None:
         transfer._ends = transfer._ends[:1]
         return transfer
 
-    copy = CopyStreams.to_host
+    copy = CopyStreams.all_to_host
     patched = {
         "waits": mock.patch.multiple(GradientCopy, wait=lambda self: None, done=lambda self: True),
-        "memory": mock.patch.object(CopyStreams, "to_host", forgetful),
+        "memory": mock.patch.object(CopyStreams, "all_to_host", forgetful),
     }[taken]
     for seed in range(20):
         device, model = EmulatedDevice(seed), Layers(*4 * [BLOCK], bias=False)

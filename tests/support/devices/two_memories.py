@@ -127,12 +127,13 @@ class TwoMemories:
         return mapped
 
     def _copying(self, copy: Any) -> Any:
-        def copied(link: CopyStreams, stream: Any, into: Any, source: Any, piece: int) -> Any:
+        def copied(link: CopyStreams, stream: Any, pairs: Any, piece: int) -> Any:
             down = stream is link.streams["down"]
-            self.put(into, Tier.HOST if down else Tier.DEVICE)
-            if down:
-                self.put(source, Tier.DEVICE)
-            return copy(link, stream, into, source, piece)
+            for into, source in pairs:
+                self.put(into, Tier.HOST if down else Tier.DEVICE)
+                if down:
+                    self.put(source, Tier.DEVICE)
+            return copy(link, stream, pairs, piece)
 
         return copied
 

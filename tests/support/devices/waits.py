@@ -17,7 +17,7 @@ from infinity.tiers.driver import Event, Stream
 
 PACKAGE = Path(infinity.__file__).parent
 _LINK = ("tiers/copy_streams.py", "tiers/link.py")
-_COPIES = ("copy_up", "copy_down", "copy_from_device", "copy_on_device")
+_COPIES = ("copy_up", "copy_down", "copy_all_down", "copy_from_device", "copy_on_device")
 """Methods of Store that only pass a copy on to the link."""
 
 
