@@ -6,6 +6,7 @@ for the sums of squares of all gradients, and one launch for the update of each 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -132,9 +133,15 @@ def _write_updates(
     for place, update in updates:
         launch["hyper"][place] = known.setdefault(update.hyper, len(known))
         launch["seeds"][place] = update.seed
-    folded = [_cpu_adam.fold(hyper.native(), scale) for hyper in known]
+    folded = [_folded(hyper, scale) for hyper in known]
     launch["hypers"][: len(folded)] = [np.void(each) for each in folded]
     return {each[0] for each in folded}
+
+
+@functools.lru_cache(maxsize=64)
+def _folded(hyper: Hyper, scale: float) -> bytes:
+    """The hyper-parameters as the kernels take them, which all chunks of a step share."""
+    return _cpu_adam.fold(hyper.native(), scale)
 
 
 class MovingChunk:
@@ -148,6 +155,8 @@ class MovingChunk:
         self._states = states.data_ptr()
         addresses = self._pieces["arrays"]
         self._moves = (addresses >= self._states) & (addresses < self._states + states.nbytes)
+        self._launches: dict[tuple[int, ...], _PiecesLaunch] = {}
+        """Indices of the pieces of a launch -> what is equal in all such launches."""
 
     def update(
         self,
@@ -163,25 +172,53 @@ class MovingChunk:
         gradients: the gradient of each piece, (count,) on the device; None: the piece is not updated.
         updates: the update of each piece that has a gradient, in order. scale: as in `DeviceUpdates.update`.
         """
-        chosen = [number for number, each in enumerate(gradients) if each is not None]
-        pieces = self._pieces.copy()
         moved = np.uint64(states.data_ptr() - self._states & _ADDRESS)
-        pieces["arrays"] += np.where(self._moves, moved, np.uint64(0))
-        for number in chosen:
-            gradient, start = gradients[number], int(pieces["start"][number])
-            assert gradient is not None
-            pieces["arrays"][number, 0] = gradient.data_ptr() - start * gradient.itemsize & _ADDRESS
+        chosen = [(number, each) for number, each in enumerate(gradients) if each is not None]
         rows = [*zip(range(len(chosen)), updates, strict=True)]
         for some in _launches(rows, MOST_PIECES):
-            launch = np.zeros((), PIECES_LAUNCH)
-            there = pieces[[chosen[row] for row, _ in some]]
-            launch["pieces"][: len(there)], launch["count"] = there, len(there)
-            tiles = np.cumsum(-(-there["count"].astype(np.int64) // TILE))
-            launch["tiles"][1 : len(there) + 1] = tiles
-            rules = _write_updates(launch, [*enumerate(update for _, update in some)], scale)
-            formats = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in there}
-            kinds = frozenset(UpdateKind(rule, *rest) for rule in rules for rest in formats)
-            kernels.launch("infinity_update_pieces", int(tiles[-1]), launch.tobytes(), kinds)
+            used = chosen[some[0][0] : some[-1][0] + 1]
+            numbers = tuple([number for number, _ in used])
+            if numbers not in self._launches:
+                self._launches[numbers] = _PiecesLaunch(self._pieces, self._moves, numbers)
+            prepared = self._launches[numbers]
+            launch = prepared.launch.copy()
+            arrays = launch["pieces"]["arrays"]
+            arrays += prepared.moves * moved
+            for row, (_, gradient) in enumerate(used):
+                arrays[row, 0] = gradient.data_ptr() - prepared.starts[row] * gradient.itemsize & _ADDRESS
+            rules = _write_updates(launch, [*enumerate([update for _, update in some])], scale)
+            kernels.launch(
+                "infinity_update_pieces", prepared.warps, launch.tobytes(), prepared.kinds(frozenset(rules))
+            )
+
+
+class _PiecesLaunch:
+    """What is equal in all launches for the same pieces of a MovingChunk."""
+
+    def __init__(
+        self, pieces: npt.NDArray[np.void], moves: npt.NDArray[np.bool_], numbers: Sequence[int]
+    ) -> None:
+        """pieces: the descriptions of all pieces of the chunk. moves: which of their arrays move with the
+        chunk's states. numbers: indices of the pieces of the launch.
+        """
+        there, count = pieces[list(numbers)], len(numbers)
+        self.launch = np.zeros((), PIECES_LAUNCH)
+        """The kernel's argument, without addresses of gradients, and without updates."""
+        self.launch["pieces"][:count], self.launch["count"] = there, count
+        tiles = np.cumsum(-(-there["count"].astype(np.int64) // TILE))
+        self.launch["tiles"][1 : count + 1] = tiles
+        self.warps = int(tiles[-1])
+        self.moves = np.zeros(self.launch["pieces"]["arrays"].shape, np.uint64)
+        """1 for each array in `launch` that moves with the chunk's states, else 0."""
+        self.moves[:count] = moves[list(numbers)]
+        self.starts: list[int] = there["start"].tolist()
+        """Index in the chunk of each piece's first element."""
+        self._formats = {(int(each["gradient"]), int(each["format"]), int(each["moments"])) for each in there}
+        self.kinds = functools.cache(self._kinds)
+        """Function from the rules of a launch to the kinds of kernels that it needs."""
+
+    def _kinds(self, rules: frozenset[int]) -> frozenset[UpdateKind]:
+        return frozenset(UpdateKind(rule, *rest) for rule in rules for rest in self._formats)
 
 
 _ADDRESS = (1 << 64) - 1

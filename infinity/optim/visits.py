@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -47,8 +47,18 @@ from infinity.pages.home import Home, InFlightRequest
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.store import Store
+from infinity.telemetry.stats import Edge
 from infinity.tiers.driver import Event
-from infinity.tiers.link import Lane, Timing, Transfer, User
+from infinity.tiers.link import After, Lane, Timing, Transfer, User
+
+
+class _Place(NamedTuple):
+    """Bytes of a chunk at home in host RAM."""
+
+    home: Home
+    start: int
+    memory: torch.Tensor
+    """uint8."""
 
 
 class Visit:
@@ -85,8 +95,8 @@ class Visit:
         self._state_page = states.pages[page.index]
         self._update = update
         self._store = store
-        self._parameters = page.shard.home_start(self.chunk_index), update.parameter_bytes
-        """(start in the parameter page, bytes) of the chunk's parameters."""
+        self._places: Sequence[_Place] = ()
+        """The chunk's parameters, states and gradients at home, once they have been used."""
         self._there = NOTHING
         """The chunk's states on the device, and its gradients if these come up, uint8 (nbytes,)."""
         self._staying: Sequence[StayingPiece | None] = ()
@@ -151,23 +161,36 @@ class Visit:
         with self._store.visiting.lease(self.nbytes) as lease:
             self._there = lease.residency()
         self._version = self._state_page.version
-        states, gradients = self._state_page, self._gradient_page
-        self._bring(states.home, states.offset(self.chunk_index), self._there[: self.state_bytes])
+        if not self._places:
+            self._places = [*self._find_places()]
+        _, states, gradients = self._places
+        self._bring(states, self._there[: self.state_bytes])
         if not self._stays:
-            self._bring(gradients.home, gradients.offset(self.chunk_index), self._there[self.state_bytes :])
+            self._bring(gradients, self._there[self.state_bytes :])
         self.state = UpdateState.READING
         return True
 
-    def _bring(self, home: Home, start: int, into: torch.Tensor) -> None:
-        home.settle(start, start + into.nbytes, writing=False)
+    def _find_places(self) -> Iterator[_Place]:
+        update, states, gradients = self._update, self._state_page, self._gradient_page
+        for home, start, nbytes in (
+            (self._page.home, self._page.shard.home_start(self.chunk_index), update.parameter_bytes),
+            (states.home, states.offset(self.chunk_index), update.state_bytes),
+            (gradients.home, gradients.offset(self.chunk_index), update.gradient_bytes),
+        ):
+            yield _Place(home, start, home.view(start, nbytes))
+
+    def _bring(self, place: _Place, into: torch.Tensor) -> None:
+        home, start, source = place
+        home.settle(start, start + source.nbytes, writing=False)
         # The host has waited for all work on bytes that are leased anew.
-        transfer = self._store.copy_up(into, home.view(start, into.nbytes), lane=Lane.PREFETCH)
-        self._note(home, start, into.nbytes, transfer, writes=False)
+        transfer = self._store.link.to_device(into, source, 0, Lane.PREFETCH)
+        self._store.meter.moved(Edge.HOST_TO_DEVICE, source.nbytes, transfer)
+        self._note(place, transfer, writes=False)
 
     @property
     def arrived(self) -> bool:
-        """Whether the copies under way are done."""
-        return all([request.transfer.done() for _, request in self._requests])
+        """Whether the copies under way are done. They run in order."""
+        return not self._requests or self._requests[-1][1].transfer.done()
 
     def launch(self) -> None:
         """Update the chunk on the device, and begin to copy the results home: READING -> WRITING. Later work
@@ -175,38 +198,43 @@ class Visit:
         """
         store, link, decision = self._store, self._store.link, self.decision
         assert decision is not None and store.kernels is not None
-        start, nbytes = self._parameters
-        mirror = self._page.residency
+        mirror, states = self._page.residency, self._there[: self.state_bytes]
         assert mirror is not None
-        there, states = mirror[start : start + nbytes], self._there[: self.state_bytes]
+        parameters, kept, _ = self._places
+        # No view of the residency is kept, for it would count as one of user code.
+        there = mirror[parameters.start : parameters.start + parameters.memory.nbytes]
         self._end()
         gradients = self._gradients(decision)
-        used = [each for each in gradients if each is not None]
-        link.uses(User.COMPUTE, *used, writes=False, label="visit")
-        link.uses(User.COMPUTE, states, there, writes=True, label="visit")
+        if link.checked:
+            for used in gradients:
+                if used is not None:
+                    link.uses(User.COMPUTE, used, writes=False, label="visit")
+            link.uses(User.COMPUTE, states, there, writes=True, label="visit")
         if self._chunk is None:
             self._chunk = MovingChunk(self._work(there, states), states)
-        chosen = [
-            each.parameter for each in self._update.chunk.pieces if each.parameter in decision.parameters
-        ]
-        hypers = [decision.parameters[each] for each in chosen]
-        updates = [ParameterUpdate(decision.hypers[hyper], seed) for hyper, seed in hypers]
+        updates = []
+        for each in self._update.chunk.pieces:
+            if each.parameter in decision.parameters:
+                hyper, seed = decision.parameters[each.parameter]
+                updates.append(ParameterUpdate(decision.hypers[hyper], seed))
         self._chunk.update(store.kernels, states, gradients, updates, decision.scale)
         event = link.record()
         assert event is not None
         store.ledger.settle_chunk((self.unit, self.chunk_index))
-        offset = self._state_page.offset(self.chunk_index)
-        for home, begin, source in (
-            (self._page.home, start, there),
-            (self._state_page.home, offset, states),
-        ):
-            home.settle(begin, begin + source.nbytes, writing=True)
-            home.withdraw(begin, begin + source.nbytes)
-            began = link.stamp()  # before the second copy, which waits for nothing but the first one
-            transfer = store.copy_down(home.view(begin, source.nbytes), source, event)
-            self._note(home, begin, source.nbytes, transfer, writes=True)
+        self._send(parameters, there, event)
+        began = link.stamp()  # the second copy waits for nothing but the first one
+        self._send(kept, states, ())
         self.stamps = began, link.stamp()
         self.state = UpdateState.WRITING
+
+    def _send(self, place: _Place, source: torch.Tensor, after: After) -> None:
+        """Begin to copy a result home. after: as for `DeviceLink.to_host`."""
+        home, start, into = place
+        home.settle(start, start + into.nbytes, writing=True)
+        home.withdraw(start, start + into.nbytes)
+        transfer = self._store.link.to_host(into, source, after)
+        self._store.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
+        self._note(place, transfer, writes=True)
 
     def _gradients(self, decision: Decision) -> list[torch.Tensor | None]:
         """The gradient on the device of each piece of the chunk; None: the piece is not updated."""
@@ -234,7 +262,7 @@ class Visit:
         """Wait until nothing uses the visit's memory, then drop it: any state -> IDLE."""
         with contextlib.suppress(InfinityError):
             self._end()
-        self._chunk = None
+        self._chunk, self._places = None, ()
         self._drop()
 
     def _drop(self) -> None:
@@ -246,8 +274,9 @@ class Visit:
         for home, request in requests:
             home.finish(request)
 
-    def _note(self, home: Home, start: int, nbytes: int, transfer: Transfer, *, writes: bool) -> None:
-        request = InFlightRequest(start, start + nbytes, writes, transfer)
+    def _note(self, place: _Place, transfer: Transfer, *, writes: bool) -> None:
+        home, start, memory = place
+        request = InFlightRequest(start, start + memory.nbytes, writes, transfer)
         home.in_flight.append(request)
         self._requests.append((home, request))
 
@@ -322,6 +351,8 @@ class Visits:
         """Those whose states are read, decided or not, in the order in which they arrive."""
         self._writing: deque[Visit] = deque()
         """Those that are launched and not ended, in order."""
+        self._full = False
+        """Whether there was no room for the next one whose states are to be read."""
         self._to_launch: Counter[int] = Counter()
         self._to_end: Counter[int] = Counter()
         """Unit -> number of its decided visits that are not launched, and that have not ended."""
@@ -333,7 +364,8 @@ class Visits:
         number = self._numbers.get((unit, chunk_index))
         if number is None or not self._visits[unit, chunk_index].has_states:
             return False
-        return int((number + 1) * self.share) > int(number * self.share)
+        share = self.share
+        return int((number + 1) * share) > int(number * share)
 
     @property
     def share(self) -> float:
@@ -364,7 +396,7 @@ class Visits:
                 continue
             visit.decide(decision)
             if visit.state is UpdateState.READY:
-                self._reading.pop(visit, None)
+                self._full = self._full and self._reading.pop(visit, self) is self
                 self._decided.append(visit)
             self._to_launch[unit] += 1
             self._to_end[unit] += 1
@@ -377,7 +409,8 @@ class Visits:
         """Advance the visits without waiting for a copy."""
         while self._writing and self._writing[0].arrived:
             self._finish()
-        self._read()
+        if not self._full:
+            self._read()
         for visit in [*self._reading]:
             if visit.decision is not None:
                 if not visit.arrived:
@@ -386,8 +419,10 @@ class Visits:
 
     def step(self) -> bool:
         """Wait until one more decided visit is launched. Returns False if there is none."""
-        visit = next((each for each in self._reading if each.decision is not None), None)
-        if visit is None:
+        for visit in self._reading:
+            if visit.decision is not None:
+                break
+        else:
             if not self._decided:
                 return False
             visit = self._decided[0]
@@ -444,11 +479,15 @@ class Visits:
         """Begin to read the states of visits, as far as there is room: those of decided ones first."""
         while self._decided:
             if not self._decided[0].read():
+                self._full = True
                 return
             self._reading[self._decided.popleft()] = None
         while self._next:
             visit = next(iter(self._next))
-            if not visit.may_begin or not visit.read():
+            if not visit.may_begin:
+                return
+            if not visit.read():
+                self._full = True
                 return
             del self._next[visit]
             self._reading[visit] = None
@@ -458,19 +497,27 @@ class Visits:
         if visit in self._reading:
             del self._reading[visit]
             visit.cancel()
+            self._full = False
 
     def _launch(self, visit: Visit) -> None:
         del self._reading[visit]
         self._writing.append(visit)
         self._to_launch[visit.unit] -= 1
-        with self._losing():
+        try:
             visit.launch()
+        except InfinityError as error:
+            self._health.lose(error)  # the chunk may be updated in part
+            raise
 
     def _finish(self) -> None:
         visit = self._writing[0]
-        with self._losing():
+        try:
             visit.finish()
+        except InfinityError as error:
+            self._health.lose(error)  # the only new bytes did not come home
+            raise
         self._writing.popleft()
+        self._full = False
         self._to_end[visit.unit] -= 1
         self._elements = self._elements[0] + visit.numel, self._elements[1]
         began, ended = visit.stamps
@@ -507,12 +554,3 @@ class Visits:
         )
         self._balance.stepped(step)
         self._store.meter.visited(there / (there + here))
-
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Context in which an error leaves a chunk updated in part, and the runtime useless."""
-        try:
-            yield
-        except InfinityError as error:
-            self._health.lose(error)
-            raise

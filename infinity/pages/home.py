@@ -41,7 +41,7 @@ class Trial:
     failed: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class InFlightRequest:
     """A read or write in flight over bytes [start, end) of a home."""
 
@@ -158,7 +158,7 @@ class Home:
 
         writing: whether the new request is a write.
         """
-        return any(self._conflicts(start, end, writing))
+        return bool(self._conflicts(start, end, writing))
 
     def settle(self, start: int, end: int, writing: bool) -> None:
         """Wait for the requests in flight that a new request over bytes [start, end) must not overtake.
@@ -166,7 +166,7 @@ class Home:
         writing: whether the new request is a write. Raises the error of a request that fails. If an earlier
         write failed and the home's contents are lost, raises the error of that write.
         """
-        for request in list(self._conflicts(start, end, writing)):
+        for request in self._conflicts(start, end, writing):
             self.finish(request)
         if self.failure is not None:
             raise self.failure.again()
@@ -205,13 +205,15 @@ class Home:
                 self.finish(request)
         self.failure = None
 
-    def _conflicts(self, start: int, end: int, writing: bool) -> Iterator[InFlightRequest]:
-        self.in_flight = [each for each in self.in_flight if each.writes or not each.transfer.done()]
-        return (
-            each
-            for each in self.in_flight
-            if each.start < end and start < each.end and (writing or each.writes)
-        )
+    def _conflicts(self, start: int, end: int, writing: bool) -> list[InFlightRequest]:
+        kept, found = list[InFlightRequest](), list[InFlightRequest]()
+        for each in self.in_flight:
+            if each.writes or not each.transfer.done():
+                kept.append(each)
+                if each.start < end and start < each.end and (writing or each.writes):
+                    found.append(each)
+        self.in_flight = kept
+        return found
 
 
 def content_at(plan: Plan, unit: int, kind: Kind, offset: int) -> str:
