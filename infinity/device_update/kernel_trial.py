@@ -118,7 +118,7 @@ def _moving(
     for kind, arrays in zip(kinds, there, strict=True):
         chunk = MovingChunk(Update(**arrays, segments=[Segment(0, _ELEMENTS)], hypers=[]), nothing)
         update = ParameterUpdate(_HYPERS[RULES[kind.rule]], 0)
-        chunk.update(kernels, nothing, [arrays["grad"]], [update], 1.0)
+        chunk.update(kernels, nothing, [arrays["grad"].data_ptr()], [update], 1.0)
     return [{name: each.cpu() for name, each in arrays.items()} for arrays in there]
 
 

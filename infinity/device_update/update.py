@@ -152,7 +152,8 @@ class MovingChunk:
         in `states`, uint8 on the device, move with it; `grad` only gives the dtype of gradients.
         """
         self._pieces = describe(work, range(len(work.segments)))
-        self._states = states.data_ptr()
+        assert work.grad is not None
+        self._states, self._item = states.data_ptr(), work.grad.dtype.itemsize
         addresses = self._pieces["arrays"]
         self._moves = (addresses >= self._states) & (addresses < self._states + states.nbytes)
         self._launches: dict[tuple[int, ...], _PiecesLaunch] = {}
@@ -162,14 +163,14 @@ class MovingChunk:
         self,
         kernels: Kernels,
         states: torch.Tensor,
-        gradients: Sequence[torch.Tensor | None],
+        gradients: Sequence[int | None],
         updates: Sequence[ParameterUpdate],
         scale: float,
     ) -> None:
         """Queue the optimizer step of some pieces on torch's current stream; other pieces do not change.
 
         states: the chunk's states on the device, in the form of the tensor that the constructor got.
-        gradients: the gradient of each piece, (count,) on the device; None: the piece is not updated.
+        gradients: the address on the device of each piece's gradient; None: the piece is not updated.
         updates: the update of each piece that has a gradient, in order. scale: as in `DeviceUpdates.update`.
         """
         moved = np.uint64(states.data_ptr() - self._states & _ADDRESS)
@@ -185,7 +186,7 @@ class MovingChunk:
             arrays = launch["pieces"]["arrays"]
             arrays += prepared.moves * moved
             for row, (_, gradient) in enumerate(used):
-                arrays[row, 0] = gradient.data_ptr() - prepared.starts[row] * gradient.itemsize & _ADDRESS
+                arrays[row, 0] = gradient - prepared.starts[row] * self._item & _ADDRESS
             rules = _write_updates(launch, [*enumerate([update for _, update in some])], scale)
             kernels.launch(
                 "infinity_update_pieces", prepared.warps, launch.tobytes(), prepared.kinds(frozenset(rules))

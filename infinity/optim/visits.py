@@ -97,8 +97,8 @@ class Visit:
         self._store = store
         self._places: Sequence[_Place] = ()
         """The chunk's parameters, states and gradients at home, once they have been used."""
-        self._there = NOTHING
-        """The chunk's states on the device, and its gradients if these come up, uint8 (nbytes,)."""
+        self._there = NOTHING, NOTHING
+        """The chunk's states on the device, and its gradients if these come up, each uint8."""
         self._staying: Sequence[StayingPiece | None] = ()
         """The gradient of each piece of the chunk, where gradients stay; None: the piece is not updated."""
         self._version = 0
@@ -159,14 +159,15 @@ class Visit:
         if self._store.visiting.largest_free < self.nbytes:
             return False
         with self._store.visiting.lease(self.nbytes) as lease:
-            self._there = lease.residency()
+            memory = lease.residency()
+        self._there = memory[: self.state_bytes], memory[self.state_bytes :]
         self._version = self._state_page.version
         if not self._places:
             self._places = [*self._find_places()]
         _, states, gradients = self._places
-        self._bring(states, self._there[: self.state_bytes])
+        self._bring(states, self._there[0])
         if not self._stays:
-            self._bring(gradients, self._there[self.state_bytes :])
+            self._bring(gradients, self._there[1])
         self.state = UpdateState.READING
         return True
 
@@ -198,17 +199,15 @@ class Visit:
         """
         store, link, decision = self._store, self._store.link, self.decision
         assert decision is not None and store.kernels is not None
-        mirror, states = self._page.residency, self._there[: self.state_bytes]
+        mirror, (states, came) = self._page.residency, self._there
         assert mirror is not None
         parameters, kept, _ = self._places
         # No view of the residency is kept, for it would count as one of user code.
         there = mirror[parameters.start : parameters.start + parameters.memory.nbytes]
         self._end()
-        gradients = self._gradients(decision)
         if link.checked:
-            for used in gradients:
-                if used is not None:
-                    link.uses(User.COMPUTE, used, writes=False, label="visit")
+            used = [each.gradient for each in self._staying if each is not None] if self._stays else [came]
+            link.uses(User.COMPUTE, *used, writes=False, label="visit")
             link.uses(User.COMPUTE, states, there, writes=True, label="visit")
         if self._chunk is None:
             self._chunk = MovingChunk(self._work(there, states), states)
@@ -217,7 +216,7 @@ class Visit:
             if each.parameter in decision.parameters:
                 hyper, seed = decision.parameters[each.parameter]
                 updates.append(ParameterUpdate(decision.hypers[hyper], seed))
-        self._chunk.update(store.kernels, states, gradients, updates, decision.scale)
+        self._chunk.update(store.kernels, states, self._gradients(decision), updates, decision.scale)
         event = link.record()
         assert event is not None
         store.ledger.settle_chunk((self.unit, self.chunk_index))
@@ -236,13 +235,13 @@ class Visit:
         self._store.meter.moved(Edge.DEVICE_TO_HOST, source.nbytes, transfer)
         self._note(place, transfer, writes=True)
 
-    def _gradients(self, decision: Decision) -> list[torch.Tensor | None]:
-        """The gradient on the device of each piece of the chunk; None: the piece is not updated."""
+    def _gradients(self, decision: Decision) -> list[int | None]:
+        """The address of each piece's gradient on the device; None: the piece is not updated."""
         if self._stays:
-            return [None if each is None else each.gradient for each in self._staying]
-        came = self._gradient_page.typed(self.chunk_index, self._there[self.state_bytes :])
+            return [None if each is None else each.gradient.data_ptr() for each in self._staying]
+        start, size = self._there[1].data_ptr(), self._gradient_page.dtype(self.chunk_index).itemsize
         return [
-            came[each.offset : each.offset + each.count] if each.parameter in decision.parameters else None
+            start + each.offset * size if each.parameter in decision.parameters else None
             for each in self._update.chunk.pieces
         ]
 
@@ -255,7 +254,7 @@ class Visit:
     def cancel(self) -> None:
         """Give up states that were brought up: READING -> IDLE or, if the update is decided, READY."""
         self._end()
-        self._there = NOTHING
+        self._there = NOTHING, NOTHING
         self.state = UpdateState.IDLE if self.decision is None else UpdateState.READY
 
     def abandon(self) -> None:
@@ -266,7 +265,7 @@ class Visit:
         self._drop()
 
     def _drop(self) -> None:
-        self._there, self._staying, self.decision = NOTHING, (), None
+        self._there, self._staying, self.decision = (NOTHING, NOTHING), (), None
         self.state = UpdateState.IDLE
 
     def _end(self) -> None:

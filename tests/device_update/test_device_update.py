@@ -257,7 +257,8 @@ def test_a_chunk_whose_arrays_move_has_the_cpus_bits(count: int, hypers: int) ->
         part.copy_(given[name].view(torch.uint8))
     gradients = [given["grad"][each.start :][: each.count].clone() for each in work["segments"]]
     updates = [ParameterUpdate(work["hypers"][each.hyper], each.seed) for each in work["segments"]]
-    chunk.update(Kernels(torch.device("cpu"), ()), then, gradients, updates, 1.0)
+    addresses = [each.data_ptr() for each in gradients]
+    chunk.update(Kernels(torch.device("cpu"), ()), then, addresses, updates, 1.0)
     found = {name: there[name].view(given[name].dtype) if name in there else given[name] for name in given}
     check(found, expected)
 
