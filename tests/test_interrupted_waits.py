@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_a_wait_and_the_runtime(kind: str, home: str, tmp_p
         assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_interrupted_close_still_closes(times: int, tmp_path: Path) -> None:
     faults = Faults()
     with opened(tmp_path, "nvme", faults) as (model, runtime):

@@ -358,6 +358,7 @@ def sweep_steps(home: str, compute: str, directory: Path, most: int | None) -> N
     assert sent >= number * 0.4  # how often lines are visited that advance transfers depends on the disk
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("swept", [sweep, sweep_steps])
 @pytest.mark.parametrize(("home", "compute"), CASES)
 def test_a_signal_before_a_line_changes_no_bit(
@@ -401,6 +402,7 @@ def twice(home: str, compute: str, directory: Path, most: int) -> None:
     assert lost
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize(("home", "compute"), CASES)
 def test_a_second_signal_loses_the_runtime_at_most(home: str, compute: str, tmp_path: Path) -> None:
     twice(home, compute, tmp_path, 6)

@@ -167,6 +167,7 @@ def one_block() -> int:
     return int(malloc(64))
 
 
+@pytest.mark.sweep(most=1)
 @pytest.mark.parametrize("leaked", [one_object, one_block], ids=lambda each: each.__name__)
 def test_a_leak_of_64_bytes_at_every_step_is_found(leaked: Callable[[], object], tmp_path: Path) -> None:
     model, kept = SMALL.make(), []

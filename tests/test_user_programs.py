@@ -19,7 +19,7 @@ def check(program: Program, directory: Path) -> bool:
     return got.refusal is None
 
 
-@pytest.mark.sweep(most=8)
+@pytest.mark.sweep(most=5)
 @pytest.mark.parametrize("number", range(DEFAULT))
 def test_a_program_is_right_or_refused(number: int, tmp_path: Path) -> None:
     check(program_of(number), tmp_path)

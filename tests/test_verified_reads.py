@@ -220,6 +220,7 @@ def test_an_edit_waits_for_writes_from_the_memory_that_it_changes(update: str, t
         assert all(bool(each.isfinite().all()) for each in model.state_dict().values())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 @pytest.mark.parametrize("update", ["sync", "lazy"])
 def test_an_edit_through_a_view_follows_writes_behind_updates(

@@ -408,6 +408,7 @@ def test_where_all_pages_stay_up_there_is_nothing_to_save(tmp_path: Path) -> Non
 # --- the benchmark -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_and_leaves_nothing(warm: None, tmp_path: Path) -> None:
     benchmark = Path(__file__).parents[2] / "benchmarks" / "accumulate.py"
     done = subprocess.run(

@@ -254,6 +254,7 @@ def test_ranks_of_two_nodes_with_a_link(disk: Path, capsys: pytest.CaptureFixtur
     assert all(0 < each["crossed_bytes"] < each["link_bytes"] for each in (kept, flat))
 
 
+@pytest.mark.slow
 def test_rank_counts(capsys: pytest.CaptureFixture[str]) -> None:
     counts = importlib.import_module("rank_counts")
     counts.main(["--ranks", "2", "--rounds", "1", "--steps", "1", "--idle", "0.1", "--json"])
@@ -307,6 +308,7 @@ def test_train_reports_a_budget_that_is_too_small(disk: Path, capsys: pytest.Cap
     not list((BENCHMARKS.parent / "infinity").glob("_aio.*.so")),
     reason="this checkout's modules are not built",
 )
+@pytest.mark.slow
 def test_against_compares_equal_checkouts(disk: Path) -> None:
     options = ["--model", "10m", "--budget", "host=32MiB,nvme=1GiB", "--seq", "8", "--rounds", "1"]
     command = [sys.executable, str(BENCHMARKS / "against.py"), "--unverified", *options]

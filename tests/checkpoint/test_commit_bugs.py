@@ -15,6 +15,7 @@ STATES = 400
 """Crash states within which each bug must show."""
 
 
+@pytest.mark.sweep(most=9)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_caught(name: str, tmp_path: Path) -> None:
     bug, record = BUGS[name]

@@ -183,7 +183,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]
     ("number", "alone"),
     [
         (signal.SIGTERM, False),
-        (signal.SIGKILL, False),
+        pytest.param(signal.SIGKILL, False, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, True, marks=pytest.mark.slow),
     ],
 )
@@ -244,6 +244,7 @@ def test_torchrun_starts_ranks_again_after_one_was_killed(job: TinyJob) -> None:
     assert [step for step, _ in logged(log)] == [*range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_torchrun_begins_anew_after_a_death_in_the_first_commit(job: TinyJob) -> None:
     log, run = job.folder / "log", job.folder / "run"
     arguments = job.arguments("train", "--steps", 3, "--budget-host", "1MiB", *job.nvme())

@@ -300,6 +300,7 @@ LATE = [
 ]
 
 
+@pytest.mark.sweep(most=6)
 @pytest.mark.parametrize("case", LATE, ids=str)
 def test_ranks_that_are_nearly_too_late_end_like_the_others(case: Case) -> None:
     """The model also checks that no rank is named that has come; see `World.go_on`."""

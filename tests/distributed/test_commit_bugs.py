@@ -46,6 +46,7 @@ def violation(run: Run, made: Sequence[Recorded], where: Path) -> str | None:
     return next((wrong for wrong in rounds if wrong is not None), None)
 
 
+@pytest.mark.slow
 def test_bugs_are_caught(tmp_path: Path) -> None:
     runs = [(run, tmp_path / str(at) / "run", bug) for at, (bug, run) in enumerate(BUGS)]
     missed = [
