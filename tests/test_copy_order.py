@@ -116,7 +116,8 @@ def test_each_order_that_is_missing_is_seen_in_training(order: Order) -> None:
 
 
 IMPLIED = {
-    # Each of these two implies the other.
+    # The first two imply the third, and the third implies the first two.
+    ("following", "optim/scheduler.py:_queue", "optim/chunk_update.py:compute"),
     ("following", "optim/scheduler.py:_queue", "optim/unit_update.py:submit"),
     ("following", "optim/scheduler.py:step", "optim/scheduler.py:step"),
     # Nobody reads the results of a speculative update before it is confirmed or undone. The copy that brings

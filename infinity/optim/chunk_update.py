@@ -84,7 +84,7 @@ class UpdateState(enum.Enum):
 
 _NEXT = {
     UpdateState.IDLE: (UpdateState.READY, UpdateState.READING),
-    UpdateState.READY: (UpdateState.READING, UpdateState.COMPUTING, UpdateState.IDLE),
+    UpdateState.READY: (UpdateState.READING, UpdateState.IDLE),
     UpdateState.READING: (UpdateState.AHEAD, UpdateState.COMPUTING, UpdateState.READY, UpdateState.IDLE),
     UpdateState.AHEAD: (UpdateState.READING, UpdateState.IDLE),
     UpdateState.COMPUTING: (UpdateState.WRITING, UpdateState.LOST, UpdateState.IDLE),
@@ -99,8 +99,8 @@ class ChunkUpdate:
     """The update of one chunk: its state, its staging, its reads and writes, and where its gradient is.
 
         IDLE -- make_ready --> READY -- acquire --> READING -- compute --> COMPUTING -- write --> WRITING
-          |                      |                    ^                        ^          |          |
-          |                      +-- compute (homes in RAM) -------------------+          +-> LOST   |
+          |                                           ^                                   |          |
+          |                                           |                                   +-> LOST   |
           |                                           |                                              |
           +-- read_ahead --> READING --> AHEAD -- make_ready                IDLE <---- finish -------+
 

@@ -139,12 +139,12 @@ class UpdateScheduler(Updates):
             )
             for chunk_index in states.kept
         ]
+        parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
         in_ram = None
         if chunks and all([home.in_place for home in (page.home, gradients.home, states.home)]):
             in_ram = UpdateInRam(
-                chunks, gradients, threads=self._threads, store=self._store, health=self._health
+                chunks, parameters, gradients, threads=self._threads, store=self._store, health=self._health
             )
-        parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
         return UnitUpdate(chunks, in_ram, parameters)
 
     def _make_visits(self) -> Visits | None:

@@ -63,14 +63,15 @@ class UpdateInRam:
     def __init__(
         self,
         chunks: Sequence[ChunkUpdate],
+        parameters: frozenset[int],
         gradients: GradientPage,
         *,
         threads: cpu_adam.ThreadPool,
         store: Store,
         health: Health,
     ) -> None:
-        """chunks: those of the unit, which are not updated by themselves. The other arguments are as for
-        ChunkUpdate.
+        """chunks: those of the unit, which are not updated by themselves. parameters: as in UnitUpdate. The
+        other arguments are as for ChunkUpdate.
         """
         self.page = chunks[0].page
         self.trial: Trial | None = None
@@ -84,8 +85,7 @@ class UpdateInRam:
         """As in ChunkUpdate."""
         self._jobs: list[tuple[cpu_adam.Tickets, JobCopies, int]] = []
         """What was submitted together, the copies around it, and the bytes of those to the device."""
-        self._chunks = chunks
-        self._parameters = frozenset(piece.parameter for each in chunks for piece in each.chunk.pieces)
+        self._parameters = parameters
         self._gradients = gradients
         self._threads = threads
         self._store = store

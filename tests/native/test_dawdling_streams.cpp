@@ -2,6 +2,7 @@
 // sanitizers and the checker both find that accesses which events order are in order.
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -134,6 +135,49 @@ void streams_end_with_their_work_done(std::uint64_t seed, bool threads) {
     CHECK(into == source);
 }
 
+// Threads do the jobs of one object, as those of a pool would. At its one event all copies are
+// done.
+void jobs_end_with_one_event(std::uint64_t seed, bool threads) {
+    reset(seed, threads);
+    const auto driver = open();
+    constexpr std::size_t kJobs = 24;
+    constexpr std::size_t kBytes = 1 << 10;
+    const Stream down(driver, 0);
+    std::vector<unsigned char> there(kJobs * kBytes, 7);
+    std::vector<unsigned char> here(there.size());
+    std::vector<unsigned char> back(there.size());
+    std::vector<std::shared_ptr<Event>> downs;
+    CopiesAround::Up up{std::make_shared<Stream>(driver, 1), down.record(false), {}, 100, true};
+    std::vector<std::vector<CopiesAround::Use>> uses;
+    for (std::size_t start = 0; start < here.size(); start += kBytes) {
+        down.copy(at(&here[start]), at(&there[start]), kBytes, 0);
+        downs.push_back(down.record(false));
+        up.copies.push_back({at(&back[start]), at(&here[start]), kBytes});
+        uses.push_back({{at(&here[start]), kBytes, true}});
+    }
+    const auto around = std::make_shared<CopiesAround>(driver, downs, up, uses, "job");
+    const auto hooks = around->hooks();
+    std::atomic<std::size_t> next{0};
+    std::vector<std::thread> hosts;
+    for (int number = 0; number < 4; ++number) {
+        hosts.emplace_back([&] {
+            for (std::size_t job = next++; job < kJobs; job = next++) {
+                while (hooks[job]->before() != infinity::JobHooks::State::happened) {
+                    std::this_thread::yield();
+                }
+                for (std::size_t i = job * kBytes; i < (job + 1) * kBytes; ++i) ++here[i];
+                hooks[job]->after();
+            }
+        });
+    }
+    for (std::thread& each : hosts) each.join();
+    around->check();
+    CHECK(around->events().first != nullptr);
+    finish(*around->events().second);
+    CHECK(back == std::vector<unsigned char>(there.size(), 8));
+    CHECK(violations().empty());
+}
+
 void what_is_not_ordered_is_found(std::uint64_t seed) {
     reset(seed, false);  // with threads it would be a real data race
     const auto driver = open();
@@ -232,6 +276,7 @@ int main() {
         for (std::uint64_t seed = 0; seed < 8; ++seed) {
             a_chain_over_streams_carries_its_bytes(seed, threads);
             threads_use_one_driver(seed, threads);
+            jobs_end_with_one_event(seed, threads);
             kernels_run_between_copies(seed, threads);
             streams_end_with_their_work_done(seed, threads);
             memory_is_given_back(seed, threads);
