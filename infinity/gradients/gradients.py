@@ -995,14 +995,15 @@ class StagedChunks:
         return False
 
     def write_back_now(self, unit: int, chunk_index: int, chunk: GradientChunk) -> None:
-        """Write a chunk's gradient to the page's home, and wait until it is written.
+        """Write a chunk's gradient to the page's home, unless it lies there, and wait until it is written.
 
         chunk: staged, and taken by an update. Afterwards it is no longer staged, and the update can read the
         gradient from the home. If the write fails, StorageError is raised and nothing has changed.
         """
         page = self._pages[unit]
         assert chunk.staged is not None
-        self._store.write_now(page.home, page.offset(chunk_index), chunk.staged, spare=True)
+        if not chunk.at_home:
+            self._store.write_now(page.home, page.offset(chunk_index), chunk.staged, spare=True)
         if page.chunks[chunk_index] is chunk:
             self.drop(page, chunk_index)
             page.chunks[chunk_index].stored = True
@@ -1032,4 +1033,4 @@ class StagedChunks:
         except Exception as error:
             self._lose(error)
             raise
-        page.chunks[chunk_index].stored = True
+        page.chunks[chunk_index].stored = chunk.at_home = True

@@ -66,6 +66,10 @@ class GradientChunk:
     """Whether gradients of this step were written from staging (host RAM) to the chunk's place in the
     gradient page's home.
     """
+    at_home: bool = False
+    """Whether `staged` lies at home, too. Only an update that has taken the object still refers to `staged`
+    then.
+    """
     blocks: dict[tuple[int, int], npt.NDArray[np.float64] | None] = field(default_factory=dict)
     """(index of a parameter, index in the parameter of its first element that lies in this chunk) -> sums of
     squares of blocks of the parameter's gradient. A block is cpu_adam.BLOCK elements, counted from the

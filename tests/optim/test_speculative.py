@@ -19,8 +19,12 @@ from torch import nn
 import infinity
 from infinity.aio import Faults
 from infinity.errors import ConfigError, StorageError
+from infinity.gradients.gradients import StagedChunks
 from infinity.optim.chunk_update import ChunkUpdate
 from infinity.pages.durable_io import DurableIO
+from infinity.pages.gradient_page import GradientChunk
+from infinity.pages.home import Home
+from infinity.pages.store import Store
 from infinity.system.disk_files import injected
 from infinity.tiers import Tier
 from infinity.tiers.link import Joined, Transfer
@@ -165,6 +169,35 @@ def test_what_a_norm_confirms_is_written_once(
             settle(runtime)
         assert counts(runtime) == (3 * len(can), 0)
         assert sum(written) == 3 * sum(there)
+
+
+def test_a_gradient_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staging gives up gradients that updates have taken, too, and writes none again that lies at home."""
+    written: list[tuple[int, int]] = []
+    write, taken = Store._begin_write, []
+    put_home = StagedChunks.write_back_now
+
+    def counting(store: Store, home: Home, offset: int, source: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if home.nvme_lease is not None and store._durable(home) is None:
+            written.append((id(home), offset))
+        return write(store, home, offset, source, *rest, **more)
+
+    def putting(staged: StagedChunks, unit: int, chunk_index: int, chunk: GradientChunk) -> None:
+        taken.append(chunk.at_home)
+        put_home(staged, unit, chunk_index, chunk)
+
+    monkeypatch.setattr(Store, "_begin_write", counting)
+    monkeypatch.setattr(StagedChunks, "write_back_now", putting)
+    with opened(tmp_path, home="unified-nvme") as (model, runtime):
+        for step in range(3):
+            written.clear()
+            loss_of(model, step).backward()
+            runtime.clip_grad_norm_(1e9)
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            settle(runtime)
+            assert written and len(written) == len(set(written))
+    assert True in taken and False in taken
 
 
 def test_after_clipped_steps_it_pauses_until_a_norm_is_below_the_limit(tmp_path: Path) -> None:
