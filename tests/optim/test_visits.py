@@ -256,6 +256,28 @@ def dropped_before(model: nn.Module, runtime: Any, number: int) -> list[float]:
     return [loss.item()]
 
 
+def edited_before_its_first(model: nn.Module, runtime: Any, number: int) -> list[float]:
+    """Parameters are edited whose first update comes later than that of others in their chunks."""
+    for page in runtime._components.pages:
+        min(page.parameters, key=torch.Tensor.numel).float().square().sum().backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+    with torch.no_grad():
+        for page in runtime._components.pages:
+            max(page.parameters, key=torch.Tensor.numel).mul_(0.75)
+    return step(model, runtime, number)
+
+
+def zeros_beside(model: nn.Module, runtime: Any, number: int) -> None:
+    """All parameters but one of a unit have gradients of zeros."""
+    loss_of(model, number).backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad(set_to_none=False)
+    pair_of(runtime)[0].float().square().sum().backward()
+    runtime.optimizer.step()
+    runtime.optimizer.zero_grad()
+
+
 SHARES = (0.0, 1 / 3, 1.0, None)
 """Shares of chunks that visit; None: as measured."""
 
@@ -309,6 +331,16 @@ def test_lazy_updates_are_those_of_the_gradients_at_step(
     assert not launched
     for seed in (3, 4):
         assert parity.differences(trained(seed, *actions, apart=seed == 4, **options), expected) == []
+    assert launched
+
+
+def test_the_cpu_updates_chunks_with_zeros_and_edited_masters(
+    launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Visits, "share", 1.0)
+    actions = (edited_before_its_first, step, zeros_beside, step)
+    expected = trained(0, *actions, visits=False, **LAZY)
+    assert parity.differences(trained(3, *actions, apart=True, **LAZY), expected) == []
     assert launched
 
 
