@@ -32,7 +32,7 @@ from infinity.formats.optimizer_rules import AVERAGE
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientChunk, GradientPage
 from infinity.pages.health import Health
-from infinity.pages.home import Home, Trial
+from infinity.pages.home import Home, Outcome
 from infinity.pages.optimizer_page import States
 from infinity.pages.parameter_page import ParameterPage
 from infinity.pages.parts import Part
@@ -116,8 +116,8 @@ class ChunkUpdate:
     (infinity/optim/unit_update.py). Of such a chunk only `decision` changes.
     """
 
-    trial: Trial | None = None
-    """The fate of an update that was decided before all gradients were known, while it is not confirmed."""
+    outcome: Outcome | None = None
+    """The outcome of an update that was decided before all gradients were known, while it is not confirmed."""
     _after: Event | None = None
     """Once decided: after it, no queued kernel uses the parameters that the model had when it was decided."""
     _copies: JobCopies | None = None
@@ -298,7 +298,7 @@ class ChunkUpdate:
         that it still needs staging, and False if it is READING.
         """
         assert self.decision is None
-        self.trial, self._after = Trial() if speculative else None, after
+        self.outcome, self._after = Outcome() if speculative else None, after
         present = self.present()
         if self.state is not UpdateState.IDLE and not self._still_right(present):
             self.cancel()
@@ -395,7 +395,7 @@ class ChunkUpdate:
             # A write of the values before may still read the memory that the update changes.
             self.page.home.settle(self.home_start, self.home_start + self.parameter_bytes, writing=False)
         memory = (self._parameter, self._gradient, self._states)
-        outputs = self._beside(memory) if self.trial is not None else memory
+        outputs = self._beside(memory) if self.outcome is not None else memory
         if self.page.home.in_place and outputs[0] is memory[0]:
             self.page.home.withdraw(self.home_start, self.home_start + self.parameter_bytes)
         self._parameter, _, self._states = outputs
@@ -428,10 +428,10 @@ class ChunkUpdate:
 
     def write(self) -> None:
         """Begin to write the results home: COMPUTING -> WRITING. After a StorageError the update is LOST, or
-        has failed if it is speculative (`Trial.failed`), and nothing is raised.
+        has failed if it is speculative (`Outcome.failed`), and nothing is raised.
         """
         store, page = self._store, self.page
-        write = functools.partial(store.write, lost=self._lose, trial=self.trial)
+        write = functools.partial(store.write, lost=self._lose, outcome=self.outcome)
         try:
             assert self._copies is not None
             self._copies.check()
@@ -443,10 +443,10 @@ class ChunkUpdate:
             if not page.home.in_place:
                 write(page.home, self.home_start, self._parameter)
         except InfinityError as error:
-            if self.trial is None:
+            if self.outcome is None:
                 self._lose(error)
                 raise
-            self.trial.failed = True
+            self.outcome.failed = True
         store.ledger.updated((self.unit, self.chunk_index))
         self.ticket = self.decision = self.taken = self._copies = self._after = None
         self._let_go()
@@ -458,8 +458,8 @@ class ChunkUpdate:
         """
         if self.state is UpdateState.TENTATIVE:
             self._to(UpdateState.IDLE)
-        if self.trial is not None:
-            self.trial.confirmed, self.trial = True, None
+        if self.outcome is not None:
+            self.outcome.confirmed, self.outcome = True, None
         for part in self._parts():
             part.confirm()
         if self.page.home.shown and self.ticket is not None:
@@ -486,7 +486,7 @@ class ChunkUpdate:
         later computation after it.
         """
         copy, self.copy = self.copy, ARRIVED
-        self._to(UpdateState.IDLE if self.trial is None else UpdateState.TENTATIVE)
+        self._to(UpdateState.IDLE if self.outcome is None else UpdateState.TENTATIVE)
         return copy
 
     def abandon(self) -> None:
@@ -500,7 +500,7 @@ class ChunkUpdate:
     def _drop(self) -> None:
         self._let_go()
         self.ticket = self.decision = self.taken = self._copies = self._after = None
-        self.copy, self.trial = ARRIVED, None
+        self.copy, self.outcome = ARRIVED, None
         self.state = UpdateState.IDLE
 
     def end(self) -> None:
@@ -514,7 +514,7 @@ class ChunkUpdate:
                 self._copies.check()
                 self.copy = self._copies.begun()
             except InfinityError as error:
-                if self.trial is None:
+                if self.outcome is None:
                     self._lose(error)
         self.copy.wait()
 

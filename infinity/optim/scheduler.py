@@ -383,13 +383,13 @@ class UpdateScheduler(Updates):
             if group.tentative is None:
                 continue
             decision = decide(unit, options, self._gradients, self._states, group.parameters)
-            failed = any([update.trial is not None and update.trial.failed for update in group.updates])
+            failed = any([update.outcome is not None and update.outcome.failed for update in group.updates])
             if failed or decision != group.tentative:
                 self._undo(unit)
                 continue
             group.tentative = None
             for update in group.updates:
-                if update.trial is not None and update.confirm():
+                if update.outcome is not None and update.confirm():
                     group.left -= 1
             with torch._C.DisableTorchFunctionSubclass():
                 count_step(self._pages[unit], self._states, self._updated_anywhere(unit, options), options)
@@ -402,7 +402,7 @@ class UpdateScheduler(Updates):
         group, page = self._units[unit], self._pages[unit]
         self._ready.pop(unit, None)
         group.tentative, group.left = None, 0
-        undone = [update for update in group.updates if update.trial is not None]
+        undone = [update for update in group.updates if update.outcome is not None]
         self._active = [each for each in self._active if each not in undone]
         self._await_copies(unit)  # they may read the homes that are undone
         for update in undone:
@@ -707,7 +707,7 @@ class UpdateScheduler(Updates):
             return
         started = time.perf_counter()
         copies = update.take_back()
-        if update.trial is None:
+        if update.outcome is None:
             group.left -= 1
         for copy in copies:
             self._copied(update.page.index, copy)
@@ -861,7 +861,7 @@ class UpdateScheduler(Updates):
         """Let the model use the results of an update, behind their copy to the device if there is one. Those
         of a speculative update wait to be confirmed.
         """
-        if update.trial is None:
+        if update.outcome is None:
             self._units[update.unit].left -= 1
         copy = update.finish()
         if copy is not ARRIVED:

@@ -19,7 +19,7 @@ from infinity.optim.chunk_update import ChunkUpdate, Memory, used_by
 from infinity.optim.decision import Decision
 from infinity.pages.gradient_page import GradientPage
 from infinity.pages.health import Health
-from infinity.pages.home import Trial
+from infinity.pages.home import Outcome
 from infinity.pages.slot_pair import SlotPair, confirm
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
@@ -74,8 +74,8 @@ class UpdateInRam:
         other arguments are as for ChunkUpdate.
         """
         self.page = chunks[0].page
-        self.trial: Trial | None = None
-        """The fate of a speculative update, while it is not confirmed."""
+        self.outcome: Outcome | None = None
+        """The outcome of a speculative update, while it is not confirmed."""
         self.due: Sequence[ChunkUpdate] = ()
         """The chunks of a decided update that are not submitted yet."""
         self._decision: Decision | None = None
@@ -111,7 +111,7 @@ class UpdateInRam:
         """
         assert self._decision is None
         self._decision, self._after, self.due, self._chosen = decision, after, chosen, chosen
-        self.trial = Trial() if speculative else None
+        self.outcome = Outcome() if speculative else None
         for each in chosen:
             each.decision = decision
 
@@ -126,7 +126,7 @@ class UpdateInRam:
         self._await_users(decision, chosen)
         places, slots, results = self._places_of(chosen)
         memory, outputs = _memory(places, slots), _memory(places, results)
-        beside = self.trial is not None
+        beside = self.outcome is not None
         if decision.incomplete or (beside and not decision.parameters.keys() >= self._parameters):
             for update, here, there in zip(chosen, memory, outputs, strict=True):
                 update.prepare(decision, here, there if beside else here)
@@ -166,7 +166,7 @@ class UpdateInRam:
 
         Returns the copies of new parameters to the device, which may still be under way. The caller orders
         later computation after them. Raises the error by which results are lost; if the update is
-        speculative, it has failed then (`Trial.failed`), and nothing is raised.
+        speculative, it has failed then (`Outcome.failed`), and nothing is raised.
         """
         self.wait()
         store, found = self._store, []
@@ -178,10 +178,10 @@ class UpdateInRam:
                     store.meter.moved(Edge.HOST_TO_DEVICE, nbytes, copy)
                     found.append(copy)
         except InfinityError as error:
-            if self.trial is None:
+            if self.outcome is None:
                 self._health.lose(error)
                 raise
-            self.trial.failed = True
+            self.outcome.failed = True
             self._await_copies()
         if store.ledger.pending is not None:
             for each in self._chosen:
@@ -193,8 +193,8 @@ class UpdateInRam:
         """Make the results of a speculative update, or those that it will have, the unit's own. Returns
         whether they have been taken back.
         """
-        assert self.trial is not None
-        self.trial.confirmed, self.trial = True, None
+        assert self.outcome is not None
+        self.outcome.confirmed, self.outcome = True, None
         if self.page.home.shown:
             self.wait()  # the results are copied to where the model computes
         confirm([pair for each in self._places.values() for pair in each.pairs])
@@ -220,11 +220,11 @@ class UpdateInRam:
             for _, copies, _ in self._jobs:
                 copies.check()
         except InfinityError as error:
-            if self.trial is None:
+            if self.outcome is None:
                 self._health.lose(error)
         self._await_copies()
         self._end_decision()
-        self.trial = None
+        self.outcome = None
 
     def _await_copies(self) -> None:
         for _, copies, _ in self._jobs:
@@ -239,7 +239,7 @@ class UpdateInRam:
     def _await_users(self, decision: Decision, chosen: Sequence[ChunkUpdate]) -> None:
         """Wait for those who use the memory that the update changes, or have them look elsewhere."""
         home, ledger = self.page.home, self._store.ledger
-        if self.trial is None:  # else the results go to other slots
+        if self.outcome is None:  # else the results go to other slots
             home.withdraw(chosen[0].home_start, chosen[-1].home_start + chosen[-1].parameter_bytes)
         if decision.zeros:
             for each in chosen:
@@ -259,11 +259,11 @@ class UpdateInRam:
                 self._places[each.chunk_index] = self._find_places(each)
         places = [self._places[each.chunk_index] for each in chosen]
         if not places[0].pairs:
-            assert self.trial is None
+            assert self.outcome is None
             slots = [(0, 0)] * len(places)
             return places, slots, slots
         slots = [(each.pairs[0].newest, each.pairs[-1].newest) for each in places]
-        if self.trial is None:
+        if self.outcome is None:
             return places, slots, slots
         for place in places:
             for pair in place.pairs:

@@ -34,7 +34,7 @@ _Entry = tuple[int, int, str, str, int, int]
 
 
 @dataclass(slots=True)
-class Trial:
+class Outcome:
     """What has become of a speculative update: until it is confirmed, its writes may fail without loss."""
 
     confirmed: bool = False
@@ -55,7 +55,7 @@ class InFlightRequest:
     """
     spare: bool = False
     """Whether the caller keeps a copy of the written bytes, so that a failure does not lose the home."""
-    trial: Trial | None = None
+    outcome: Outcome | None = None
     """The speculative update whose results are written; None if there is none."""
 
 
@@ -183,8 +183,8 @@ class Home:
         try:
             request.transfer.wait()
         except InfinityError as error:
-            if request.trial is not None and not request.trial.confirmed:
-                request.trial.failed = True
+            if request.outcome is not None and not request.outcome.confirmed:
+                request.outcome.failed = True
                 return
             if request.writes and not request.spare:
                 self.failure = error.again()

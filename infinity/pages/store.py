@@ -27,7 +27,7 @@ from infinity.device_update.kernels import Kernels
 from infinity.errors import InfinityError
 from infinity.layout.shards import HomeRange
 from infinity.pages.durable_io import DurableIO
-from infinity.pages.home import Home, InFlightRequest, Trial
+from infinity.pages.home import Home, InFlightRequest, Outcome
 from infinity.pages.ledger import Ledger
 from infinity.pages.parts import Part
 from infinity.planning import twin_flow
@@ -317,7 +317,7 @@ class Store:
         lost: Callable[[InfinityError], None] | None = None,
         *,
         spare: bool = False,
-        trial: Trial | None = None,
+        outcome: Outcome | None = None,
     ) -> None:
         """Begin to write host memory to a home.
 
@@ -326,11 +326,11 @@ class Store:
         error. offset: bytes from the home's start. source: contiguous uint8; it must not change until the
         write has ended. spare: whether the caller keeps a copy of the bytes. If it does not, a failed write
         loses the home: later uses of the home raise the error too. lost: function that is called with the
-        error when the home is lost. trial: the speculative update whose results these are, or None. They go
+        error when the home is lost. outcome: the speculative update whose results these are, or None. They go
         beside the newest bytes of whole parts, which stay the home's bytes until `Part.confirm`; the home is
         on NVMe and its parts have slots.
         """
-        transfer = self._begin_write(home, offset, source, lost, spare=spare, trial=trial)
+        transfer = self._begin_write(home, offset, source, lost, spare=spare, outcome=outcome)
         if home.nvme_lease is None:
             transfer.wait()  # else the lease of `source` might return while a copy to the device is under way
 
@@ -353,7 +353,7 @@ class Store:
         lost: Callable[[InfinityError], None] | None,
         *,
         spare: bool,
-        trial: Trial | None = None,
+        outcome: Outcome | None = None,
     ) -> Transfer:
         home.settle(offset, offset + source.nbytes, writing=True)
         self.link.uses(User.HOST, source, writes=False, label="written home")
@@ -362,11 +362,11 @@ class Store:
             assert self.nvme is not None
             transfer: Transfer
             if durable:
-                transfer = durable.write(home, offset, source, tentative=trial is not None)
+                transfer = durable.write(home, offset, source, tentative=outcome is not None)
             else:
                 transfer = self.nvme.write(home.nvme_lease, source, offset=offset)
                 self.meter.moved(Edge.HOST_TO_NVME, source.nbytes, transfer)
-            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost, spare, trial)
+            request = InFlightRequest(offset, offset + source.nbytes, True, transfer, lost, spare, outcome)
             home.in_flight.append(request)
             self._writes.append((home, request))
             return transfer
