@@ -117,7 +117,7 @@ class ChunkUpdate:
     """
 
     outcome: Outcome | None = None
-    """The outcome of an update that was decided before all gradients were known, while it is not confirmed."""
+    """The outcome of a speculative update, while it is not confirmed."""
     _after: Event | None = None
     """Once decided: after it, no queued kernel uses the parameters that the model had when it was decided."""
     _copies: JobCopies | None = None
