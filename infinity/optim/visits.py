@@ -395,7 +395,8 @@ class Visits:
                 continue
             visit.decide(decision)
             if visit.state is UpdateState.READY:
-                self._full = self._full and self._reading.pop(visit, self) is self
+                if self._reading.pop(visit, self) is not self:  # what came up was old, and gave its room back
+                    self._full = False
                 self._decided.append(visit)
             self._to_launch[unit] += 1
             self._to_end[unit] += 1

@@ -162,6 +162,14 @@ def with_loaded_states(model: nn.Module, runtime: Any, number: int) -> list[floa
     return step(model, runtime, number)
 
 
+def with_loaded_states_and_views(model: nn.Module, runtime: Any, number: int) -> list[float]:
+    """User code has views of all parameters, so that an update is completed as soon as it is decided."""
+    runtime.optimizer.load_state_dict(runtime.optimizer.state_dict())
+    views = [each.detach() for each in model.parameters()]
+    told = step(model, runtime, number)
+    return [*told, *(each.double().sum().item() for each in views)]
+
+
 def pair_of(runtime: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Two parameters of a unit."""
     page = next(each for each in runtime._components.pages if len(each.parameters) > 1)
@@ -341,6 +349,19 @@ def test_the_cpu_updates_chunks_with_zeros_and_edited_masters(
     actions = (edited_before_its_first, step, zeros_beside, step)
     expected = trained(0, *actions, visits=False, **LAZY)
     assert parity.differences(trained(3, *actions, apart=True, **LAZY), expected) == []
+    assert launched
+
+
+@pytest.mark.parametrize("options", [{}, LAZY], ids=str)
+def test_states_that_were_written_are_read_again(
+    options: dict[str, Any], launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the update must have ended before others could advance."""
+    monkeypatch.setattr(Visits, "share", 1.0)
+    actions = (step, step, with_loaded_states_and_views, with_loaded_states, step)
+    expected = trained(0, *actions, visits=False, **options)
+    for seed in (3, 4):
+        assert parity.differences(trained(seed, *actions, apart=seed == 4, **options), expected) == []
     assert launched
 
 
