@@ -76,7 +76,8 @@ def offload(
     what this needs. "speculative": as "eager", but exact with clipping and with the loss scaling of fp16: an
     update that turns out to be wrong is undone and done again. What updates change then takes a second place
     in its tier, in RAM as far as it has room. "auto": "speculative" where `accumulation` is declared and the
-    plan's prediction says that steps are at least 5% faster so; else, and without example_inputs, "lazy".
+    plan's prediction says that steps are at least 5% faster so; else, and without example_inputs, "lazy". A
+    run that continues a commit keeps the commit's choice where that lets it adopt the commit's files.
     `Plan.update` says which.
 
     accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
@@ -334,7 +335,8 @@ def plan_for(
         else:
             speeds = other.rates(len(budget.nvme_bytes), on_node)
         made = functools.partial(made, work=estimate.work, speeds=speeds)
-        return quickest(lambda time: made(update=time)) if update == "auto" else made()
+        continued = None if commits is None or commits.continued is None else adopts
+        return quickest(lambda time: made(update=time), continued) if update == "auto" else made()
 
     def adopts(made: Plan) -> bool:
         if commits is None:

@@ -191,15 +191,21 @@ def make_plan(
     return planner.plan(placement, {**facts, "speeds": speeds, "work": work, "replan": replan})
 
 
-def quickest(make: Callable[[UpdateTime], Plan]) -> Plan:
+def quickest(make: Callable[[UpdateTime], Plan], adopts: Callable[[Plan], bool] | None = None) -> Plan:
     """Choose between lazy and speculative updates by the predicted seconds of a step with the declared number
     of backwards. make: function that makes the plan for either; the speculative one may raise BudgetError.
+    adopts: tells whether the slabs of the commit that the run continues can be a plan's; None: there is no
+    such commit.
 
     Speculative updates are chosen if a step takes at least 5% less at the least, and the disk is not busy for
     longer. The second condition excludes plans whose second places send other pages to the disk: a CPU that
     computes the model hides less of the disk's time than the least time says. Updates are lazy without a
     choice if the number of backwards or the seconds are unknown, for several ranks, and where no update can
     be speculative or would be faster in any homes. Where there is a choice, the plan tells the reason.
+
+    Slabs have two places for what is trained with lazy updates, and three with speculative ones. Written
+    anew, all bytes move, and the disk holds both slabs until the first commit. So updates stay lazy where the
+    slabs of lazy ones can be adopted, and those of speculative ones are kept if a step takes no longer.
     """
     lazy = make("lazy")
     rule, backwards = lazy.rule, lazy.accumulation
@@ -207,9 +213,11 @@ def quickest(make: Callable[[UpdateTime], Plan]) -> Plan:
     late = None if backwards is None or not possible else lazy.predict(backwards)
     if late is None or backwards is None:
         return lazy
+    if adopts is not None and adopts(lazy):
+        return replace(lazy, why="as in the commit that is continued")
     enough = (1 - _WORTH_SPECULATING) * late.least
     bound = replace(lazy, update="eager").predict(backwards)
-    if bound is None or bound.least > enough:
+    if bound is None or bound.least > (enough if adopts is None else late.least):
         return lazy
     try:
         speculative = make("speculative")
@@ -217,6 +225,8 @@ def quickest(make: Callable[[UpdateTime], Plan]) -> Plan:
         return lazy
     early = speculative.predict(backwards)
     assert early is not None
+    if adopts is not None and adopts(speculative):
+        enough = late.least
     if early.least <= enough and early.disk <= late.disk:
         return replace(speculative, why=f"predicted {early.text} s against {late.text} s lazy")
     return replace(lazy, why=f"predicted {late.text} s against {early.text} s speculative")

@@ -1,11 +1,14 @@
 """Tests of the choice between lazy and speculative updates, where it is left to the plan."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import infinity
+from infinity import api
 from infinity.errors import BudgetError
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.shards import Share
@@ -29,7 +32,7 @@ NET = stack([256] * 32)
 """4.2M parameters, whose pages take 8 MiB of parameters, as much of gradients and 40 MiB of states."""
 
 
-def chosen(*, made: list[Plan] | None = None, **options: Any) -> Plan:
+def chosen(*, made: list[Plan] | None = None, adopts: Any = None, **options: Any) -> Plan:
     """The choice for parameters on the device and all else in RAM, unless `options` say otherwise."""
     options = {
         "device": 16 * MiB,
@@ -45,7 +48,7 @@ def chosen(*, made: list[Plan] | None = None, **options: Any) -> Plan:
             made.append(plan)
         return plan
 
-    return quickest(make)
+    return quickest(make, adopts)
 
 
 def test_updates_are_speculative_where_the_backward_hides_them() -> None:
@@ -111,3 +114,43 @@ def test_updates_are_lazy_where_second_places_have_no_room() -> None:
         return lazy
 
     assert quickest(make) == lazy
+
+
+def test_a_run_goes_on_as_its_commit_where_it_adopts_the_slabs() -> None:
+    found = chosen(adopts=lambda plan: plan.update == "lazy")
+    assert found.update == "lazy" and "updates: lazy, as in the commit" in str(found)
+    assert chosen(adopts=lambda plan: False).update == "speculative"
+    # A gain of less than 5% is enough to keep three places, and not enough to make them.
+    assert chosen(accumulation=64, adopts=lambda plan: plan.update == "speculative").update == "speculative"
+    assert chosen(accumulation=64, adopts=lambda plan: False).update == "lazy"
+
+
+def test_a_resumed_run_adopts_the_slabs_of_lazy_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although speculative updates are predicted to be faster."""
+    monkeypatch.setattr(api, "measure_rates", lambda *_: replace(RATES, flops={torch.float32: 1e10}))
+    inputs = torch.zeros(64, 256)
+
+    def offloaded(update: str, **more: Any) -> infinity.Runtime:
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+        return infinity.offload(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            budget=infinity.Budget(device="4MiB", host="64MiB"),
+            precision=infinity.Precision(compute="fp32"),
+            device="cpu",
+            update=update,
+            accumulation=1,
+            example_inputs=(inputs,),
+            **more,
+        )
+
+    with offloaded("auto") as runtime:
+        assert runtime.plan.update == "speculative"
+    with offloaded("lazy", checkpoint=tmp_path) as runtime:
+        runtime.save().wait()
+    before = [*tmp_path.glob("*slab*")]
+    with offloaded("auto", resume=tmp_path) as runtime:
+        assert runtime.plan.update == "lazy"
+        assert [*tmp_path.glob("*slab*")] == before
