@@ -339,10 +339,9 @@ def plan_for(
         return quickest(lambda time: made(update=time), continued) if update == "auto" else made()
 
     def adopts(made: Plan) -> bool:
-        if commits is None:
+        if commits is None or commits.continued is None:
             return False
-        if commits.continued is not None:
-            commits.continued.divide(made)
+        commits.continued.divide(made)
         return commits.adopted(made, budget) is not None
 
     return ranks.agreed_plan(budget, draft, adopts)
