@@ -108,14 +108,15 @@ class OwningPool {
 
     void reap() {
         // Dropping an object can run any Python code, even this method, so the objects are taken
-        // out first.
+        // out first. Each job is asked once, because it may end meanwhile.
         std::vector<Held> done;
-        const auto finished = [](const Held& each) {
-            return std::all_of(each.first.begin(), each.first.end(),
-                               [](const auto& job) { return job->done(); });
+        const auto unfinished = [](const Held& each) {
+            return !std::all_of(each.first.begin(), each.first.end(),
+                                [](const auto& job) { return job->done(); });
         };
-        std::copy_if(held_.begin(), held_.end(), std::back_inserter(done), finished);
-        held_.erase(std::remove_if(held_.begin(), held_.end(), finished), held_.end());
+        const auto first = std::stable_partition(held_.begin(), held_.end(), unfinished);
+        std::move(first, held_.end(), std::back_inserter(done));
+        held_.erase(first, held_.end());
     }
 
     const KernelTable& kernels() const { return kernels_; }
