@@ -335,7 +335,11 @@ class CopyStreams(DeviceLink):
 
     def fence(self, transfer: Transfer) -> None:
         if isinstance(transfer, EventTransfer):
-            self._wait(Order.ARRIVAL, transfer.event, self._compute())
+            try:
+                self._wait(Order.ARRIVAL, transfer.event, self._compute())
+            except DeviceError:  # the next use may count on the order
+                transfer.wait()
+                raise
 
     def follow_compute(self) -> None:
         self._let_copies_up_wait(Order.FOLLOWING)

@@ -27,9 +27,10 @@ ILLEGAL_ADDRESS = 700
 
 
 @contextlib.contextmanager
-def opened(device: EmulatedDevice, home: str = "mirrored") -> Iterator[tuple[nn.Module, Any]]:
-    """Yield a model and its runtime. Updates are speculative, and the trainer's thread does not compute them,
-    as on a GPU.
+def opened(
+    device: EmulatedDevice, home: str = "mirrored", update: str = "speculative"
+) -> Iterator[tuple[nn.Module, Any]]:
+    """Yield a model and its runtime. The trainer's thread does not compute the updates, as on a GPU.
 
     home: where pages rest, as in homes.py; "mirrored": parameters on the device and in RAM, all else in RAM.
     """
@@ -39,10 +40,10 @@ def opened(device: EmulatedDevice, home: str = "mirrored") -> Iterator[tuple[nn.
         infinity.offload(
             model,
             adamw(model),
-            budget=budget_of(Place(home, "speculative"), 1),
+            budget=budget_of(Place(home, update), 1),
             precision=infinity.Precision(compute="fp32"),
             device="cpu",
-            update="speculative",
+            update=update,
             accumulation=1,
         ) as runtime,
     ):
@@ -146,3 +147,34 @@ def test_a_call_that_fails_in_an_update_thread_is_raised_and_ends_the_runtime(ca
             backward(model)
         with pytest.raises(InfinityError, match=call):
             runtime.optimizer.step()
+
+
+def test_no_kernel_uses_new_parameters_before_they_come_where_a_wait_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = EmulatedDevice(2, threads=True)
+    with opened(device, update="lazy") as (model, runtime):
+        link = runtime._components.store.link
+        urgent, drain, wait = link.streams["up (urgent)"], link.drain, link._wait
+        failed = list[Event]()
+
+        def drains() -> None:
+            drain()
+            device.hold(urgent)  # the copies that the update threads begin next
+
+        def fails(order: Order, event: Event, waiter: Any) -> None:
+            if order is Order.ARRIVAL and not failed:
+                failed.append(event)
+                raise DeviceError("Refused.", "Start anew.", call="cuStreamWaitEvent", code=700, name="")
+            if waiter is None:
+                device.let_go(urgent)
+            wait(order, event, waiter)
+
+        backward(model)
+        monkeypatch.setattr(link, "drain", drains)
+        monkeypatch.setattr(link, "_wait", fails)
+        runtime.optimizer.step()
+        runtime.optimizer.zero_grad()
+        with pytest.raises(DeviceError, match="Refused"):
+            backward(model)
+        assert failed[0].done()
