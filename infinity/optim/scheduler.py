@@ -358,8 +358,8 @@ class UpdateScheduler(Updates):
         if decision is None:
             return
         try:
-            self._queue(unit, decision, speculative=True)
             group.tentative = decision
+            self._queue(unit, decision, speculative=True)
             self._begin_updates((unit,))
         except Exception:
             self._undo(unit)

@@ -222,9 +222,11 @@ class UpdateInRam:
         except InfinityError as error:
             if self.outcome is None:
                 self._health.lose(error)
-        self._await_copies()
-        self._end_decision()
-        self.outcome = None
+        try:
+            self._await_copies()
+        finally:
+            self._end_decision()
+            self.outcome = None
 
     def _await_copies(self) -> None:
         for _, copies, _ in self._jobs:

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -177,7 +177,12 @@ class CopiesAroundJobs:
         self._anchor = anchor
 
     def check(self) -> None:
-        self.hooks.check()
+        try:
+            self.hooks.check()
+        except DeviceError:
+            with suppress(DeviceError):
+                self._link._wait_for_copies(Order.HOST_WAITS)  # some may be under way that no event ends
+            raise
 
     def begun(self) -> Transfer:
         began, ended = self.hooks.events()

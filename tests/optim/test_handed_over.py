@@ -6,6 +6,7 @@ They wait for the gradients that come from the device, and begin to copy the par
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -178,3 +179,33 @@ def test_no_kernel_uses_new_parameters_before_they_come_where_a_wait_fails(
         with pytest.raises(DeviceError, match="Refused"):
             backward(model)
         assert failed[0].done()
+
+
+def test_copies_that_lose_their_event_are_waited_for_before_the_error_is_raised() -> None:
+    device, let_go = EmulatedDevice(2, threads=True), threading.Event()
+    with opened(device) as (model, runtime):
+        scheduler, link = runtime._components.scheduler, runtime._components.store.link
+        urgent = link.streams["up (urgent)"]
+        device.hold(link.streams["down"])
+        device.hold(urgent)
+        backward(model)
+        device.fail("cuEventRecord", ILLEGAL_ADDRESS)  # the one after the copies of the first unit
+        device.let_go(link.streams["down"])
+        await_computed(scheduler)
+
+        def later() -> None:
+            let_go.set()
+            device.let_go(urgent)
+
+        timer = threading.Timer(0.2, later)
+        timer.start()
+        errors = list[DeviceError]()
+        for group in scheduler._units:
+            for _, copies, _ in group.in_ram._jobs:
+                try:
+                    copies.check()
+                except DeviceError as error:
+                    assert let_go.is_set()
+                    errors.append(error)
+        timer.join()
+        assert len(errors) == 1
