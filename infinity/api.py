@@ -35,7 +35,7 @@ from infinity.planning.predict import UpdateTime
 from infinity.ranks import SingleRank
 from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
-from infinity.system.directory import path_text
+from infinity.system.directory import free_bytes, path_text
 from infinity.system.disk_files import injected_files
 from infinity.tiers.tier import usable_device
 
@@ -335,8 +335,13 @@ def plan_for(
         else:
             speeds = other.rates(len(budget.nvme_bytes), on_node)
         made = functools.partial(made, work=estimate.work, speeds=speeds)
-        continued = None if commits is None or commits.continued is None else adopts
-        return quickest(lambda time: made(update=time), continued) if update == "auto" else made()
+        if update != "auto":
+            return made()
+        return quickest(
+            lambda time: made(update=time),
+            functools.partial(_disks_hold, budget) if other is None else lambda plan: True,
+            None if commits is None or commits.continued is None else adopts,
+        )
 
     def adopts(made: Plan) -> bool:
         if commits is None or commits.continued is None:
@@ -345,6 +350,13 @@ def plan_for(
         return commits.adopted(made, budget) is not None
 
     return ranks.agreed_plan(budget, draft, adopts)
+
+
+def _disks_hold(budget: Budget, plan: Plan) -> bool:
+    """Whether the disks have as many free bytes as the slabs of a plan take."""
+    there = [each for each in budget.nvme_bytes or [plan.slab_directory] if each and os.path.isdir(each)]
+    free = {os.stat(each).st_dev: free_bytes(each) for each in there}
+    return not free or sum(free.values()) >= plan.nvme_bytes
 
 
 def _plan_here(

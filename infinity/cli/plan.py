@@ -62,6 +62,8 @@ def run(options: argparse.Namespace) -> int:
     found = {
         **job.facts,
         "tiers": plan.rows(),
+        "update": plan.update,
+        "update_reason": plan.why,
         "activations_unknown": plan.activations_unknown,
         "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},
         "traffic": asdict(plan.traffic),

@@ -191,11 +191,15 @@ def make_plan(
     return planner.plan(placement, {**facts, "speeds": speeds, "work": work, "replan": replan})
 
 
-def quickest(make: Callable[[UpdateTime], Plan], adopts: Callable[[Plan], bool] | None = None) -> Plan:
+def quickest(
+    make: Callable[[UpdateTime], Plan],
+    disks_hold: Callable[[Plan], bool] = lambda plan: True,
+    adopts: Callable[[Plan], bool] | None = None,
+) -> Plan:
     """Choose between lazy and speculative updates by the predicted seconds of a step with the declared number
     of backwards. make: function that makes the plan for either; the speculative one may raise BudgetError.
-    adopts: tells whether the slabs of the commit that the run continues can be a plan's; None: there is no
-    such commit.
+    disks_hold: tells whether there is room on disk for the slabs of a plan that are made anew. adopts: tells
+    whether the slabs of the commit that the run continues can be a plan's; None: there is no such commit.
 
     Speculative updates are chosen if a step takes at least 5% less at the least, and the disk is not busy for
     longer. The second condition excludes plans whose second places send other pages to the disk: a CPU that
@@ -225,9 +229,9 @@ def quickest(make: Callable[[UpdateTime], Plan], adopts: Callable[[Plan], bool] 
         return lazy
     early = speculative.predict(backwards)
     assert early is not None
-    if adopts is not None and adopts(speculative):
-        enough = late.least
-    if early.least <= enough and early.disk <= late.disk:
+    kept = adopts is not None and adopts(speculative)
+    enough = late.least if kept else enough
+    if early.least <= enough and early.disk <= late.disk and (kept or disks_hold(speculative)):
         return replace(speculative, why=f"predicted {early.text} s against {late.text} s lazy")
     return replace(lazy, why=f"predicted {late.text} s against {early.text} s speculative")
 

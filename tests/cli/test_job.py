@@ -218,6 +218,7 @@ def test_a_plan_in_json(job: TinyJob, capsys: pytest.CaptureFixture[str]) -> Non
         "nvme": 4,
     }
     assert plan["model"] == "tiny"
+    assert plan["update"] in ("lazy", "speculative")
     assert plan["step_seconds"] == plan["prediction"]["seconds"] > 0
     assert plan["traffic"]["update"]["to_host"] > 0
     smallest = plan["smallest_budgets"]

@@ -48,7 +48,7 @@ def chosen(*, made: list[Plan] | None = None, adopts: Any = None, **options: Any
             made.append(plan)
         return plan
 
-    return quickest(make, adopts)
+    return quickest(make, adopts=adopts)
 
 
 def test_updates_are_speculative_where_the_backward_hides_them() -> None:
@@ -114,6 +114,31 @@ def test_updates_are_lazy_where_second_places_have_no_room() -> None:
         return lazy
 
     assert quickest(make) == lazy
+
+
+def test_updates_are_lazy_where_the_disk_has_no_room_for_three_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "measure_rates", lambda *_: replace(RATES, flops={torch.float32: 1e10}))
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+
+    def plan(free: int, update: str = "auto") -> Plan:
+        monkeypatch.setattr(api, "free_bytes", lambda path: free)
+        return infinity.plan(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            budget=infinity.Budget(device="4MiB", host="64MiB"),
+            precision=infinity.Precision(compute="fp32"),
+            device="cpu",
+            update=update,
+            accumulation=1,
+            checkpoint=tmp_path,
+            example_inputs=(torch.zeros(64, 256),),
+        )
+
+    needed = plan(1 << 40).nvme_bytes
+    assert plan(1 << 40).update == plan(needed).update == "speculative"
+    assert plan(needed - 1).update == "lazy"
 
 
 def test_a_run_goes_on_as_its_commit_where_it_adopts_the_slabs() -> None:

@@ -66,6 +66,8 @@ PLAN_KEYS = {
     "tiers",
     "activations_unknown",
     "smallest_budgets",
+    "update",
+    "update_reason",
     "traffic",
     "prediction",
     "step_seconds",
