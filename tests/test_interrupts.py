@@ -322,6 +322,7 @@ def sweep(home: str, compute: str, directory: Path, most: int | None) -> None:
                 backward(model)
                 assert differences(gradients_of(model, runtime), expected) == [], place
                 runtime.optimizer.zero_grad()
+            assert autograd_hooks.top() is None, place
     assert sent >= len(left) * 0.9  # a line that only slow I/O reaches may be missed
 
 

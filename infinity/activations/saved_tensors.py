@@ -25,6 +25,7 @@ from infinity.activations import autograd_hooks
 from infinity.activations.autograd_hooks import Pair
 from infinity.activations.heap import HeapGuard
 from infinity.pages.parameter_page import ParameterPage, parameter_version
+from infinity.system.lock import undivided
 
 autograd_hooks.keep_leaf_hooks()
 autograd_hooks.drop_left_tasks_at_exit()
@@ -191,11 +192,9 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
         yield
         return
     hooks = SavedTensors(find, fetch, tally, outer)
-    autograd_hooks.push((hooks.pack, hooks.unpack))
-    try:
+    with _Pushed(hooks, outer) as pushed:
+        pushed.push()
         yield
-    finally:
-        _take_out(hooks, outer)
 
 
 @contextlib.contextmanager
@@ -216,23 +215,41 @@ def out_of_the_way() -> Iterator[None]:
             autograd_hooks.push(pair)
 
 
-def _take_out(hooks: SavedTensors, outer: Pair | None) -> None:
-    """Remove a pair of hooks from torch's stack, at whatever depth the pair is.
+class _Pushed:
+    """A pair of hooks on torch's stack, and the removal of the pair. Ctrl-C never leaves the pair there."""
 
-    outer: the pair that was on top of the stack when `hooks` was pushed. A context of the user's that pushed
-    `outer` normally ends after the forward. If Ctrl-C ends the forward, the context may end first. torch then
-    pops the top pair, which is `hooks`, and `outer` stays on the stack. In this case `outer` is removed here.
-    """
-    above = []
-    found = False
-    while not found and (top := autograd_hooks.top()) is not None:
-        autograd_hooks.pop()
-        found = getattr(top[0], "__self__", None) is hooks
-        if not found:
-            above.append(top)
-    if not found and outer is not None:
-        last = next((each for each in above if each[0] is outer[0]), None)
-        if last is not None:
-            above.remove(last)
-    for pair in reversed(above):
-        autograd_hooks.push(pair)
+    def __init__(self, hooks: SavedTensors, outer: Pair | None) -> None:
+        """outer: the pair that is on top of the stack now."""
+        self._hooks = hooks
+        self._outer = outer
+        self._pushed = False
+        """Whether the pair is known to have been pushed."""
+
+    def push(self) -> None:
+        autograd_hooks.push((self._hooks.pack, self._hooks.unpack))
+        self._pushed = True
+
+    def __enter__(self) -> _Pushed:
+        return self
+
+    @undivided
+    def __exit__(self, *_: object) -> None:
+        """Remove the pair, at whatever depth it is, if it is there.
+
+        A context of the user's that pushed `outer` normally ends after the forward. If Ctrl-C ends the
+        forward, the context may end first. torch then pops the top pair, which is ours, and `outer` stays on
+        the stack. In this case `outer` is removed here.
+        """
+        above = []
+        found = False
+        while not found and (top := autograd_hooks.top()) is not None:
+            autograd_hooks.pop()
+            found = getattr(top[0], "__self__", None) is self._hooks
+            if not found:
+                above.append(top)
+        if not found and self._pushed and self._outer is not None:
+            last = next((each for each in above if each[0] is self._outer[0]), None)
+            if last is not None:
+                above.remove(last)
+        for pair in reversed(above):
+            autograd_hooks.push(pair)
