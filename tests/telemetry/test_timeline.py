@@ -392,8 +392,8 @@ class FakeStream:
     def record(self, timing: bool = False) -> FakeEvent:
         return FakeEvent(timing)
 
-    def transfer(self, into: int, source: int, nbytes: int, *, piece: int, timing: bool) -> FakeEvent:
-        return FakeEvent(timing)
+    def copy(self, into: int, source: int, nbytes: int, *, piece: int) -> None:
+        pass
 
 
 class FakeDriver:
