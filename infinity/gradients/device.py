@@ -181,9 +181,8 @@ class DeviceUnits:
             return None
         self._updates.order()
         self._store.link.uses(User.COMPUTE, self._stop, writes=False, label="stop")
-        return copies.copy(
-            self._stop.clone(), [(0, self._stop_here)], None
-        )  # a kernel may write the word next
+        now = self._stop.clone()  # a kernel may write the word next
+        return copies.copy(now, [(0, self._stop_here)], None)
 
     def stopped_by(self, measured: int) -> bool:
         """Whether one of the first `measured` gradients was not finite. Called after the end of a copy by

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from infinity.planning.predict import LEAST_SHARE
+
 _IDLE = 0.02
 """If the CPU had no update for more than this part of a step, the link limits the step."""
 _FORGOTTEN = 0.2
 """The part of the link's pause that is forgotten in a step that the CPU limits, where it cannot be seen."""
-
-_LEAST = 1 / 32
-"""The least share of the device, and of the CPU, so that the rates of both are always measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class Balance:
             self._pause *= 1 - _FORGOTTEN
         ahead = scale * cpu[0] - cpu[1] / step.link - self._pause
         steeper = (there[1] - cpu[1]) / step.link - scale * (there[0] - cpu[0])
-        found = min(1 - _LEAST, max(_LEAST, ahead / steeper))
+        found = min(1 - LEAST_SHARE, max(LEAST_SHARE, ahead / steeper))
         self.share += (found - self.share) / 2
 
 

@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from infinity.planning.plan import Plan
 
 
-_LEAST_SHARE = 1 / 32
-"""The least share of visiting chunks that the device updates, and of those that the CPU does."""
+LEAST_SHARE = 1 / 32
+"""The least share of visiting chunks that the device updates, and of those that the CPU does, so that the
+rates of both are always measured.
+"""
 _HALVINGS = 20
 """Steps of the search for the share of visits: it is exact to a millionth."""
 
@@ -443,7 +445,7 @@ def _balanced(moved: StepBytes, speeds: MachineRates, forward: float) -> float:
     """The share of visits with which host RAM and the link are busy for equally long in the phases in which
     updates move their bytes; see [Note: share of visits]. forward: seconds of the operations of a forward.
     """
-    least, most = _LEAST_SHARE, 1 - _LEAST_SHARE
+    least, most = LEAST_SHARE, 1 - LEAST_SHARE
     for _ in range(_HALVINGS):
         share = (least + most) / 2
         there = moved.visited(share)
