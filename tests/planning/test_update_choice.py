@@ -1,5 +1,7 @@
 """Tests of the choice between lazy and speculative updates, where it is left to the plan."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,25 +118,31 @@ def test_updates_are_lazy_where_second_places_have_no_room() -> None:
     assert quickest(make) == lazy
 
 
+def called(function: Callable[..., Any], update: str, **more: Any) -> Any:
+    """Call infinity.plan or infinity.offload for a model whose updates hide under its backward."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    return function(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        budget=infinity.Budget(device="4MiB", host="64MiB"),
+        precision=infinity.Precision(compute="fp32"),
+        device="cpu",
+        update=update,
+        accumulation=1,
+        example_inputs=(torch.zeros(64, 256),),
+        **more,
+    )
+
+
 def test_updates_are_lazy_where_the_disk_has_no_room_for_three_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "measure_rates", lambda *_: replace(RATES, flops={torch.float32: 1e10}))
-    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
 
-    def plan(free: int, update: str = "auto") -> Plan:
+    def plan(free: int) -> Plan:
         monkeypatch.setattr(api, "free_bytes", lambda path: free)
-        return infinity.plan(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            budget=infinity.Budget(device="4MiB", host="64MiB"),
-            precision=infinity.Precision(compute="fp32"),
-            device="cpu",
-            update=update,
-            accumulation=1,
-            checkpoint=tmp_path,
-            example_inputs=(torch.zeros(64, 256),),
-        )
+        found: Plan = called(infinity.plan, "auto", checkpoint=tmp_path)
+        return found
 
     needed = plan(1 << 40).nvme_bytes
     assert plan(1 << 40).update == plan(needed).update == "speculative"
@@ -155,22 +163,7 @@ def test_a_resumed_run_adopts_the_slabs_of_lazy_updates(
 ) -> None:
     """Although speculative updates are predicted to be faster."""
     monkeypatch.setattr(api, "measure_rates", lambda *_: replace(RATES, flops={torch.float32: 1e10}))
-    inputs = torch.zeros(64, 256)
-
-    def offloaded(update: str, **more: Any) -> infinity.Runtime:
-        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
-        return infinity.offload(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            budget=infinity.Budget(device="4MiB", host="64MiB"),
-            precision=infinity.Precision(compute="fp32"),
-            device="cpu",
-            update=update,
-            accumulation=1,
-            example_inputs=(inputs,),
-            **more,
-        )
-
+    offloaded = functools.partial(called, infinity.offload)
     with offloaded("auto") as runtime:
         assert runtime.plan.update == "speculative"
     with offloaded("lazy", checkpoint=tmp_path) as runtime:
