@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from infinity.activations.policy import PolicyChoice
 from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
@@ -26,12 +27,13 @@ from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
 from infinity.model.hooks import check_unsharded
 from infinity.model.paged_parameter import PagedParameter
-from infinity.planning.fake_step import run_fake_step
+from infinity.planning.fake_step import FakeStep, run_fake_step
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
 from infinity.planning.plan import Plan
 from infinity.planning.planner import Available, make_plan, quickest
 from infinity.planning.predict import UpdateTime
+from infinity.planning.residual_states import Residuals
 from infinity.ranks import SingleRank
 from infinity.runtime import Runtime, close_dropped
 from infinity.system import launcher
@@ -53,6 +55,7 @@ def offload(
     weights: str | os.PathLike[str] | None = None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     update: str = "auto",
+    activations: str = "auto",
     accumulation: int | None = None,
     average: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -79,6 +82,14 @@ def offload(
     plan's prediction says that steps are at least 5% faster so; else, and without example_inputs, "lazy". A
     run that continues a commit keeps the commit's choice where that lets it adopt the commit's files.
     `Plan.update` says which.
+
+    activations: what becomes of the tensors that autograd saves in a forward. "keep": they stay where the
+    model computes. "recompute": each block that the model repeats, such as a decoder's layer, keeps only its
+    inputs and runs again in the backward, with the same bits; infinity/activations/recomputation.py says
+    which blocks are left alone. "auto": "keep", unless the plan says that activations do not fit, or that a
+    step is at least 5% faster with the room that recomputation leaves to pages; "keep" without
+    example_inputs. `Plan.residuals` says which, and names the blocks. Without an optimizer autograd saves
+    nothing, and all values mean "keep".
 
     accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
     number. Lazy
@@ -138,6 +149,7 @@ def offload(
                 precision=precision,
                 example_inputs=example_inputs,
                 update=update,
+                activations=activations,
                 accumulation=accumulation,
                 average=average,
                 weights=weights,
@@ -197,6 +209,7 @@ def plan(
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
     update: str = "auto",
+    activations: str = "auto",
     accumulation: int | None = None,
     average: float | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -226,6 +239,7 @@ def plan(
         precision=precision,
         example_inputs=example_inputs,
         update=update,
+        activations=activations,
         accumulation=accumulation,
         average=average,
         slab_directory=None if checkpoint is None else path_text(checkpoint),
@@ -242,6 +256,7 @@ def plan_for(
     precision: Precision | None,
     example_inputs: tuple[Any, ...] | Mapping[str, Any] | None,
     update: str,
+    activations: str = "auto",
     accumulation: int | None,
     average: float | None = None,
     weights: str | os.PathLike[str] | None = None,
@@ -266,6 +281,7 @@ def plan_for(
         precision=precision,
         weights=weights is None,
         commits=commits is None,
+        activations=activations,
         average=average,
     )
     chosen = _update_time(update, accumulation, precision, ranks.share)
@@ -277,21 +293,9 @@ def plan_for(
     model = as_model(model_or_config)
     precision = keep_adapters(precision, model)
     InputCast(model, precision)  # raises ConfigError for a pattern of inputs that matches no argument
-    if average is not None and optimizer is None:
-        raise ConfigError("Running averages were asked for without an optimizer.", "Leave average= out.")
-    if average is not None and chosen in ("eager", "speculative"):
-        raise ConfigError(
-            f"Running averages were asked for with {chosen} updates, for which they are not implemented.",
-            'Give update="lazy", or leave average= out.',
-        )
-    rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
+    rule = _rule_of(optimizer, precision, average, chosen)
     if rule is not None:
         precision = replace(precision, states=rule.states)  # an 8-bit optimizer chooses them
-        if rule.matrix and chosen in ("eager", "speculative"):
-            raise ConfigError(
-                f'update="{chosen}" was asked for with {rule.name}, which updates whole matrices.',
-                'Give update="lazy".',
-            )
     if commits is not None:
         slab_directory = str(commits.directory)
         prefer = None if commits.saved is None else division_of(commits.saved)
@@ -316,14 +320,18 @@ def plan_for(
         make = functools.partial(_plan_here, make, target, available, own)
     else:
         make = functools.partial(make, available=available)
-    estimate = None
+    run = None
     if example_inputs is not None:
-        estimate = run_fake_step(
-            model, example_inputs, precision=precision, device=target, train=rule is not None
+        run = functools.partial(
+            run_fake_step, model, example_inputs, precision=precision, device=target, train=rule is not None
         )
+    policy = PolicyChoice(model, activations, run, train=rule is not None)
 
     def draft(agreed: Division | None) -> Plan:
-        made = functools.partial(make, update=chosen, prefer=agreed or prefer)
+        return policy.plan(functools.partial(draft_for, agreed), adopts)
+
+    def draft_for(agreed: Division | None, residuals: Residuals, estimate: FakeStep | None) -> Plan:
+        made = functools.partial(make, update=chosen, prefer=agreed or prefer, residuals=residuals)
         if estimate is None:
             return made()
         if estimate.unknown is not None:
@@ -387,6 +395,31 @@ def _check_kinds(budget: Budget | None, precision: Precision | None) -> tuple[Bu
             f"The precision is a {type(precision).__name__}.", 'Give infinity.Precision(compute="bf16", ...).'
         )
     return budget or Budget(), precision or Precision()
+
+
+def _rule_of(
+    optimizer: torch.optim.Optimizer | None, precision: Precision, average: float | None, chosen: UpdateTime
+) -> Rule | None:
+    """The rule of an optimizer, with running averages if `average` is given; None without an optimizer.
+
+    Raises UnsupportedOptimizer, and ConfigError if averages or whole matrices do not go with the time of the
+    updates.
+    """
+    early = chosen in ("eager", "speculative")
+    if average is not None and optimizer is None:
+        raise ConfigError("Running averages were asked for without an optimizer.", "Leave average= out.")
+    if average is not None and early:
+        raise ConfigError(
+            f"Running averages were asked for with {chosen} updates, for which they are not implemented.",
+            'Give update="lazy", or leave average= out.',
+        )
+    rule = None if optimizer is None else Rule.of(optimizer, precision.states, average)
+    if rule is not None and rule.matrix and early:
+        raise ConfigError(
+            f'update="{chosen}" was asked for with {rule.name}, which updates whole matrices.',
+            'Give update="lazy".',
+        )
+    return rule
 
 
 def _update_time(update: str, accumulation: int | None, precision: Precision, share: Share) -> UpdateTime:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity.accumulation.vertical import Accumulator
+from infinity.activations.recomputation import recompute
 from infinity.checkpoint.copies import Copies
 from infinity.checkpoint.export import Source, export
 from infinity.config import Size, format_size
@@ -80,6 +81,7 @@ class Runtime(Closing):
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
         ]
+        self._handles += recompute(self._model, parts.plan.residuals.recomputed)
         if parts.ranks.closes_dropped:
             _opened.append((weakref.ref(self), _Remains(parts)))
 
@@ -177,7 +179,8 @@ class Runtime(Closing):
         returns the scalar loss, already divided by the number of micro-batches. together: the most
         micro-batches that run together; None: as many as the budget has room for. The activations of these
         micro-batches are in memory at the same time. recompute: whether each repeated module of the model,
-        such as a decoder layer, keeps only its inputs and runs again in backward.
+        such as a decoder layer, keeps only its inputs and runs again in backward, even if the plan keeps
+        activations.
         infinity.accumulation.vertical.Accumulator.run describes details and warnings.
         """
         training_step, parts = self._training(), self._components

@@ -21,7 +21,6 @@ their values before the first forward. And no loss may be computed from the grap
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.accumulation.task_threads import Surroundings, Task
 from infinity.activations import autograd_hooks
+from infinity.activations.recomputation import attributes_of, changed_attribute
 from infinity.activations.saved_tensors import SavedTensors
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
@@ -56,8 +56,6 @@ number: index of the micro-batch in its group. parameters: (unit, index of the p
 """
 
 _FORWARD, _BACKWARD = 0, 1
-
-_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 class Mixed(Exception):
@@ -112,7 +110,7 @@ class Group:
         """Autograd node of a tensor at which a backward stops -> number of the micro-batch whose forward made
         it.
         """
-        self._attributes = _attributes(model)
+        self._attributes = attributes_of(model)
         self._here = threading.local()
         self._held: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """(unit, parameter) -> number of a micro-batch -> its gradient, which waits until the gradients of
@@ -284,7 +282,7 @@ class Group:
         graph of its loss. Raises Mixed; see [Note: what micro-batches must not share].
         """
         if not self.backward_began:
-            name = _changed(self._model, self._attributes)
+            name = changed_attribute(self._model, self._attributes)
             if name is not None:
                 raise Mixed(
                     f"The model keeps {name} from its forward, which the next micro-batch overwrites."
@@ -307,29 +305,3 @@ class Group:
                 micro.expected.add((variable._place.page.index, variable._place.index))
             self._in_recomputed |= node.name() == "CheckpointFunctionBackward"
             remaining += [each for each, _ in node.next_functions]
-
-
-def _attributes(model: nn.Module) -> dict[str, Any]:
-    """All attributes and buffers of the model's modules, by dotted name, without parameters and without the
-    attributes that torch keeps on every module.
-    """
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in itertools.chain(module.__dict__.items(), module._buffers.items()):
-            if name not in _OF_TORCH and name != "forward":
-                found[f"{path}.{name}" if path else name] = value
-    return found
-
-
-def _changed(model: nn.Module, before: dict[str, Any]) -> str | None:
-    """Return the name of the first attribute that is new or differs from `before`, or None. Edits of a value
-    in place are not noticed.
-    """
-    for name, value in _attributes(model).items():
-        if name not in before:
-            return name
-        old = before[name]
-        simple = isinstance(value, (bool, int, float, str)) and type(old) is type(value)
-        if old is not value and not (simple and old == value):
-            return name
-    return None

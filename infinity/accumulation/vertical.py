@@ -12,20 +12,19 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from infinity.accumulation.micro_batches import AddGradient, Expect, Group, LossFunction, Mixed
 from infinity.accumulation.task_threads import Surroundings
+from infinity.activations.recomputation import blocks_of, is_recomputed, obstacle, recomputing
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
 from infinity.layout.names import named_modules
-from infinity.layout.units import BLOCK_LISTS
 from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
 from infinity.planning.headroom import Headroom
@@ -81,9 +80,11 @@ class Accumulator:
         except those of the model's head, whose backward follows at once.
 
         recompute: each block of the model (see `blocks_of`) keeps only its inputs and runs again in backward,
-        as with torch.utils.checkpoint, with the same bits. Without `together`, all micro-batches then run
-        together. Views of pages that a block makes are kept while the block runs, so BudgetError is raised if
-        the pages of a block do not fit together.
+        with the same bits, as with the policy "recompute" of infinity.offload; blocks that must not run again
+        are left alone (infinity/activations/recomputation.py). Blocks that the plan recomputes are recomputed
+        in any case. Without `together`, all micro-batches then run together. Views of pages that a block
+        makes are kept while the block runs, so BudgetError is raised if the pages of a block do not fit
+        together.
 
         The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It runs
         with a warning if the budget has no room for two micro-batches, if the model recomputes by itself or
@@ -99,10 +100,12 @@ class Accumulator:
             raise ConfigError(f"together={together} was asked for.", "Give at least 1, or None.")
         if not self._pays():
             return _plain(batches, loss_fn)
-        blocks = blocks_of(self.model) if recompute else []
+        blocks = self._blocks(recompute)
         reason = Surroundings.obstacle() or self._reason
         if recompute and not blocks:
-            reason = reason or "The model has no list of blocks of one type, which could be recomputed."
+            reason = (
+                reason or "The model has no list of blocks of one type, or none of them may be recomputed."
+            )
         if together is None and not recompute:
             together = self._room()
             if together == 1:
@@ -147,8 +150,18 @@ class Accumulator:
         activations = self.plan.activations
         return 1 + max(0, int(free)) // (activations + Headroom.of(self.plan.device).one_more(activations))
 
+    def _blocks(self, recompute: bool) -> dict[str, nn.Module]:
+        """The blocks to recompute, by path: those of the plan and, with `recompute`, all that may be."""
+        blocks = blocks_of(self.model)
+        left = dict(self.plan.residuals.left_alone)
+        return {
+            path: block
+            for path, block in blocks.items()
+            if is_recomputed(block) or (recompute and path not in left and obstacle(block) is None)
+        }
+
     def _run_group(
-        self, batches: Sequence[Any], loss_fn: LossFunction, blocks: list[nn.Module]
+        self, batches: Sequence[Any], loss_fn: LossFunction, blocks: Mapping[str, nn.Module]
     ) -> list[torch.Tensor]:
         if self._reason is not None:  # found by an earlier group of this call
             return _plain(batches, loss_fn)
@@ -202,20 +215,19 @@ class Accumulator:
             self._tell(self._reason, 6)
 
     @contextmanager
-    def _hooked(self, group: Group, blocks: Sequence[nn.Module]) -> Iterator[None]:
+    def _hooked(self, group: Group, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
         """Context in which the micro-batches of `group` stop before each module that `_stops` returns, and
         backward recomputes `blocks`.
         """
         with ExitStack() as stack:
-            for module, units in self._stops(blocks).items():
+            for module, units in self._stops(blocks.values()).items():
                 hook = Hook(functools.partial(group.arrive, units))
                 handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
-            for block in blocks:
-                stack.enter_context(_recomputed(block))
+            stack.enter_context(recomputing(self.model, blocks))
             yield
 
-    def _stops(self, blocks: Sequence[nn.Module]) -> dict[nn.Module, frozenset[int]]:
+    def _stops(self, blocks: Iterable[nn.Module]) -> dict[nn.Module, frozenset[int]]:
         """The modules before which micro-batches stop, each with the units whose pages the module uses.
 
         A module in `blocks` uses the units of all its parameters, and any other module the units of the
@@ -239,40 +251,6 @@ class Accumulator:
                 f"accumulate() runs the plain loop, and parameters move once for each micro-batch. {reason}",
                 stacklevel=stacklevel,
             )
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that the model repeats, such as a decoder's layers, in the model's order.
-
-    A block is a direct child of an nn.ModuleList, nn.Sequential or nn.ModuleDict, has children itself, and
-    has a sibling of the same type. Modules inside a block are not blocks.
-    """
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside or not isinstance(module, BLOCK_LISTS):
-            continue
-        children = [each for each in module.children() if next(each.children(), None) is not None]
-        types = [type(each) for each in children]
-        for child in children:
-            if types.count(type(child)) > 1 and child not in inside:
-                found.append(child)
-                inside.update(child.modules())
-    return found
-
-
-@contextmanager
-def _recomputed(block: nn.Module) -> Iterator[None]:
-    """Context in which a block keeps only its inputs for backward, and backward runs the block again."""
-    before = block.__dict__.get("forward")
-    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    try:
-        yield
-    finally:
-        if before is None:
-            del block.__dict__["forward"]
-        else:
-            block.forward = before
 
 
 def _plain(batches: Iterable[Any], loss_fn: LossFunction) -> list[torch.Tensor]:

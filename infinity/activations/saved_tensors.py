@@ -114,14 +114,15 @@ class SavedTensors:
         self.find = find
         self._fetch = fetch
         self._tally = tally
-        self._outer = outer
+        self.outer = outer
+        """The pair of hooks that was active before; None: there was none."""
 
     def pack(self, tensor: torch.Tensor) -> PageReference | Alias | Delegated:
         found = self.find(tensor)
         if found is not None:
             return found
-        if self._outer is not None:
-            return Delegated(self._outer[0](tensor), self._outer[1])
+        if self.outer is not None:
+            return Delegated(self.outer[0](tensor), self.outer[1])
         if has_memory(tensor):
             self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)

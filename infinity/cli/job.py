@@ -161,6 +161,7 @@ def make_job(
         precision=precision,
         example_inputs=model.example_inputs(options.batch, options.seq, "meta"),
         update="auto",
+        activations=options.activations,
         accumulation=options.accumulate,
         weights=model.weights,
         commits=checkpoint,

@@ -12,6 +12,7 @@ from infinity.cli.command import add_json
 from infinity.config import Precision, Size
 from infinity.errors import ConfigError
 from infinity.lm.decoder import PRESETS
+from infinity.planning.residual_states import POLICIES
 
 EVERY = 100
 """Number of steps between commits by default."""
@@ -56,6 +57,11 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "--compute": _option(
             "dtype of forward and backward: bf16, fp16 or fp32 (default: bf16; fp32 on a CPU that has no "
             "instructions for bf16)"
+        ),
+        "--activations": _option(
+            "what becomes of the tensors that the backward needs: keep, recompute or auto",
+            "auto",
+            choices=POLICIES,
         ),
         "--budget-device": _option(f"device memory {_FREE}", metavar="SIZE"),
         "--budget-host": _option(f"RAM {_FREE}", metavar="SIZE"),

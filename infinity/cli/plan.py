@@ -64,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
         "tiers": plan.rows(),
         "update": plan.update,
         "update_reason": plan.why,
+        "activations": plan.residuals.as_dict(),
         "activations_unknown": plan.activations_unknown,
         "smallest_budgets": {tier.value: nbytes for tier, nbytes in plan.smallest.items()},
         "traffic": asdict(plan.traffic),

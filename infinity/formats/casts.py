@@ -291,6 +291,16 @@ class CastOperands(TorchFunctionMode):
         self._ended = False
         """Whether `__exit__` was called while this mode handled an operation, so was not on torch's stack."""
 
+    @staticmethod
+    def active() -> list[CastOperands]:
+        """The modes on torch's stack that have not ended, outermost first."""
+        stack = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+        return [each for each in stack if isinstance(each, CastOperands) and not each._ended]
+
+    def again(self) -> CastOperands:
+        """Return another mode that casts as this one does."""
+        return CastOperands(self._parameters, self._dtype)
+
     def __exit__(self, *_: object) -> None:
         """Remove this mode from torch's stack, even if other modes are above it.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.activations.recomputation import RecomputedBlock, is_recomputed
 from infinity.errors import ConfigError
 from infinity.layout.names import named_modules
 from infinity.model.hooks import Hook
@@ -41,10 +42,18 @@ class CompiledBlock:
         self._lock = threading.RLock()
         self._shells: dict[nn.Module, nn.Module] = {}
         self._shell = self._shell_of(block)
-        vars(block)["forward"] = self
+        self._recomputed: Any = vars(block).get("forward")
+        """The RecomputedBlock that runs this one, in forward and in backward; None: there is none."""
+        if self._recomputed is None:
+            vars(block)["forward"] = self
+        else:
+            self._recomputed.inner = self
 
     def remove(self) -> None:
-        vars(self._block).pop("forward", None)
+        if self._recomputed is None:
+            vars(self._block).pop("forward", None)
+        else:
+            self._recomputed.inner = _plain(self._block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block. Raises ConfigError if it cannot be compiled, or if one of its modules has a hook."""
@@ -106,7 +115,7 @@ class CompiledBlock:
             for name in vars(shell).keys() - vars(module).keys():
                 del vars(shell)[name]
             for name, value in vars(module).items():
-                if name not in _OWN and value is not self:
+                if name not in _OWN and value is not self and not isinstance(value, RecomputedBlock):
                     vars(shell)[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -137,7 +146,12 @@ def compile_blocks(
             f"The model has no {getattr(kind, '__name__', kind)}.", "Give the class of a module in it."
         )
     for path, block in blocks.items():
-        if "forward" in vars(block):
+        if any(is_recomputed(each) for each in block.modules() if each is not block):
+            raise ConfigError(
+                f"Blocks within {path}, which is to be one graph, are recomputed in backward.",
+                'Compile the class of these blocks, or give infinity.offload activations="keep".',
+            )
+        if "forward" in vars(block) and not is_recomputed(block):
             raise ConfigError(
                 f"{path} has a forward of its own, or is compiled already.", "Leave its forward as it is."
             )

@@ -8,8 +8,8 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -62,6 +62,7 @@ def run_fake_step(
     precision: Precision,
     device: torch.device,
     train: bool,
+    within: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
@@ -69,9 +70,10 @@ def run_fake_step(
 
     example_inputs: positional or keyword arguments of the model's forward. device: if it is a CUDA device
     that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
-    train: whether a backward follows. A model that cannot be copied, or a step that cannot be run, raises no
-    error: `FakeStep.unknown` tells the reason. If the model's forward fails, for instance for wrong inputs,
-    the first real forward raises that error.
+    train: whether a backward follows. within: function that takes the copy, and returns the context in which
+    the step runs, such as one in which blocks are recomputed. A model that cannot be copied, or a step that
+    cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's forward fails, for
+    instance for wrong inputs, the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
@@ -88,7 +90,7 @@ def run_fake_step(
                 mixed = inputs.mixed(args, kwargs)
             casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
             _cast_in_backward(fake, casts)
-            with same_globals(copier), mode, watch, casts:
+            with same_globals(copier), within(fake), mode, watch, casts:
                 _step(fake, args, kwargs, watch, train)
     except Exception as error:
         unknown = _reason(error)

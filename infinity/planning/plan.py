@@ -27,6 +27,7 @@ from infinity.planning.network import network
 from infinity.planning.placement import Kind, Placement
 from infinity.planning.plan_text import html_of_plan, text_of
 from infinity.planning.predict import Prediction, StepBytes, UpdateTime, Work, predict, traffic
+from infinity.planning.residual_states import KEEP, Residuals
 from infinity.planning.slab_layout import (
     SlabLayout,
     frozen_bytes,
@@ -84,6 +85,10 @@ class Plan(Placement):
     """
     activations_unknown: str | None = field(default=None, compare=False)
     """Why the activations are unknown, although `example_inputs` were given. None otherwise."""
+    residuals: Residuals = KEEP
+    """What becomes of activations between forward and backward. `activations` and `work` are of a step with
+    this policy.
+    """
     reserved: int
     """Bytes kept free, in the tier that computes, for activations, the model's buffers and `headroom`."""
     headroom: int = 0

@@ -50,6 +50,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"machine: {plan.machine}"
     if plan.activations_unknown:
         yield f"activations unknown: {plan.activations_unknown}"
+    yield from plan.residuals.lines
     share = plan.share
     if share.ranks > 1:
         line = f"rank {share.rank} of {share.ranks} · stage {share.stage}: {_DIVIDED[share.stage]} divided"

@@ -29,6 +29,7 @@ from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room
 from infinity.planning.plan import UPLOAD_BUFFERS, Plan, upload_bytes, waiting_there_bytes
 from infinity.planning.predict import UpdateTime, Work
+from infinity.planning.residual_states import KEEP, Residuals
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
 from infinity.tiers.device import available_bytes, left_of
@@ -99,6 +100,7 @@ def make_plan(
     speeds: MachineRates | None = None,
     activations: int | None = None,
     activations_unknown: str | None = None,
+    residuals: Residuals = KEEP,
     work: Work | None = None,
     machine: str | None = None,
     update: UpdateTime = "lazy",
@@ -112,7 +114,8 @@ def make_plan(
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
     rule: the optimizer's rule; None for inference. available: what is free now; its bytes replace budgets
-    that are None. activations: bytes of the activations at the peak of a step, which count against the budget
+    that are None. residuals: the policy of activations, to which the other figures of a step apply.
+    activations: bytes of the activations at the peak of a step, which count against the budget
     of the tier that computes; if None, a quarter of a CUDA budget stays free for them. speeds, work,
     activations_unknown, machine, update, accumulation: see Plan.
 
@@ -180,6 +183,7 @@ def make_plan(
         "smallest": smallest,
         "activations": activations,
         "activations_unknown": activations_unknown,
+        "residuals": residuals,
         "machine": machine,
         "update": update,
         "accumulation": accumulation,

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from zoo import DIM, Entry, entry, vectors
 
 import infinity
-from infinity.accumulation.vertical import blocks_of
 from infinity.telemetry.stats import Edge
 from infinity.tiers import Tier
 
@@ -340,14 +339,6 @@ def test_recomputed_blocks_drop_what_they_dropped(device_factor: int, resting: i
     assert list(first) == sorted(every, key=down)
     assert list(again) == sorted(every, key=up)
     assert again == first
-
-
-def test_which_modules_are_blocks() -> None:
-    model = zoo.Transformer()
-    assert blocks_of(model) == list(model.blocks)
-    assert blocks_of(zoo.Convolutions()) == []
-    encoder = zoo.Encoder()
-    assert blocks_of(encoder) == list(encoder.encoder.layers)
 
 
 def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import differences
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -220,3 +221,39 @@ def counting(call: Callable[..., Any], calls: Counter[str], name: str) -> Callab
         return call(*args, **kwargs)
 
     return counted
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_blocks_may_be_recomputed(backend: str) -> None:
+    found = []
+    for policy in ("keep", "recompute"):
+        model = made()
+        optimizer = torch.optim.AdamW(model.parameters())
+        options = {"budget": infinity.Budget(host="64MiB"), "precision": infinity.Precision(compute="fp32")}
+        with infinity.offload(model, optimizer, device="cpu", activations=policy, **options) as runtime:
+            assert runtime.compile(Block, backend=backend) == 3
+            loss = model(inputs()).square().sum()
+            kept = runtime._components.pager.saved_bytes.peak
+            loss.backward()
+            found.append((loss.item(), {name: runtime.grad(p) for name, p in model.named_parameters()}, kept))
+        assert all("forward" not in vars(each) for each in model.modules())
+    assert differences(found[0][:2], found[1][:2]) == []
+    assert found[1][2] < found[0][2]
+
+
+def test_recomputed_blocks_within_one_graph_are_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = made()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.stack(x)
+
+    model = nn.Sequential(Outer())
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"budget": infinity.Budget(host="64MiB"), "device": "cpu", "activations": "recompute"}
+    with infinity.offload(model, optimizer, **options) as runtime:
+        with pytest.raises(infinity.ConfigError, match="Blocks within 0, which is to be one graph"):
+            runtime.compile(Outer)
+        model(inputs()).sum().backward()

@@ -200,6 +200,7 @@ def paged(
     faults: Faults | None = None,
     update: str = "auto",
     declared: bool = False,
+    activations: str = "auto",
 ) -> Run:
     """Train on the runtime with the pages at `home` (see homes.py) and slabs in `directory`; return the Run.
 
@@ -207,8 +208,9 @@ def paged(
     step's gradients and the last step's parameters are recorded. With eager updates, which consume the
     gradients, no gradients are recorded. faults: injected into the disk's I/O. update: the argument of
     `infinity.offload`. declared: tell `offload` the number of backwards a step; eager and speculative updates
-    are always told. Asserts that the pages are where they should be, and that the directory is empty at the
-    end.
+    are always told. activations: the argument of `infinity.offload`.
+
+    Asserts that the pages are where they should be, and that the directory is empty at the end.
     """
     model = entry.make(recipe.device)
     optimizer = make_optimizer(model, recipe)
@@ -235,6 +237,7 @@ def paged(
             device=recipe.device,
             update=update,
             accumulation=accumulation,
+            **({} if activations == "auto" else {"activations": activations}),  # as in budget_for
         ) as runtime,
     ):
         check_homes(home, runtime.plan)
