@@ -37,6 +37,7 @@ from infinity.errors import (
     StorageFull,
     UnsupportedOptimizer,
 )
+from infinity.model.tiled_modules import tiled
 from infinity.pages.ledger import Commit
 from infinity.planning.plan import Plan
 from infinity.runtime import Runtime
@@ -85,4 +86,5 @@ __all__ = [
     "from_deepspeed_config",
     "offload",
     "plan",
+    "tiled",
 ]

@@ -26,7 +26,7 @@ from infinity.layout.adapters import keep_adapters
 from infinity.layout.chunks import Division
 from infinity.layout.shards import Share
 from infinity.model.hooks import check_unsharded
-from infinity.model.paged_parameter import PagedParameter
+from infinity.model.tiled_parameter import is_paged
 from infinity.planning.fake_step import FakeStep, run_fake_step
 from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import measure_rates
@@ -567,7 +567,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> No
     known = set()
     for name, parameter in model.named_parameters():
         known.add(id(parameter))
-        if isinstance(parameter, PagedParameter):
+        if is_paged(parameter):
             raise ConfigError(
                 f"The parameter {name} is in pages already.",
                 "Close its runtime with runtime.close(keep=True) before, or build the model anew.",

@@ -26,10 +26,11 @@ from infinity.gradients.device import DeviceUnits
 from infinity.gradients.gradients import Gradients
 from infinity.gradients.loss_scale import LossScale
 from infinity.model.materialize import registered
-from infinity.model.paged_parameter import PagedParameter, Place
+from infinity.model.paged_parameter import Place
 from infinity.model.paged_parameter import adopt as adopt_parameter
 from infinity.model.pager import Pager
 from infinity.model.placeholder import Placeholders
+from infinity.model.tiled_parameter import adopt_tiled, is_paged, paged
 from infinity.optim.paged_optimizer import PagedOptimizer, retire
 from infinity.optim.scheduler import UpdateScheduler
 from infinity.pages.edits import EditTracker
@@ -208,6 +209,7 @@ class _Wiring:
         for page in pages:
             for index, parameter in enumerate(page.parameters):
                 adopt_parameter(parameter, Place(pager, page, index))
+        self._adopt_tiled()
         committer = None
         if checkpoint is not None:
             assert states is not None and scheduler is not None and store.nvme is not None
@@ -257,7 +259,7 @@ class _Wiring:
         afterwards. addresses: an empty dict that the pages keep up to date; it maps the address of each
         resident page's first byte to the page.
         """
-        placeholders = Placeholders(self.plan.device, max(unit.nbytes for unit in self.plan.layout.units))
+        self.placeholders = placeholders = Placeholders(self.plan.device, self._largest())
         pages = [
             ParameterPage(
                 unit,
@@ -281,6 +283,16 @@ class _Wiring:
                 assert memory is not None
                 page.land(self.store.mirror(page.home) if page.index in self.plan.mirrored else memory)
         return pages
+
+    def _largest(self) -> int:
+        """The most bytes of a placeholder: those of the largest page or tiled parameter."""
+        units = [unit.nbytes for unit in self.plan.layout.units]
+        return max(*units, *(8 * whole.numel() for whole, _ in self.initial.tiled), 0)
+
+    def _adopt_tiled(self) -> None:
+        for whole, tiles in self.initial.tiled:
+            shown = self.placeholders.of(whole.shape, whole.stride(), tiles[0].dtype)
+            adopt_tiled(whole, tiles, shown)
 
     def _gradient_pages(self, copies: GradientCopies | None) -> dict[int, GradientPage]:
         return {
@@ -401,10 +413,10 @@ def _refuse_rounded(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     if any(isinstance(each, PagedOptimizer) for each in (optimizer, *vars(optimizer).values())):
         return  # a wrapper has the runtime's as an attribute
     for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        rounded = isinstance(parameter, PagedParameter) and parameter.dtype.itemsize < 4
+        rounded = is_paged(parameter) and parameter.dtype.itemsize < 4
         if rounded and parameter.grad is not None:
             raise ConfigError(
                 f"{type(optimizer).__name__}, which infinity.offload was not given, would update "
-                f"{parameter._place.name} in {parameter.dtype}, without its fp32 master.",
+                f"{next(paged([parameter]))._place.name} in {parameter.dtype}, without its fp32 master.",
                 'Give infinity.offload one optimizer with all parameters, or Precision(compute="fp32").',
             )

@@ -26,8 +26,8 @@ from infinity.formats.casts import InputCast
 from infinity.model.compiled_blocks import compile_blocks
 from infinity.model.hooks import ModuleHooks, weakly
 from infinity.model.materialize import PlainParameters
-from infinity.model.paged_parameter import PagedParameter
 from infinity.model.scaled_backward import scale_backwards
+from infinity.model.tiled_parameter import is_paged, paged
 from infinity.optim.paged_optimizer import PagedOptimizer
 from infinity.pages.health import Health
 from infinity.pages.ledger import Commit, copied
@@ -236,8 +236,8 @@ class Runtime(Closing):
         """
         units = {
             parameter._place.page.index
-            for parameter in module.parameters()
-            if isinstance(parameter, PagedParameter) and parameter._place.pager is self._components.pager
+            for parameter in paged(module.parameters())
+            if parameter._place.pager is self._components.pager
         }
         with self._components.pager.whole(sorted(units)):
             yield
@@ -485,8 +485,8 @@ class Runtime(Closing):
     def _plain_parameters(self) -> PlainParameters | None:
         """Copy all parameters for `close`; None if they are plain already."""
         parts = self._components
-        paged = any(isinstance(each, PagedParameter) for each in self._model.parameters())
-        if parts.health.closed and not paged:
+        paged_now = any(is_paged(each) for each in self._model.parameters())
+        if parts.health.closed and not paged_now:
             return None
         self._check_between("close(keep=True)")
         if parts.scheduler is not None:

@@ -23,6 +23,7 @@ from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
 from infinity.layout.strides import in_memory_order
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
+from infinity.model.tiled_parameter import TiledParameter, join_states, split_state
 from infinity.optim.decision import EagerStep, Speculation, StepOptions
 from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
@@ -126,6 +127,8 @@ class TrainingStep:
 
         The copy is divided by the loss scale, and clipped if `clip` was called.
         """
+        if isinstance(parameter, TiledParameter):
+            return parameter.read_gradient()
         place = self._place(parameter)
         return self.read_gradient(place.page.index, place.index)
 
@@ -141,12 +144,19 @@ class TrainingStep:
         the gradient. With several ranks, at the first call after a backward all ranks agree on the sums of
         all gradients.
         """
-        gradients = self._gradients
+        return self.norm_of_gradients([(unit, parameter)])
+
+    def norm_of_gradients(self, keys: Sequence[tuple[int, int]]) -> float:
+        """Compute the 2-norm of the gradients of `keys`, (unit, index), which have one factor, together, as
+        `gradient_norm` does.
+        """
+        gradients, squares = self._gradients, ExactSum()
         with self._pager.lock:
             self._refuse()
             self._check_slots()
-            squares = self._ranks.squares_of(unit, parameter, self._settle)
-            return gradients.norm_of(squares, gradients.unscale_of(unit, parameter))
+            for key in keys:
+                squares.merge(self._ranks.squares_of(*key, self._settle))
+            return gradients.norm_of(squares, gradients.unscale_of(*keys[0]))
 
     def scale_gradient(self, unit: int, parameter: int, factor: float) -> None:
         """Multiply a parameter's gradient by `factor`. The page does not change; `step` applies the factor.
@@ -318,6 +328,8 @@ class TrainingStep:
 
     def has_state(self, parameter: torch.Tensor) -> bool:
         """Whether `read_state` would return a state and not {}. Does no I/O to find out."""
+        if isinstance(parameter, TiledParameter):
+            return any(self.has_state(tile) for tile in parameter.tiles)
         place = self._place(parameter)
         states = self._states
         page = states.pages.get(place.page.index)
@@ -336,6 +348,8 @@ class TrainingStep:
         Returns {} if the parameter has no state, as before its first update. OptimizerCore says which names a
         state has.
         """
+        if isinstance(parameter, TiledParameter):
+            return join_states([self.read_state(tile) for tile in parameter.tiles])
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -365,6 +379,8 @@ class TrainingStep:
 
     def average(self, parameter: torch.Tensor) -> torch.Tensor:
         """Copy the running average of a parameter's masters to RAM, as `Runtime.average` says."""
+        if isinstance(parameter, TiledParameter):
+            return torch.cat([self.average(tile) for tile in parameter.tiles])
         place, states = self._place(parameter), self._states
         layout = place.page.layout.parameters[place.index]
         with self._pager.lock:
@@ -428,6 +444,10 @@ class TrainingStep:
 
         state: tensors by name, as `read_state` returns them.
         """
+        if isinstance(parameter, TiledParameter):
+            for tile, part in zip(parameter.tiles, split_state(state, parameter.tiles), strict=True):
+                self.write_state(tile, part)
+            return
         place, states = self._place(parameter), self._states
         with self._pager.lock:
             self._refuse()
@@ -738,8 +758,7 @@ class TrainingStep:
         if members != self._members:
             groups: dict[tuple[int, int], int] = {}
             for index, group in enumerate(self._param_groups):
-                for parameter in group["params"]:
-                    place = self._place(parameter)
+                for place in self._places(group["params"]):
                     if (place.page.index, place.index) in groups:
                         raise ConfigError(
                             f"The parameter {place.name} is in the optimizer's param groups twice.",
@@ -762,6 +781,12 @@ class TrainingStep:
         page = place.page
         self._edits.write_back(page)
         return self._pager.copied_values(place)
+
+    def _places(self, parameters: Iterable[torch.Tensor]) -> Iterator[Place]:
+        """The places of parameters, and of the tiles of tiled ones in their place."""
+        for parameter in parameters:
+            parts = parameter.tiles if isinstance(parameter, TiledParameter) else (parameter,)
+            yield from map(self._place, parts)
 
     def _place(self, parameter: torch.Tensor) -> Place:
         if isinstance(parameter, PagedParameter) and parameter._place.pager is self._pager:

@@ -25,6 +25,7 @@ from infinity.activations.recomputation import blocks_of, is_recomputed, obstacl
 from infinity.errors import ConfigError
 from infinity.gradients.gradients import Gradients
 from infinity.layout.names import named_modules
+from infinity.layout.tiles import TiledModule
 from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
 from infinity.planning.headroom import Headroom
@@ -102,6 +103,8 @@ class Accumulator:
             return _plain(batches, loss_fn)
         blocks = self._blocks(recompute)
         reason = Surroundings.obstacle() or self._reason
+        if any(isinstance(each, TiledModule) for each in self.model.modules()):
+            reason = reason or "The model has tiled modules, whose tiles come one after the other."
         if recompute and not blocks:
             reason = (
                 reason or "The model has no list of blocks of one type, or none of them may be recomputed."

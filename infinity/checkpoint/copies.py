@@ -209,10 +209,12 @@ def write_copy(
     target = check_destination(path, "save to")
     names = {entry.name for entry in model_entries(source, as_masters=False)}
     arrays = _Arrays(source, pages)
-    for *_, entry in arrays.parameters:
-        if entry.names[0] not in names:
+    for page, index, _ in arrays.parameters:
+        layout = page.layout.parameters[index]
+        name = layout.tile_of or layout.names[0]
+        if name not in names:
             raise ConfigError(
-                f"The parameter {entry.names[0]} was renamed or removed after the model was offloaded.",
+                f"The parameter {name} was renamed or removed after the model was offloaded.",
                 "Change the model first, then offload it (close the runtime and offload again).",
             )
     slab = SlabRecord(uuid.uuid4().hex, max(PAGE_ALIGNMENT, round_up(arrays.nbytes, PAGE_ALIGNMENT)), 1)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,8 +49,9 @@ from infinity.formats.optimizer_rules import AVERAGE
 from infinity.layout.adapters import adapter_configs, base_model, base_tensors, has_adapters, tuned_layers
 from infinity.layout.chunks import OwnedRange
 from infinity.layout.names import is_a, plain_name, transformers_model, unwrapped
-from infinity.model.paged_parameter import PagedParameter, Place
+from infinity.model.paged_parameter import Place
 from infinity.model.pager import Pager
+from infinity.model.tiled_parameter import paged
 from infinity.pages.optimizer_page import StatePage, States
 from infinity.pages.store import Store
 
@@ -231,8 +234,9 @@ def model_entries(source: Source, *, as_masters: bool, average: bool = False) ->
     entries = []
     for each in persistent(source.model).values():
         name, tensor = each.names[0], each.tensor
-        if isinstance(tensor, PagedParameter) and tensor._place.pager is source.pager:
-            entry = _of_parameter(source, name, tensor._place, as_masters, average)
+        places = [part._place for part in paged([tensor])]
+        if places and places[0].pager is source.pager:
+            entry = _of_parameter(source, name, places, as_masters=as_masters, average=average)
         elif isinstance(tensor, nn.Parameter):
             raise ConfigError(
                 f"The parameter {name} was added or replaced after the model was offloaded.",
@@ -244,12 +248,16 @@ def model_entries(source: Source, *, as_masters: bool, average: bool = False) ->
     return entries
 
 
-def _of_parameter(source: Source, name: str, place: Place, as_masters: bool, average: bool) -> Entry:
+def _of_parameter(
+    source: Source, name: str, places: Sequence[Place], *, as_masters: bool, average: bool
+) -> Entry:
+    """The entry of a parameter. places: its own, or those of its tiles in row order."""
+    place = places[0]
     layout = place.page.layout.parameters[place.index]
     dtype = torch.float32 if as_masters and layout.dtype.is_floating_point else layout.dtype
 
     def parts() -> Iterable[torch.Tensor]:
-        found = source.parts(place, dtype, average=average)
+        found = itertools.chain.from_iterable(source.parts(each, dtype, average=average) for each in places)
         if torch.empty_strided(layout.shape, layout.stride, device="meta").is_contiguous():
             return found
         whole = torch.empty(layout.numel, dtype=dtype, device="cpu")
@@ -259,7 +267,9 @@ def _of_parameter(source: Source, name: str, place: Place, as_masters: bool, ave
             done += part.numel()
         return in_logical_order(whole.as_strided(layout.shape, layout.stride))
 
-    return Entry(name, dtype, tuple(layout.shape), layout.numel * dtype.itemsize, parts)
+    rows = sum(each.page.layout.parameters[each.index].shape[0] for each in places) if len(places) > 1 else 0
+    shape = (rows, *layout.shape[1:]) if rows else tuple(layout.shape)
+    return Entry(name, dtype, shape, math.prod(shape) * dtype.itemsize, parts)
 
 
 def _of_buffer(name: str, buffer: torch.Tensor) -> Entry:

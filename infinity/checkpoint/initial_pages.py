@@ -6,8 +6,9 @@ The values come from the model and the optimizer, from files, from a commit, or 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -19,10 +20,12 @@ from infinity.checkpoint.restore import adopt_slabs, ranges_at_home, restore
 from infinity.checkpoint.safetensors_files import Weights, load, open_weights
 from infinity.config import Budget, round_up
 from infinity.cpu_adam import default_cpus
+from infinity.layout.chunks import ParameterLayout
 from infinity.layout.names import named_parameters, transformers_model
 from infinity.layout.shards import PageShard, kept_chunks
 from infinity.layout.strides import part_in_memory_order
 from infinity.model.materialize import materialize
+from infinity.model.tiled_parameter import split, split_state
 from infinity.optim.paged_optimizer import adopt
 from infinity.pages.home import Home, content_at
 from infinity.pages.optimizer_page import StatePage, States
@@ -66,7 +69,20 @@ class InitialPages:
         self.plan = plan
         self.store = store
         named = dict(named_parameters(model))
-        self.parameters = [[named[each.names[0]] for each in unit.parameters] for unit in plan.layout.units]
+        self.tiles: dict[str, dict[int, nn.Parameter]] = {}
+        """Canonical name of a tiled parameter -> a tile's first row -> the tile, on the meta device."""
+        self.parameters = [
+            [
+                named[each.names[0]] if each.tile_of is None else self._tile(each, named[each.tile_of])
+                for each in unit.parameters
+            ]
+            for unit in plan.layout.units
+        ]
+        self.tiled = [
+            (named[name], [tiles[row] for row in sorted(tiles)]) for name, tiles in self.tiles.items()
+        ]
+        """The tiled parameters, each with its tiles in row order."""
+        self._tiles_of = {id(whole): tiles for whole, tiles in self.tiled}
         self.places = {
             id(parameter): (unit, index)
             for unit, parameters in enumerate(self.parameters)
@@ -100,6 +116,11 @@ class InitialPages:
         """
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
+            tiles = self._tiles_of.get(id(parameter))
+            if tiles is not None:
+                for tile, part in zip(tiles, split(values.detach(), tiles), strict=True):
+                    put(tile, part)
+                return
             unit, index = self.places[id(parameter)]
             layout = self.plan.layout.units[unit].parameters[index]
             for held in ranges_at_home(self.shards[unit], index):
@@ -119,10 +140,9 @@ class InitialPages:
             threads = len(self.ranks.node_share(default_cpus()))
             room = self.plan.ram_budget // _DRAWN_SHARE
             materialize(self.model, self.plan.device, put, threads=threads, room=room)
-        for parameters in self.parameters:
-            for parameter in parameters:
-                if not parameter.is_meta:
-                    put(parameter, parameter)
+        for parameter in (*itertools.chain(*self.parameters), *(whole for whole, _ in self.tiled)):
+            if not parameter.is_meta:
+                put(parameter, parameter)
 
     def resume(
         self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, budget: Budget, *, streamed: bool
@@ -136,7 +156,10 @@ class InitialPages:
         commit, layout = checkpoint.continued, self.plan.layout
         assert commit is not None and self.states is not None and self.store.nvme is not None
         saved = commit.saved
-        placed = [[self.places[id(each)] for each in group["params"]] for group in optimizer.param_groups]
+        placed = [
+            [self.places[id(each)] for each in self._with_tiles(group["params"])]
+            for group in optimizer.param_groups
+        ]
         saved.run.check_groups(
             [[layout.units[unit].parameters[index].names[0] for unit, index in group] for group in placed]
         )
@@ -163,11 +186,14 @@ class InitialPages:
         """
         assert self.states is not None
         given: list[Given] = []
-        adopt(
-            optimizer,
-            lambda parameter, state: given.append((*self.places[id(parameter)], state)),
-            self._dtype_in_page,
-        )
+
+        def give(parameter: torch.Tensor, state: Mapping[str, torch.Tensor]) -> None:
+            tiles = self._tiles_of.get(id(parameter))
+            states = [state] if tiles is None else split_state(state, tiles)
+            for each, part in zip(self._with_tiles([parameter]), states, strict=True):
+                given.append((*self.places[id(each)], part))
+
+        adopt(optimizer, give, self._dtype_in_page)
         self.ranks.write_states(self.states, given, self._present)
 
     def _present(self, unit: int, index: int, first: int, count: int) -> torch.Tensor:
@@ -180,8 +206,21 @@ class InitialPages:
         (held,) = self.shards[unit].pieces(start, count * dtype.itemsize)
         return self.store.fetch(self.homes[unit], held.home_start, held.nbytes).view(dtype)
 
+    def _tile(self, layout: ParameterLayout, whole: nn.Parameter) -> nn.Parameter:
+        """Make a tile, without values, of the parameter `whole`."""
+        assert layout.tile_of is not None
+        tile = nn.Parameter(torch.empty(layout.shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
+        self.tiles.setdefault(layout.tile_of, {})[layout.first_row] = tile
+        return tile
+
+    def _with_tiles(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield `parameters`, and the tiles of tiled ones in their place."""
+        for each in parameters:
+            yield from self._tiles_of.get(id(each), [each])
+
     def _dtype_in_page(self, parameter: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter will have in its page."""
+        (parameter, *_) = self._with_tiles([parameter])
         unit, index = self.places[id(parameter)]
         return self.plan.layout.units[unit].parameters[index].dtype
 

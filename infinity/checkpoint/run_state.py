@@ -23,6 +23,7 @@ from infinity.errors import CorruptState, IncompatibleCheckpoint
 from infinity.gradients.loss_scale import LossScale
 from infinity.layout.names import named_buffers, named_modules
 from infinity.model.materialize import listed, registered
+from infinity.model.tiled_parameter import paged
 
 _SAME = "Load it into the model, the optimizer and the precision with which it was saved."
 
@@ -179,8 +180,8 @@ def _groups(param_groups: Sequence[Mapping[str, Any]], tensors: Tensors) -> Iter
 
 
 def group_names(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The canonical names of a param group's paged parameters."""
-    return tuple(each._place.name for each in group["params"])
+    """The canonical names of a param group's parameters, and of the tiles of tiled ones in their place."""
+    return tuple(each._place.name for each in paged(group["params"]))
 
 
 def generators() -> dict[str, Any]:

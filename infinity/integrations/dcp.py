@@ -26,6 +26,7 @@ from infinity.checkpoint.run_state import modules_with_extra_state
 from infinity.checkpoint.safetensors_files import persistent
 from infinity.errors import ConfigError
 from infinity.model.paged_parameter import PagedParameter
+from infinity.model.tiled_parameter import TiledParameter
 from infinity.optim.paged_optimizer import PagedOptimizer
 
 
@@ -99,6 +100,11 @@ def get_state_dict(
     tensors: dict[str, Any] = {}
     names: dict[int, str] = {}
     for each in persistent(model).values():
+        if isinstance(each.tensor, TiledParameter):
+            raise ConfigError(
+                f"{each.names[0]} is tiled, and is not saved or loaded tile by tile here.",
+                "Use runtime.save(path), runtime.load(path) or runtime.export(path).",
+            )
         paged = isinstance(each.tensor, PagedParameter)
         tensors |= {
             name: PagedTensor(each.tensor, optimizer) if paged else each.tensor for name in each.names

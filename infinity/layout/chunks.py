@@ -217,11 +217,13 @@ class ModelLayout:
 
     @functools.cached_property
     def module_units(self) -> dict[str, tuple[int, ...]]:
-        """For each module's path, the indices of the units in which the module's direct parameters lie."""
+        """For each module's path, the indices of the units in which the module's direct parameters lie. Units
+        of tiles, which the module uses one after the other, are left out.
+        """
         found: dict[str, dict[int, None]] = {}
         for unit, layout in enumerate(self.units):
             for parameter in layout.parameters:
-                for name in parameter.names:
+                for name in parameter.names if parameter.tile_of is None else ():
                     found.setdefault(name.rpartition(".")[0], {})[unit] = None
         return {path: tuple(units) for path, units in found.items()}
 

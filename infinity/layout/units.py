@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from infinity.errors import ConfigError
 from infinity.layout.adapters import base_names
 from infinity.layout.names import named_buffers, named_modules, named_parameters
 from infinity.layout.strides import is_dense
+from infinity.layout.tiles import row_ranges, tile_name, tiled_weights
 
 Grouping = tuple[tuple[str, tuple[int, ...]], ...]
 """The units of a model. A unit is a pair: the path of a module, and the indices in `Survey.parameters` of
@@ -54,6 +55,10 @@ class SurveyedParameter:
     """The value of the parameter's `requires_grad` when `survey` read the model. True also for all adapters
     of PEFT: one of them is trained at a time.
     """
+    tile_of: str | None = field(default=None, kw_only=True)
+    """For a tile, the canonical name of the user's Parameter; None for a parameter that is not tiled."""
+    first_row: int = field(default=0, kw_only=True)
+    """For a tile, the number of the tile's first row in the user's Parameter; else 0."""
 
     @property
     def nbytes(self) -> int:
@@ -71,18 +76,22 @@ class _Node:
     path: str
     kind: type[nn.Module]
     own: list[int] = field(default_factory=list)
+    tiles: list[int] = field(default_factory=list)
+    """Indices of the tiles of the module's weight, in row order. They are not in `own`."""
     children: list[_Node] = field(default_factory=list)
     nbytes: int = 0
     """Bytes of all parameters that the module and its descendants own, without padding."""
     must_cut: bool = False
-    """True if the module or a descendant is a list of experts (mixture of experts).
+    """True if the module or a descendant is a list of experts (mixture of experts) or has tiles.
 
-    Such a module is cut even if it fits into one unit, because two experts are never in the same unit.
+    Such a module is cut even if it fits into one unit, because two experts are never in the same unit, and a
+    tile is a unit of its own.
     """
 
     def members(self) -> Iterator[int]:
         """Yield the indices of all parameters that the module and its descendants own, parents first."""
         yield from self.own
+        yield from self.tiles
         for child in self.children:
             yield from child.members()
 
@@ -105,7 +114,7 @@ class Survey:
         A module that is too large becomes a unit of its direct parameters, and one or more units for each
         child. The direct parameters of a module always stay in one unit, even if they exceed `unit_bytes`.
         Where one child of a list of blocks is cut, its siblings of the same type are cut too. Two experts
-        never share a unit.
+        never share a unit, and a tile is a unit of its own.
         """
         return tuple(_cut(self._root, unit_bytes, forced=False))
 
@@ -113,14 +122,22 @@ class Survey:
         """Return the sets of units that have to be resident at the same time, as indices in `grouping`.
 
         There is a set for each module whose direct parameters lie in several units: the set has these units.
-        That happens where some of the module's parameters are tied to parameters of other modules.
+        That happens where some of the module's parameters are tied to parameters of other modules. The tiles
+        of a module are used one after the other, so there is a set for each tile with the other units.
         """
         unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
         units: dict[str, set[int]] = {}
+        tiles: dict[str, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             for name in parameter.names:
-                units.setdefault(name.rpartition(".")[0], set()).add(unit_of[index])
-        return tuple({tuple(sorted(each)) for each in units.values() if len(each) > 1})
+                path = name.rpartition(".")[0]
+                if parameter.tile_of is None:
+                    units.setdefault(path, set()).add(unit_of[index])
+                else:
+                    tiles.setdefault(path, []).append(unit_of[index])
+        found = [*units.values()]
+        found += [{unit, *units.get(path, ())} for path, inside in tiles.items() for unit in inside]
+        return tuple({tuple(sorted(each)) for each in found if len(each) > 1})
 
 
 def survey(model: nn.Module, precision: Precision) -> Survey:
@@ -143,8 +160,10 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
     for parameter, known_as in known.items():
         _check(parameter, known_as[0])
     _check_overlap({parameter: known_as[0] for parameter, known_as in known.items()})
-    surveyed = tuple(
-        SurveyedParameter(
+    tiled = tiled_weights(model)
+    surveyed: list[SurveyedParameter] = []
+    for parameter, known_as in known.items():
+        whole = SurveyedParameter(
             names=tuple(known_as),
             shape=parameter.shape,
             stride=parameter.stride(),
@@ -154,9 +173,22 @@ def survey(model: nn.Module, precision: Precision) -> Survey:
             trainable=parameter.requires_grad
             or (id(parameter) not in base and parameter.is_floating_point()),
         )
-        for parameter, known_as in known.items()
-    )
-    return Survey(surveyed, _tree(model, surveyed))
+        surveyed += _tiles(whole) if id(parameter) in tiled else [whole]
+    parameters = tuple(surveyed)
+    return Survey(parameters, _tree(model, parameters))
+
+
+def _tiles(whole: SurveyedParameter) -> Iterator[SurveyedParameter]:
+    """Yield the tiles of the weight `whole` of a tiled module, in row order."""
+    for rows in row_ranges(whole.shape):
+        yield replace(
+            whole,
+            names=tuple(tile_name(name, rows) for name in whole.names),
+            shape=torch.Size((len(rows), *whole.shape[1:])),
+            numel=len(rows) * whole.shape[1],
+            tile_of=whole.names[0],
+            first_row=rows.start,
+        )
 
 
 def _dtype(precision: Precision, names: Sequence[str], dtype: torch.dtype) -> torch.dtype:
@@ -234,11 +266,14 @@ def _tree(model: nn.Module, parameters: tuple[SurveyedParameter, ...]) -> _Node:
             nodes[path] = _Node(path, type(module))
             nodes[path.rpartition(".")[0]].children.append(nodes[path])
     for index, parameter in enumerate(parameters):
-        nodes[parameter.names[0].rpartition(".")[0]].own.append(index)
+        node = nodes[parameter.names[0].rpartition(".")[0]]
+        (node.own if parameter.tile_of is None else node.tiles).append(index)
     for node in reversed(nodes.values()):  # children come after their parents
-        node.nbytes = sum(parameters[index].nbytes for index in node.own)
+        node.nbytes = sum(parameters[index].nbytes for index in (*node.own, *node.tiles))
         node.nbytes += sum(child.nbytes for child in node.children)
-        node.must_cut = _holds_experts(node) or any(child.must_cut for child in node.children)
+        node.must_cut = (
+            bool(node.tiles) or _holds_experts(node) or any(child.must_cut for child in node.children)
+        )
     return root
 
 
@@ -255,6 +290,8 @@ def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, t
         return
     if node.own:
         yield node.path, tuple(node.own)
+    for tile in node.tiles:
+        yield node.path, (tile,)
     alike = set()
     if issubclass(node.kind, BLOCK_LISTS):
         alike = {child.kind for child in node.children if _needs_cut(child, unit_bytes)}
@@ -263,7 +300,7 @@ def _cut(node: _Node, unit_bytes: int, *, forced: bool) -> Iterator[tuple[str, t
 
 
 def _cuttable(node: _Node) -> bool:
-    return bool(node.children) and not issubclass(node.kind, _WHOLE)
+    return bool(node.children or node.tiles) and not issubclass(node.kind, _WHOLE)
 
 
 def _needs_cut(node: _Node, unit_bytes: int) -> bool:

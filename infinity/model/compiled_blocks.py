@@ -22,6 +22,7 @@ from torch import nn
 from infinity.activations.recomputation import RecomputedBlock, is_recomputed
 from infinity.errors import ConfigError
 from infinity.layout.names import named_modules
+from infinity.layout.tiles import TiledModule
 from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
 from infinity.model.transforms import in_transform
@@ -154,6 +155,13 @@ def compile_blocks(
         if "forward" in vars(block) and not is_recomputed(block):
             raise ConfigError(
                 f"{path} has a forward of its own, or is compiled already.", "Leave its forward as it is."
+            )
+    for path, block in blocks.items():
+        if any(isinstance(each, TiledModule) for each in block.modules()):
+            raise ConfigError(
+                f"{path} has a tiled module, whose tiles are fetched one after the other; a graph takes all "
+                "parameters together.",
+                "Leave out infinity.tiled for its modules, or runtime.compile() for this class.",
             )
     compiled = torch.compile(kind.forward, fullgraph=True, **options)
     return [CompiledBlock(block, compiled, pager) for block in blocks.values()]

@@ -23,6 +23,7 @@ from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook
 from infinity.layout.names import named_modules
 from infinity.model.paged_parameter import PagedParameter
 from infinity.model.pager import OpenCalls, Pager
+from infinity.model.tiled_parameter import paged
 from infinity.model.transforms import admit
 from infinity.tiers.device import is_capturing
 
@@ -216,8 +217,8 @@ class ModuleHooks:
     def _before_loading(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
         self._pager.refuse()
         for name, each in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state and isinstance(each, PagedParameter):
-                self._pager.edits.check(each._place.page, each._place.index)
+            for part in paged([each]) if prefix + name in state else ():
+                self._pager.edits.check(part._place.page, part._place.index)
 
     def _start_copying(self, module: nn.Module, *_: Any) -> None:
         if not self._pager.copying:

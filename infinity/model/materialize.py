@@ -28,6 +28,7 @@ from infinity.layout.names import named_modules
 from infinity.model.draws import Draws
 from infinity.model.paged_parameter import Place, release
 from infinity.model.pager import Pager
+from infinity.model.tiled_parameter import TiledParameter, release_tiled
 from infinity.system import machine
 
 Fill = Callable[[nn.Parameter, torch.Tensor], None]
@@ -470,8 +471,17 @@ class PlainParameters:
         buffers to RAM. The parameters stay the same objects. Called after the pages are closed.
         """
         parameters = [each for page in self._pager.pages for each in page.parameters]
-        for parameter, values in zip(parameters, self._values, strict=True):
-            release(parameter, values)
+        kept = {id(each): values for each, values in zip(parameters, self._values, strict=True)}
+        self._values.clear()
+        for entry in registered(self._model).values():
+            if isinstance(entry.tensor, TiledParameter):
+                parts = [kept.pop(id(tile)) for tile in entry.tensor.tiles]
+                for tile in entry.tensor.tiles:
+                    release(tile, torch.empty(0))
+                release_tiled(entry.tensor, torch.cat(parts))
+        for parameter in parameters:
+            if id(parameter) in kept:
+                release(parameter, kept[id(parameter)])
         for entry in registered(self._model).values():
             if not isinstance(entry.tensor, nn.Parameter) and entry.tensor.device.type != "cpu":
                 entry.put(entry.tensor.cpu())

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
+    from infinity.model.tiled_parameter import TiledGradients
     from infinity.training_step import TrainingStep
 
 _aten: Any = torch.ops.aten
@@ -33,7 +34,7 @@ class PagedGradient(torch.Tensor):
 
     _name: str
     """The parameter's name, for errors."""
-    _stored: TrainingStep
+    _stored: TrainingStep | TiledGradients
     _key: tuple[int, int]
     """(index of the unit, index of the parameter in it)."""
     _age: int
@@ -42,7 +43,7 @@ class PagedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: torch.Tensor, name: str, stored: TrainingStep, key: tuple[int, int]
+        cls, like: torch.Tensor, name: str, stored: TrainingStep | TiledGradients, key: tuple[int, int]
     ) -> PagedGradient:
         """like: a tensor with the gradient's shape, strides, dtype and device. name: the parameter's name.
         key: (index of the unit, index of the parameter in it).
@@ -55,7 +56,7 @@ class PagedGradient(torch.Tensor):
         gradient._age = stored.gradient_age(*key)
         return gradient
 
-    def is_of(self, stored: TrainingStep | None, key: tuple[int, int]) -> bool:
+    def is_of(self, stored: TrainingStep | TiledGradients | None, key: tuple[int, int]) -> bool:
         """Whether this object is the present gradient of parameter `key` in the step `stored`.
 
         A view of a gradient does not count, nor does an object made before the gradient was last forgotten or
@@ -99,7 +100,7 @@ class PagedGradient(torch.Tensor):
         found._view = view
         return found
 
-    def _present(self) -> TrainingStep:
+    def _present(self) -> TrainingStep | TiledGradients:
         if not self.is_of(self._stored, self._key) or not self._stored.has_gradient(*self._key):
             raise self._gone()
         return self._stored

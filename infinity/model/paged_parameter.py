@@ -11,7 +11,7 @@ the parameters' dtype (infinity/formats/casts.py).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -68,7 +68,7 @@ _FUNCTIONS = (
     "is_floating_point is_complex numel empty_like zeros_like ones_like full_like rand_like randn_like "
     "is_same_size is_tensor is_inference is_signed"
 )
-_METADATA: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     [getattr(_TENSOR, name).__get__ for name in _ATTRIBUTES.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
     + [getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)]
@@ -102,10 +102,12 @@ class PagedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+        cls, func: Any, types: Collection[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if len(types) > 1 and any(getattr(each, "takes_paged", False) for each in types):
+            return NotImplemented  # a tiled parameter brings its values first
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         special = _SPECIAL.get(func)
@@ -116,7 +118,7 @@ class PagedParameter(nn.Parameter):
         _collect(kwargs.values(), places)
         taken = list(places.values())
         pager = taken[0].pager
-        if func in _AVERAGING:
+        if func in AVERAGING:
             _check_average(taken, args)
         if func in EQUAL_DTYPES and not pager.reads_masters(taken[0]):
             args, kwargs = cast_operands(func, args, kwargs, PagedParameter)
@@ -159,7 +161,7 @@ class PagedParameter(nn.Parameter):
                 return  # as after p.grad *= 0.5
             value = value.copied()
         if value is not None:
-            value = _checked_gradient(self, value)
+            value = checked_gradient(self, place, place.name, value)
         take_gradient(self)
         if stored is not None and value is None:
             stored.drop_gradient(*place.key, zeros=False)
@@ -234,15 +236,15 @@ def take_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return gradient
 
 
-def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
-    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device. Raises
-    ConfigError if the parameter has no page for a gradient, or if `value` is no dense tensor of floats of the
-    parameter's shape.
+def checked_gradient(parameter: torch.Tensor, place: Place, name: str, value: Any) -> torch.Tensor:
+    """Return `value`, which user code sets as a parameter's gradient, on the parameter's device.
+
+    place: of the parameter, or of one of its tiles. name: the parameter's. Raises ConfigError if the
+    parameter has no page for a gradient, or if `value` is no dense tensor of floats of the parameter's shape.
     """
-    place = parameter._place
     if place.pager.gradients is None or not place.page.layout.parameters[place.index].trainable:
         raise ConfigError(
-            f"A gradient was set for {place.name}, which has no pages for gradients: it was frozen when its "
+            f"A gradient was set for {name}, which has no pages for gradients: it was frozen when its "
             "model was offloaded, or there is no optimizer.",
             "Offload it with requires_grad=True and with an optimizer.",
         )
@@ -254,7 +256,7 @@ def _checked_gradient(parameter: PagedParameter, value: Any) -> torch.Tensor:
     ):
         found = f"{list(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value)
         raise ConfigError(
-            f"The gradient of {place.name}, {list(parameter.shape)}, was set to {found}.",
+            f"The gradient of {name}, {list(parameter.shape)}, was set to {found}.",
             "Give a dense tensor of floats of the parameter's shape, or None.",
         )
     return value.detach().to(parameter.device).contiguous()
@@ -266,7 +268,7 @@ def is_rounded(place: Place) -> bool:
 
 
 _AVERAGE_MADE = AveragedModel.__init__.__code__
-_AVERAGE_UPDATED = AveragedModel.update_parameters.__code__
+AVERAGE_UPDATED = AveragedModel.update_parameters.__code__
 
 
 def _called_by(code: CodeType, frame: FrameType | None) -> bool:
@@ -295,7 +297,7 @@ def _detach(parameter: PagedParameter) -> torch.Tensor:
             "parametrizations of torch.nn.utils do.",
             "Change the model first, then offload it; or copy it: nn.Parameter(p.detach().clone()).",
         )
-    if caller.f_code is _AVERAGE_UPDATED:
+    if caller.f_code is AVERAGE_UPDATED:
         average = caller.f_locals.get("p_averaged")
         dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32
         own = place.page.layout.parameters[place.index].dtype
@@ -326,7 +328,7 @@ def _memory(function: Callable[..., Any]) -> Callable[..., Any]:
 _MEMORY: list[Any] = [torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage]
 
 
-_AVERAGING = frozenset(
+AVERAGING = frozenset(
     getattr(place, name)
     for place in (torch, torch.Tensor)
     for name in ("lerp", "lerp_", "_foreach_lerp", "_foreach_lerp_")
@@ -340,7 +342,7 @@ def _check_average(places: Iterable[Place], args: Any) -> None:
 
     Calls with grad enabled, inside the model's forward or within `runtime.masters()` are allowed. places: the
     places of the parameters among the arguments. args: the positional arguments of a function in
-    `_AVERAGING`.
+    `AVERAGING`.
     """
     if torch.is_grad_enabled():
         return

@@ -14,12 +14,12 @@ from torch import nn
 
 from infinity.config import Budget, Precision, round_up
 from infinity.device_update.table import largest_workspace
-from infinity.errors import BudgetError
+from infinity.errors import BudgetError, ConfigError
 from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import Division
 from infinity.layout.shards import ALONE, Share, longest_own_chunk
-from infinity.layout.units import survey
+from infinity.layout.units import Survey, survey
 from infinity.planning import twin_flow
 from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
 from infinity.planning.headroom import HEAP, NO_HEADROOM, Headroom, Reserve
@@ -142,10 +142,12 @@ def make_plan(
         headroom=available.headroom,
     )
     micro_batches = None if accumulation is None else accumulation * share.ranks
+    surveyed = survey(model, precision)
+    _check_tiles(surveyed, rule, share)
     found = available.device_updates
     kernels = twin_flow.has_kernels(device) if found is None else found
     search = Search(
-        surveyed=survey(model, precision),
+        surveyed=surveyed,
         gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
         rule=rule,
         accumulation=accumulation,
@@ -248,6 +250,23 @@ def _may_visit(update: str, micro_batches: int | None, share: Share) -> bool:
 def _by_elements(rule: Rule | None) -> bool:
     """Whether the device's kernels can do all updates of a rule."""
     return rule is None or (rule.average is None and not rule.matrix)
+
+
+def _check_tiles(surveyed: Survey, rule: Rule | None, share: Share) -> None:
+    """Raise ConfigError if a model has tiles, and its runtime could not train them as whole parameters."""
+    name = next((each.tile_of for each in surveyed.parameters if each.tile_of is not None), None)
+    if name is None:
+        return
+    if share.ranks > 1:
+        raise ConfigError(
+            f"{name} is tiled, and there are {share.ranks} ranks, for which tiles are not implemented.",
+            "Train with one rank, or leave out infinity.tiled: ranks divide each parameter.",
+        )
+    if rule is not None and rule.matrix:
+        raise ConfigError(
+            f"{name} is tiled, and {rule.name} updates whole matrices.",
+            "Leave out infinity.tiled for this module, or train with an optimizer that updates each element.",
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""Tiled modules: their arithmetic, with and without a runtime."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tiled_models import BUDGETS, Language, inputs, language, losses_of, offloaded
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.errors import ConfigError
+
+
+def _rms(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_tiled_linear_is_as_exact_as_a_plain_one(dtype: torch.dtype, bias: bool) -> None:
+    """The RMS errors against fp64 of outputs and of all gradients are at most 1.05 of nn.Linear's."""
+    torch.manual_seed(0)
+    plain = nn.Linear(1024, 2048, bias=bias, dtype=dtype)
+    tiled = infinity.tiled(copy.deepcopy(plain))
+    exact = copy.deepcopy(plain).double()
+    given, upstream = torch.randn(3, 96, 1024).to(dtype), torch.randn(3, 96, 2048).to(dtype)
+
+    def results(module: nn.Module, kind: torch.dtype) -> list[torch.Tensor]:
+        x = given.to(kind).clone().requires_grad_()
+        y = module(x)
+        y.backward(upstream.to(kind))
+        return [y.detach(), x.grad, *(each.grad for each in module.parameters())]
+
+    found, of_plain, right = (
+        results(module, kind) for module, kind in ((tiled, dtype), (plain, dtype), (exact, torch.float64))
+    )
+    for one, other, true in zip(found, of_plain, right, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert _rms(one, true) <= 1.05 * _rms(other, true)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 700}, {"scale_grad_by_freq": True}])
+def test_a_tiled_embedding_has_the_bits_of_a_plain_one(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Embedding(1000, 768, **options)
+    tiled = infinity.tiled(copy.deepcopy(plain))
+    given = torch.cat([torch.randint(0, 1000, (3, 50)), torch.tensor([[0, 999, 700, 700, 341] * 10])])
+    upstream = torch.randn(*given.shape, 768)
+    for module in (plain, tiled):
+        module(given).backward(upstream)
+    assert torch.equal(tiled(given), plain(given))
+    assert torch.equal(tiled.weight.grad, plain.weight.grad)
+    assert tiled(given[:0]).shape == (0, 50, 768)
+    for wrong in (1000, -1):
+        with pytest.raises(IndexError):
+            tiled(torch.tensor([5, wrong]))
+
+
+def test_a_tiled_module_is_a_plain_one_in_all_other_ways() -> None:
+    model = language(tied=True)
+    plain = language(tied=True, tiled=False)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert isinstance(model.head, nn.Linear)
+    assert infinity.tiled(model.head) is model.head
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(made(inputs()), model(inputs()))
+        assert made.head.weight is made.embedding.weight
+
+
+def test_what_cannot_be_tiled_is_refused() -> None:
+    for module in (nn.LayerNorm(4), nn.Conv1d(3, 3, 3), nn.Sequential(nn.Linear(2, 2))):
+        with pytest.raises(ConfigError, match=r"given to infinity\.tiled"):
+            infinity.tiled(module)
+    for options in ({"max_norm": 1.0}, {"sparse": True}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            infinity.tiled(nn.Embedding(8, 8, **options))
+    model = language(tied=False, tiled=False)
+    with infinity.offload(model, None, budget=BUDGETS["ram"]), pytest.raises(ConfigError, match="before"):
+        infinity.tiled(model.head)
+    model = language(tied=False)
+    with pytest.raises(ConfigError, match="create_graph"):
+        torch.autograd.grad(model(inputs()).sum(), [model.head.weight], create_graph=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_budgets_change_no_bit_and_gradients_are_those_without_offload(tied: bool, compute: str) -> None:
+    plain = language(tied=tied).to(torch.float32 if compute == "fp32" else torch.bfloat16)
+    loss = plain.loss(inputs())
+    loss.backward()
+    found = []
+    for budget in BUDGETS.values():
+        model, runtime = offloaded(tied=tied, budget=budget, compute=compute)
+        with runtime:
+            first = model.loss(inputs())
+            first.backward()
+            assert torch.equal(first.detach(), loss.detach())
+            for name, parameter in plain.named_parameters():
+                gradient = runtime.grad(model.get_parameter(name))
+                assert torch.equal(gradient, parameter.grad.float()), name
+            runtime.optimizer.step()
+            runtime.optimizer.zero_grad()
+            losses = losses_of(model, runtime, 3)
+            found.append((losses, model.state_dict()))
+    for losses, state in found[1:]:
+        assert losses == found[0][0]
+        assert all(torch.equal(state[name], found[0][1][name]) for name in state)
+
+
+@pytest.mark.parametrize("update", ["eager", "speculative", "sync"])
+def test_the_time_of_updates_changes_no_bit(update: str) -> None:
+    found = []
+    for options in ({}, {"update": update, "accumulation": 1}):
+        model, runtime = offloaded(tied=True, budget=BUDGETS["device apart"], **options)
+        with runtime:
+            losses = losses_of(model, runtime, 3)
+            found.append((losses, model.state_dict()["head.weight"]))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+class _Recomputing(Language):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, tokens, use_reentrant=False)
+
+
+def test_recomputation_and_retained_graphs_give_the_same_gradients() -> None:
+    plain = language(tied=True)
+    plain.loss(inputs()).backward()
+    for kind in (Language, _Recomputing):
+        model, runtime = offloaded(tied=True, budget=BUDGETS["device apart"], kind=kind)
+        with runtime:
+            model.loss(inputs()).backward()
+            assert torch.equal(runtime.grad(model.head.weight), plain.head.weight.grad)
+            runtime.optimizer.zero_grad()
+            loss = model.loss(inputs())
+            loss.backward(retain_graph=True)
+            runtime.optimizer.zero_grad()
+            if kind is Language:  # a recomputed forward may be gone back through once
+                loss.backward()
+                assert torch.equal(runtime.grad(model.head.weight), plain.head.weight.grad)
+
+
+def test_a_weight_that_changed_since_the_forward_is_noticed() -> None:
+    for runtime_too in (False, True):
+        model = language(tied=False)
+        if runtime_too:
+            model, runtime = offloaded(tied=False, budget=BUDGETS["device apart"])
+        loss = model.loss(inputs())
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        if runtime_too:
+            runtime.close()
+
+
+def test_frozen_tiles_get_no_gradient_and_pass_that_of_the_input_on() -> None:
+    plain = language(tied=False)
+    plain.head.weight.requires_grad_(False)
+    plain.loss(inputs()).backward()
+    model = language(tied=False)
+    model.head.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    precision = infinity.Precision(compute="fp32")
+    with infinity.offload(model, optimizer, budget=BUDGETS["device apart"], precision=precision) as runtime:
+        model.loss(inputs()).backward()
+        assert runtime.grad(model.head.weight) is None
+        for name in ("embedding.weight", "layer.weight", "layer.bias", "head.bias"):
+            gradient = runtime.grad(model.get_parameter(name))
+            assert torch.equal(gradient, plain.get_parameter(name).grad)
