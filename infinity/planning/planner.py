@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.config import Budget, Precision, round_up
+from infinity.config import Budget, Precision, format_size, round_up
 from infinity.device_update.table import largest_workspace
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.muon import bytes_on_device
 from infinity.formats.optimizer_rules import Rule
 from infinity.layout.chunks import Division
+from infinity.layout.names import named_modules
 from infinity.layout.shards import ALONE, Share, longest_own_chunk
+from infinity.layout.tiles import row_ranges
 from infinity.layout.units import Survey, survey
 from infinity.planning import twin_flow
 from infinity.planning.budgets import format_count, nvme_budget_for, shortage, usable_nvme
@@ -173,7 +175,8 @@ def make_plan(
         elements = sum(parameter.numel for parameter in search.surveyed.parameters)
         what = f"{format_count(elements)} parameters" + (" with commits" if search.commits else "")
         reserves = {computes_in: reserve}
-        raise shortage(search, planner.room, planner.budgets, paths, what, reserves=reserves)
+        error = shortage(search, planner.room, planner.budgets, paths, what, reserves=reserves)
+        raise _with_tiles(error, search, computes_in, model)
     smallest = search.smallest(unified=unified, nvme=paths > 0)
     smallest[computes_in] = reserve.budget_for(smallest[computes_in])
     if search.commits:
@@ -267,6 +270,22 @@ def _check_tiles(surveyed: Survey, rule: Rule | None, share: Share) -> None:
             f"{name} is tiled, and {rule.name} updates whole matrices.",
             "Leave out infinity.tiled for this module, or train with an optimizer that updates each element.",
         )
+
+
+def _with_tiles(error: BudgetError, search: Search, computes_in: Tier, model: nn.Module) -> BudgetError:
+    """Add infinity.tiled to the cure if one weight that it takes is most of what the error asks for."""
+    largest = max(search.surveyed.parameters, key=lambda each: each.nbytes)
+    most = error.tier == computes_in.value and 2 * largest.nbytes >= (error.needed or 0)
+    if not most or largest.tile_of is not None or search.share.ranks > 1:
+        return error
+    modules = dict(named_modules(model, remove_duplicate=False))
+    paths = [name.rpartition(".")[0] for name in largest.names]
+    tiles = len(row_ranges(largest.shape)) if len(largest.shape) == 2 else 1
+    if tiles > 1 and all(type(modules[path]) in (nn.Linear, nn.Embedding) for path in paths):
+        calls = " and ".join(f"infinity.tiled({'.'.join(filter(None, ('model', path)))})" for path in paths)
+        size = format_size(largest.nbytes)
+        error.cure += f" Or call {calls} before: then {largest.names[0]}, {size}, moves in {tiles} tiles."
+    return error
 
 
 @dataclass(frozen=True)

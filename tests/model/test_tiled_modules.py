@@ -175,3 +175,31 @@ def test_frozen_tiles_get_no_gradient_and_pass_that_of_the_input_on() -> None:
         for name in ("embedding.weight", "layer.weight", "layer.bias", "head.bias"):
             gradient = runtime.grad(model.get_parameter(name))
             assert torch.equal(gradient, plain.get_parameter(name).grad)
+
+
+def test_a_layer_beyond_the_device_has_a_plan_and_the_error_without_tiles_names_the_calls() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 16), nn.Linear(16, 4096), nn.Linear(4096, 4096))
+        tied = nn.Sequential(nn.Embedding(32768, 512), nn.Linear(512, 32768))
+        tied[1].weight = tied[0].weight
+    budget = infinity.Budget(device="8MiB", host="1GiB")
+    cases = {r"call infinity\.tiled\(model\.2\) before": (model, [2])}
+    cases[r"call infinity\.tiled\(model\.0\) and infinity\.tiled\(model\.1\) before"] = (tied, [0, 1])
+    for text, (each, oversized) in cases.items():
+        optimizer = torch.optim.AdamW(each.parameters())
+        with pytest.raises(infinity.BudgetError, match=text):
+            infinity.plan(each, optimizer, budget=budget, device="cpu")
+        for index in oversized:
+            infinity.tiled(each[index])
+        assert infinity.plan(each, optimizer, budget=budget, device="cpu").device_tier_bytes <= 8 << 20
+
+
+def test_the_error_names_no_tiles_where_they_are_no_cure() -> None:
+    with torch.device("meta"):
+        convolution = nn.Sequential(nn.Conv1d(4096, 4096, 1))
+        layers = nn.Sequential(*[nn.Linear(512, 512) for _ in range(64)])
+    cases = {convolution: infinity.Budget(device="8MiB", host="1GiB"), layers: infinity.Budget(host="8MiB")}
+    for model, budget in cases.items():
+        with pytest.raises(infinity.BudgetError) as failed:
+            infinity.plan(model, torch.optim.AdamW(model.parameters()), budget=budget, device="cpu")
+        assert "tiled" not in str(failed.value)
