@@ -28,6 +28,7 @@ from torch._subclasses import fake_tensor
 
 from infinity.config import Precision
 from infinity.layout.names import plain_name
+from infinity.layout.tiles import row_ranges, tiled_weights
 
 _MOST_OBJECTS = 5_000_000
 _MOST_ARRAY_BYTES = 256 << 20
@@ -286,6 +287,11 @@ def fake_model(
     known = {id(each): fake(each, each.dtype, device) for _, each in model.named_buffers()}
     for name, each in model.named_parameters():
         known[id(each)] = fake(each, precision.dtype_of(plain_name(name), each.dtype), device)
+    for key, whole in tiled_weights(model).items():
+        parts = whole.split([len(rows) for rows in row_ranges(whole.shape)])
+        dtype = known[key].dtype
+        tiles = tuple(fake(nn.Parameter(part, whole.requires_grad), dtype, device) for part in parts)
+        vars(known[key])["tiles"] = tiles
     copier = Copier(held)
     try:
         return copier.copy(model), copier

@@ -203,3 +203,16 @@ def test_the_error_names_no_tiles_where_they_are_no_cure() -> None:
         with pytest.raises(infinity.BudgetError) as failed:
             infinity.plan(model, torch.optim.AdamW(model.parameters()), budget=budget, device="cpu")
         assert "tiled" not in str(failed.value)
+
+
+def test_a_dry_run_sees_one_tile_at_a_time() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 16384))
+    infinity.tiled(model[1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    budget = infinity.Budget(device="64MiB", host="1GiB")
+    plan = infinity.plan(
+        model, optimizer, budget=budget, example_inputs=(torch.zeros(16, 1024),), device="cpu"
+    )
+    assert plan.activations is not None
+    assert plan.activations < 8 << 20, "the weight has 64 MiB"
