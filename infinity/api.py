@@ -87,7 +87,8 @@ def offload(
     model computes. "recompute": each block that the model repeats, such as a decoder's layer, keeps only its
     inputs and runs again in the backward, with the same bits; infinity/activations/recomputation.py says
     which blocks are left alone. "auto": "keep", unless the plan says that activations do not fit, or that a
-    step is at least 5% faster with the room that recomputation leaves to pages; "keep" without
+    step is at least 5% faster with the room that recomputation leaves to pages. Then the first blocks run
+    again, and the last ones keep their activations, as many as the prediction says. "keep" without
     example_inputs. `Plan.residuals` says which, and names the blocks. Without an optimizer autograd saves
     nothing, and all values mean "keep".
 

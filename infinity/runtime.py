@@ -81,7 +81,7 @@ class Runtime(Closing):
             for index, parameter in enumerate(page.parameters)
             if page.layout.parameters[index].trainable
         ]
-        self._handles += recompute(self._model, parts.plan.residuals.recomputed)
+        self._handles += recompute(self._model, parts.plan.residuals.recomputed, parts.pager.saving)
         if parts.ranks.closes_dropped:
             _opened.append((weakref.ref(self), _Remains(parts)))
 

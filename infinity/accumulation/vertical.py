@@ -83,9 +83,7 @@ class Accumulator:
         recompute: each block of the model (see `blocks_of`) keeps only its inputs and runs again in backward,
         with the same bits, as with the policy "recompute" of infinity.offload; blocks that must not run again
         are left alone (infinity/activations/recomputation.py). Blocks that the plan recomputes are recomputed
-        in any case. Without `together`, all micro-batches then run together. Views of pages that a block
-        makes are kept while the block runs, so BudgetError is raised if the pages of a block do not fit
-        together.
+        in any case. Without `together`, all micro-batches then run together.
 
         The plain loop runs for a single micro-batch, and if all pages fit in memory at the same time. It runs
         with a warning if the budget has no room for two micro-batches, if the model recomputes by itself or
@@ -227,7 +225,7 @@ class Accumulator:
                 hook = Hook(functools.partial(group.arrive, units))
                 handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 stack.callback(handle.remove)
-            stack.enter_context(recomputing(self.model, blocks))
+            stack.enter_context(recomputing(self.model, blocks, self.pager.saving))
             yield
 
     def _stops(self, blocks: Iterable[nn.Module]) -> dict[nn.Module, frozenset[int]]:

@@ -73,6 +73,11 @@ def pop() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def recomputes(pair: Pair) -> bool:
+    """Whether a pair of hooks is of torch.utils.checkpoint (non-reentrant), in forward or recomputation."""
+    return getattr(pair[0], "__qualname__", "").startswith(("_checkpoint_hook.", "_recomputation_hook."))
+
+
 _saved_tensors: Any = BackwardCFunction.saved_tensors
 
 

@@ -1,19 +1,27 @@
-"""Policy choice: decides what becomes of activations, by steps without data and by the plans they lead to."""
+"""Policy choice: decides what becomes of activations, by steps without data and by the plans they lead to.
+
+[Note: the first blocks are recomputed] The backward needs the activations of the last blocks first, and then
+frees them. So where not all activations fit, those of the last blocks are kept, and the first blocks run
+again. How many these are is the number with the least predicted seconds. For each number the bytes of a step
+are bounded by those of the step that recomputes all blocks, plus what each block that is kept leaves more
+than a recomputed one; the step with the chosen number is then run without data, for its exact bytes.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
 
-from infinity.activations.recomputation import blocks_of, observed, obstacle, recomputing
+from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle, recomputing
 from infinity.errors import BudgetError
-from infinity.planning.fake_step import FakeStep
+from infinity.planning.fake_step import FakeStep, Ledger
 from infinity.planning.plan import Plan
-from infinity.planning.residual_states import KEEP, Residuals, check_policy
+from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_count
 
 _WORTH_RECOMPUTING = 0.05
 """Blocks are recomputed by choice, where all activations fit, if this part of a step is saved."""
@@ -33,91 +41,153 @@ class PolicyChoice:
         an unknown `asked`.
         """
         check_policy(asked)
-        self._model = model
+        found = {name: obstacle(block) for name, block in blocks_of(model).items()}
         self._asked = asked if train else "keep"
-        self._run = run
-        self._train = train
+        self._steps = None if run is None else _Steps(run, [name for name in found if found[name] is None])
+        self._all = Residuals(
+            policy="recompute",
+            recomputed=tuple(name for name, reason in found.items() if reason is None),
+            left_alone=tuple((name, reason) for name, reason in found.items() if reason is not None),
+        )
+        """The policy "recompute" as far as modules tell it without a step."""
 
     def plan(self, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
         """Make the plan for the policy that was asked for, or for "auto" the plan with the quickest policy.
 
         "auto" keeps all activations unless they do not fit, or unless recomputation leaves pages room that
-        makes a step at least 5% faster. It keeps them, too, without example inputs, and where only the plan
-        that keeps them can adopt the slabs of the commit that is continued (`adopts`). Raises BudgetError if
-        the model does not fit with any policy that may be chosen.
+        makes a step at least 5% faster. It keeps them, too, without example inputs, and where the plan that
+        keeps them can adopt the slabs of the commit that is continued (`adopts`). Raises BudgetError if the
+        model does not fit with any policy that may be chosen.
         """
-        if self._asked == "keep" or self._run is None:
-            residuals = self._all if self._asked == "recompute" else KEEP
-            return draft(residuals, None if self._run is None else self._kept[0])
+        steps = self._steps
+        if steps is None:
+            return draft(self._all if self._asked == "recompute" else KEEP, None)
         if self._asked == "recompute":
-            return draft(*self._recomputed)
-        try:
-            kept = draft(KEEP, self._kept[0])
-        except BudgetError:
-            if not self._all.recomputed or not self._recomputed[0].recomputed:
-                raise
-            residuals, step = self._recomputed
-            return draft(replace(residuals, why="because they do not fit"), step)
-        return self._quicker(kept, draft, adopts)
+            return draft(self._recomputing(steps, None), steps.recomputing(None))
+        return draft(KEEP, steps.kept) if self._asked == "keep" else self._auto(steps, draft, adopts)
 
-    def _quicker(self, kept: Plan, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
-        """Return `kept`, or the plan that recomputes blocks if that is faster."""
+    def _auto(self, steps: _Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
+        """Make the plan of "auto"; see `plan`."""
+        try:
+            kept = draft(KEEP, steps.kept)
+        except BudgetError:
+            if steps.kept.unknown is not None or not steps.blocks:
+                raise
+            return self._quickest(steps, draft, "because not all activations fit")
         now = kept.predict(kept.accumulation or 1)
-        if now is None or not self._all.recomputed or adopts(kept):
+        if now is None or not steps.blocks or adopts(kept):
             return kept
         enough = (1 - _WORTH_RECOMPUTING) * now.least
-        without = draft(KEEP, replace(self._kept[0], activations=0)).predict(kept.accumulation or 1)
-        if without is None or without.least > enough:  # no room that activations leave would be worth it
+        bound = draft(KEEP, replace(steps.kept, activations=0)).predict(kept.accumulation or 1)
+        if bound is None or bound.least > enough:  # the room of activations would not be worth their work
             return kept
-        residuals, step = self._recomputed
-        if not residuals.recomputed or step.unknown is not None:
-            return kept
-        plan = draft(residuals, step)
+        plan = self._quickest(steps, draft, f"predicted faster than {now.text} s with all kept")
         other = plan.predict(kept.accumulation or 1)
-        assert other is not None
-        if other.least > enough:
-            return replace(
-                kept, residuals=replace(KEEP, why=f"predicted {now.text} s against {other.text} s recomputed")
-            )
-        why = f"predicted {other.text} s against {now.text} s with all kept"
-        return replace(plan, residuals=replace(residuals, why=why))
+        if other is not None and other.least <= enough:
+            return plan
+        why = "predicted slower otherwise" if other is None else f"predicted {other.text} s otherwise"
+        return replace(kept, residuals=replace(KEEP, why=why))
 
-    @functools.cached_property
-    def _all(self) -> Residuals:
-        """The policy "recompute" as far as modules tell it without a step."""
-        found = {name: obstacle(block) for name, block in blocks_of(self._model).items()}
-        return Residuals(
-            policy="recompute",
-            recomputed=tuple(name for name, reason in found.items() if reason is None),
-            left_alone=tuple((name, reason) for name, reason in found.items() if reason is not None),
-        )
+    def _quickest(self, steps: _Steps, draft: Draft, why: str) -> Plan:
+        """Make the plan that recomputes the first blocks, as many as are best, but at least one; see
+        [Note: the first blocks are recomputed]. why: the reason for the plan's text. Raises BudgetError if
+        the model does not fit with all blocks recomputed.
+        """
+        every = replace(self._recomputing(steps, None), why=why)
+        plan = draft(every, steps.recomputing(None))
+        if plan.speeds is None or steps.recomputing(None).unknown is not None:
+            return plan
+        rates, micro_batches = plan.speeds, plan.accumulation or 1
 
-    @functools.cached_property
-    def _kept(self) -> tuple[FakeStep, dict[str, str]]:
-        """(the step that keeps all activations, path of a block -> why it must not run again)."""
-        assert self._run is not None
-        found: list[dict[str, str]] = []
+        def floor(count: int) -> float:
+            return micro_batches * steps.estimate(count).work.seconds(rates)
 
-        @contextmanager
-        def watching(model: nn.Module) -> Iterator[None]:
-            blocks = blocks_of(model)
-            with observed({name: blocks[name] for name in self._all.recomputed}) as reasons:
-                found.append(reasons)
-                yield
+        @functools.cache
+        def seconds(count: int) -> float | None:
+            try:
+                found = draft(every, steps.estimate(count)).predict(micro_batches)
+            except BudgetError:
+                return None
+            return floor(count) if found is None else found.least
 
-        step = self._run(within=watching)
-        return step, found[-1] if found else {}
+        count = quickest_count(len(steps.blocks), seconds, floor)
+        if count is None or count == len(steps.blocks):
+            return plan
+        try:
+            chosen = replace(self._recomputing(steps, count), why=why)
+            return draft(chosen, steps.recomputing(count)) if count else plan
+        except BudgetError:  # the estimate was too low
+            return plan
 
-    @functools.cached_property
-    def _recomputed(self) -> tuple[Residuals, FakeStep]:
-        """(the policy "recompute", its step)."""
-        assert self._run is not None
-        step, reasons = self._kept
-        residuals = replace(
+    def _recomputing(self, steps: _Steps, count: int | None) -> Residuals:
+        """The policy that recomputes the first `count` blocks; None: all blocks that may run again."""
+        names = tuple(steps.blocks)
+        found = tuple((name, each.reason) for name, each in steps.facts.items() if each.reason is not None)
+        if steps.kept.unknown is not None:
+            return self._all
+        return replace(
             self._all,
-            recomputed=tuple(name for name in self._all.recomputed if name not in reasons),
-            left_alone=self._all.left_alone + tuple(reasons.items()),
+            recomputed=names[:count],
+            kept=names[count:] if count is not None else (),
+            left_alone=self._all.left_alone + found,
         )
-        if step.unknown is not None or not residuals.recomputed:
-            return residuals, step
-        return residuals, self._run(within=functools.partial(recomputing, names=residuals.recomputed))
+
+
+class _Steps:
+    """The steps without data of one model, with some of its blocks recomputed."""
+
+    def __init__(self, run: Run, names: list[str]) -> None:
+        """names: the paths of the blocks that may be recomputed as far as their modules tell."""
+        self._run = run
+        self._names = names
+        self._ran: dict[int, tuple[FakeStep, dict[str, BlockFacts]]] = {}
+
+    @property
+    def kept(self) -> FakeStep:
+        """The step that keeps all activations."""
+        return self._step(0)[0]
+
+    @property
+    def facts(self) -> dict[str, BlockFacts]:
+        """The facts of the blocks that the step calls, in the order of their first calls."""
+        return self._step(0)[1]
+
+    @functools.cached_property
+    def blocks(self) -> dict[str, BlockFacts]:
+        """Those of `facts` whose blocks may run again."""
+        return {name: each for name, each in self.facts.items() if each.reason is None}
+
+    def recomputing(self, count: int | None) -> FakeStep:
+        """The step that recomputes the first `count` of `blocks`; None: all."""
+        if self.kept.unknown is not None:
+            return self.kept
+        return self._step(len(self.blocks) if count is None else count)[0]
+
+    def estimate(self, count: int) -> FakeStep:
+        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks: at most
+        a few bytes too high.
+        """
+        if count == 0:
+            return self.kept
+        all_again, facts = self._step(len(self.blocks))
+        assert self.kept.activations is not None
+        assert all_again.activations is not None
+        more = sum(each.nbytes - facts[name].nbytes for name, each in [*self.blocks.items()][count:])
+        work = sum((each.work for each in itertools.islice(self.blocks.values(), count)), self.kept.work)
+        return FakeStep(min(self.kept.activations, all_again.activations + more), work)
+
+    def _step(self, count: int) -> tuple[FakeStep, dict[str, BlockFacts]]:
+        if count not in self._ran:
+            found: list[dict[str, BlockFacts]] = []
+
+            @contextmanager
+            def within(model: nn.Module, ledger: Ledger) -> Iterator[None]:
+                every = blocks_of(model)
+                again = [*self.blocks][:count] if count else []
+                watched = {name: every[name] for name in self._names}
+                with recomputing(model, again), observed(watched, ledger) as facts:
+                    found.append(facts)
+                    yield
+
+            self._ran[count] = self._run(within=within), found[-1] if found else {}
+        return self._ran[count]

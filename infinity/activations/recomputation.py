@@ -20,7 +20,8 @@ import itertools
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ from infinity.errors import ConfigError
 from infinity.formats.casts import CastOperands
 from infinity.layout.names import named_modules
 from infinity.layout.units import BLOCK_LISTS
+from infinity.planning.fake_step import Ledger
+from infinity.planning.predict import Work
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _CONTAINERS = (tuple, list, dict)
@@ -45,6 +48,9 @@ _CONSTANTS = (
 """Types of arguments that a block can only read."""
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
+
+Saving = Callable[[], AbstractContextManager[None]]
+"""Function that returns a context with hooks on saved tensors."""
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -88,11 +94,12 @@ class RecomputedBlock:
     block (deepcopy, pickle) has the plain forward again.
     """
 
-    def __init__(self, name: str, block: nn.Module) -> None:
-        """Replace the block's forward. name: its path in the model."""
+    def __init__(self, name: str, block: nn.Module, saving: Saving = nullcontext) -> None:
+        """Replace the block's forward. name: its path in the model. saving: as in `recompute`."""
         self._name = name
         self._block = block
         self._own: Callable[..., Any] | None = vars(block).get("forward")
+        self._saving = saving
         self._buffers = _Buffers(block)
         self._warned = False
         self.inner: Callable[..., Any] = block.forward
@@ -117,7 +124,7 @@ class RecomputedBlock:
         """
         if not _is_first_run() or _is_checkpointed():
             return self.inner(*args, **kwargs)
-        call = _Call(self.inner, args, kwargs)
+        call = _Call(self.inner, args, kwargs, self._saving)
         if call.unknown is not None:
             self._warn(call.unknown)
             return self.inner(*args, **kwargs)
@@ -163,20 +170,24 @@ def _same(forward: Any) -> Any:
     return forward
 
 
-def recompute(model: nn.Module, names: Iterable[str]) -> list[RecomputedBlock]:
-    """Have the blocks with these paths recomputed, until `remove` of each result is called. Blocks that are
-    recomputed already are left out. The blocks of one model are all of `blocks_of`.
+def recompute(model: nn.Module, names: Iterable[str], saving: Saving = nullcontext) -> list[RecomputedBlock]:
+    """Have blocks recomputed, until `remove` of each result is called. Blocks that are recomputed already are
+    left out.
+
+    names: paths of blocks, as in `blocks_of`. saving: function that returns a context for both runs of a
+    block, with hooks on saved tensors. Without those of a pager, views of pages that a block makes are kept
+    from its second run to the end of its backward.
     """
     blocks = blocks_of(model)
-    wanted = ((name, blocks[name]) for name in names)
-    return [RecomputedBlock(*each) for each in wanted if not is_recomputed(each[1])]
+    wanted = [name for name in names if not is_recomputed(blocks[name])]
+    return [RecomputedBlock(name, blocks[name], saving) for name in wanted]
 
 
 @contextmanager
-def recomputing(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Context in which the blocks with these paths are recomputed."""
+def recomputing(model: nn.Module, names: Iterable[str], saving: Saving = nullcontext) -> Iterator[None]:
+    """Context in which blocks are recomputed. The arguments are those of `recompute`."""
     with ExitStack() as ends:
-        for each in recompute(model, names):
+        for each in recompute(model, names, saving):
             ends.callback(each.remove)
         yield
 
@@ -202,8 +213,7 @@ def _is_checkpointed() -> bool:
     while pair is not None:
         hooks = getattr(pair[0], "__self__", None)
         if not isinstance(hooks, SavedTensors):
-            name = getattr(pair[0], "__qualname__", "")
-            return name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
+            return autograd_hooks.recomputes(pair)
         pair = hooks.outer
     return False
 
@@ -211,9 +221,14 @@ def _is_checkpointed() -> bool:
 class _Call:
     """One call of a block. After its first run it holds no tensors: torch.utils.checkpoint has them."""
 
-    def __init__(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        """forward: function that is called in both runs; in the first one with these arguments themselves."""
+    def __init__(
+        self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], saving: Saving = nullcontext
+    ) -> None:
+        """forward: function that is called in both runs; in the first one with these arguments themselves.
+        saving: as in `recompute`.
+        """
         self._forward = forward
+        self._saving = saving
         self._given: tuple[Any, Any] | None = (args, kwargs)
         self._casts = CastOperands.active()
         leaves, self._structure = _leaves(args, kwargs)
@@ -234,7 +249,8 @@ class _Call:
         if given is not None:
             self.tensors = []
             args, kwargs = given
-            return self._forward(*args, **kwargs)
+            with self._saving():
+                return self._forward(*args, **kwargs)
         leaves = list(self._leaves)
         for place, number in self._places:
             leaves[place] = tensors[number]
@@ -242,6 +258,7 @@ class _Call:
         with ExitStack() as stack:
             for each in self._casts:
                 stack.enter_context(each.again())
+            stack.enter_context(self._saving())
             return self._forward(*args, **kwargs)
 
 
@@ -277,18 +294,30 @@ class _Buffers:
 # --- what blocks do ---------------------------------------------------------------------------------------
 
 
+@dataclass
+class BlockFacts:
+    """What a step without data has seen of one block."""
+
+    reason: str | None = None
+    """Why the block must not be recomputed, such as "changes its buffer calls"; None: it may be."""
+    nbytes: int = 0
+    """Bytes that its forwards have left in use: activations and results."""
+    work: Work = field(default_factory=lambda: Work({}, 0))
+    """The work of its forwards."""
+
+
 @contextmanager
-def observed(blocks: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
-    """Context that yields a dict, to which each call of a block in the context adds, at the block's name, why
-    the block must not be recomputed, if there is a reason. blocks: name -> block.
+def observed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[dict[str, BlockFacts]]:
+    """Context that yields a dict, name -> facts, of the blocks that are called in it, in the order of their
+    first calls. blocks: name -> block. ledger: of the step that runs in the context.
     """
-    reasons: dict[str, str] = {}
+    facts: dict[str, BlockFacts] = {}
     with ExitStack() as ends:
         for name, block in blocks.items():
             before = vars(block).get("forward")
-            vars(block)["forward"] = _Observed(name, block, reasons)
+            vars(block)["forward"] = _Observed(name, block, facts, ledger)
             ends.callback(_put_back, block, before)
-        yield reasons
+        yield facts
 
 
 def _put_back(block: nn.Module, forward: Any) -> None:
@@ -298,33 +327,43 @@ def _put_back(block: nn.Module, forward: Any) -> None:
 
 
 class _Observed:
-    """A block's forward that notes why the block must not be recomputed."""
+    """A block's forward that notes facts on the block."""
 
-    def __init__(self, name: str, block: nn.Module, reasons: dict[str, str]) -> None:
-        self._name, self._block, self._reasons = name, block, reasons
+    def __init__(self, name: str, block: nn.Module, facts: dict[str, BlockFacts], ledger: Ledger) -> None:
+        self._name, self._block, self._facts, self._ledger = name, block, facts, ledger
         self._forward = block.forward
         self._buffers = _Buffers(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _is_first_run() or self._name in self._reasons:
+        if not _is_first_run():
             return self._forward(*args, **kwargs)
+        facts = self._facts.setdefault(self._name, BlockFacts())
+        nbytes, work = self._ledger.now, self._ledger.work
+        result, reason = self._run(args, kwargs)
+        facts.reason = facts.reason or reason
+        facts.nbytes += self._ledger.now - nbytes
+        facts.work = facts.work + (self._ledger.work - work)
+        return result
+
+    def _run(self, args: Any, kwargs: Any) -> tuple[Any, str | None]:
+        """Run the block. Returns (its result, why it must not be recomputed)."""
         around, call, look = _is_checkpointed(), _Call(self._forward, args, kwargs), _LookForCheckpoints()
         tensors, attributes, buffers = call.tensors, attributes_of(self._block), self._buffers.versions
         versions = _versions(tensors)
         with look:
             result = self._forward(*args, **kwargs)
-        name = changed_attribute(self._block, attributes)
+        name, reason = changed_attribute(self._block, attributes), None
         if around or look.found or _has_reentrant(result, tensors):
-            self._reasons[self._name] = "is recomputed by the model itself"
+            reason = "is recomputed by the model itself"
         elif call.unknown is not None:
-            self._reasons[self._name] = f"is called with a {type(call.unknown).__name__}, which it may change"
+            reason = f"is called with a {type(call.unknown).__name__}, which it may change"
         elif self._buffers.versions != buffers:
-            self._reasons[self._name] = f"changes its buffer {self._buffers.changed(buffers)}"
+            reason = f"changes its buffer {self._buffers.changed(buffers)}"
         elif name is not None:
-            self._reasons[self._name] = f"changes its attribute {name}"
+            reason = f"changes its attribute {name}"
         elif _versions(tensors) != versions:
-            self._reasons[self._name] = "changes a tensor that it is called with"
-        return result
+            reason = "changes a tensor that it is called with"
+        return result, reason
 
 
 class _LookForCheckpoints(TorchDispatchMode):

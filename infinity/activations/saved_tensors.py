@@ -71,6 +71,25 @@ class Delegated:
     unpack: Callable[[Any], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class ReferenceWithin:
+    """A saved tensor in a page that was saved within torch.utils.checkpoint, with a marker that was packed by
+    the hooks of this checkpoint in its place.
+
+    An operation's backward unpacks its tensors one after the other. If the first one were a view of a page,
+    the page could not leave while the second one has all others of the block computed again. So the marker
+    is unpacked first, which does this before the page is fetched.
+    """
+
+    reference: PageReference
+    marker: Delegated
+
+
+Packed = PageReference | ReferenceWithin | Alias | Delegated
+
+_MARKER = torch.empty(0)
+
+
 class SavedBytes:
     """Counts the bytes of the storages, other than pages, that autograd saves in a forward for backward."""
 
@@ -117,9 +136,11 @@ class SavedTensors:
         self.outer = outer
         """The pair of hooks that was active before; None: there was none."""
 
-    def pack(self, tensor: torch.Tensor) -> PageReference | Alias | Delegated:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         found = self.find(tensor)
         if found is not None:
+            if self.outer is not None and autograd_hooks.recomputes(self.outer):
+                return ReferenceWithin(found, Delegated(self.outer[0](_MARKER), self.outer[1]))
             return found
         if self.outer is not None:
             return Delegated(self.outer[0](tensor), self.outer[1])
@@ -127,7 +148,10 @@ class SavedTensors:
             self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)
 
-    def unpack(self, packed: PageReference | Alias | Delegated) -> torch.Tensor:
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        if isinstance(packed, ReferenceWithin):
+            self.unpack(packed.marker)
+            packed = packed.reference
         if isinstance(packed, PageReference):
             if packed.version is not None:
                 check_version(

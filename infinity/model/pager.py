@@ -168,7 +168,7 @@ class Pager:
                 if in_transform():
                     args, kwargs = with_views((args, kwargs))
                 if graphs:
-                    with saving(self._find, self._fetch, self.saved_bytes):
+                    with self.saving():
                         result = function(*args, **kwargs)
                 else:
                     result = function(*args, **kwargs)
@@ -199,7 +199,7 @@ class Pager:
                 views = [
                     each.view_as(each) if isinstance(each, PagedParameter) else each for each in parameters
                 ]
-        with saving(self._find, self._fetch, self.saved_bytes):
+        with self.saving():
             yield views
 
     def _watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> list[Place]:
@@ -301,7 +301,7 @@ class Pager:
         if not self.forwards:
             self.saved_bytes.forward_begins()
             self.prefetch_engine.meter.entered(Phase.FORWARD)
-        self.forwards.begin(caller, saving(self._find, self._fetch, self.saved_bytes), inside)
+        self.forwards.begin(caller, self.saving(), inside)
 
     def end_forward(self) -> None:
         self.forwards.end()
@@ -430,6 +430,10 @@ class Pager:
         self.addresses.clear()
 
     # --- saved tensors ---------------------------------------------------------------------------------
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Context in which this thread's autograd saves references in place of views of pages."""
+        return saving(self._find, self._fetch, self.saved_bytes)
 
     def _find(self, tensor: torch.Tensor) -> PageReference | None:
         if isinstance(tensor, PagedParameter):

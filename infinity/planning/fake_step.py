@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,18 @@ _UNKNOWABLE = (
     fake_tensor.UnsupportedOperatorException,
 )
 """Errors that FakeTensorMode raises where a step needs the data of its tensors."""
+
+
+class Ledger(Protocol):
+    """What a step has taken and done so far."""
+
+    now: int
+    """Bytes that the step's operations have allocated and that are in use."""
+
+    @property
+    def work(self) -> Work:
+        """The work of all operations so far."""
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _LONGEST = 300
@@ -62,7 +74,7 @@ def run_fake_step(
     precision: Precision,
     device: torch.device,
     train: bool,
-    within: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    within: Callable[[nn.Module, Ledger], AbstractContextManager[Any]] = lambda model, ledger: nullcontext(),
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
@@ -70,10 +82,10 @@ def run_fake_step(
 
     example_inputs: positional or keyword arguments of the model's forward. device: if it is a CUDA device
     that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
-    train: whether a backward follows. within: function that takes the copy, and returns the context in which
-    the step runs, such as one in which blocks are recomputed. A model that cannot be copied, or a step that
-    cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's forward fails, for
-    instance for wrong inputs, the first real forward raises that error.
+    train: whether a backward follows. within: function that takes the copy and the ledger of the step, and
+    returns the context in which the step runs, such as one in which blocks are recomputed. A model that
+    cannot be copied, or a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If
+    the model's forward fails, for instance for wrong inputs, the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
@@ -90,7 +102,7 @@ def run_fake_step(
                 mixed = inputs.mixed(args, kwargs)
             casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
             _cast_in_backward(fake, casts)
-            with same_globals(copier), within(fake), mode, watch, casts:
+            with same_globals(copier), within(fake, watch), mode, watch, casts:
                 _step(fake, args, kwargs, watch, train)
     except Exception as error:
         unknown = _reason(error)

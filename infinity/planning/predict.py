@@ -65,6 +65,16 @@ class Work:
     forward: Work | None = None
     """The part of this work that is the forward's; None: all of it."""
 
+    def __add__(self, other: Work) -> Work:
+        """This work and then `other`, which is no part of the forward."""
+        flops = Counter(self.flops) + Counter(other.flops)
+        return Work(dict(flops), self.nbytes + other.nbytes, self.forward or self)
+
+    def __sub__(self, earlier: Work) -> Work:
+        """This work without what was done before: without `earlier`, a part of it."""
+        flops = Counter(self.flops) - Counter(earlier.flops)
+        return Work(dict(flops), self.nbytes - earlier.nbytes)
+
     def seconds(self, rates: MachineRates) -> float:
         """Seconds of all operations, one after the other."""
         products = sum(count / rates.flops_in(dtype) for dtype, count in self.flops.items())

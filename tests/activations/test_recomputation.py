@@ -210,17 +210,23 @@ def test_a_real_step_takes_the_bytes_of_the_plan(name: str) -> None:
 TRANSFORMER = entry("transformer")
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-@pytest.mark.parametrize("home", ["unified", "nvme"])
-def test_every_bit_is_as_if_all_were_kept(home: str, compute: str, tmp_path: Path) -> None:
-    recipe = Recipe(compute=compute, accumulate=2, steps=2)
-    runs = {}
+@pytest.mark.parametrize(
+    ("name", "home", "compute"),
+    [
+        ("transformer", "unified", "fp32"),
+        ("tied", "unified", "bf16"),
+        ("transformer", "nvme", "bf16"),
+        ("encoder", "nvme", "fp32"),  # its norms come last, and have a page each that must leave
+    ],
+)
+def test_every_bit_is_as_if_all_were_kept(name: str, home: str, compute: str, tmp_path: Path) -> None:
+    each, recipe, runs = entry(name), Recipe(compute=compute, accumulate=2, steps=2), {}
     for policy in ("keep", "recompute"):
-        runs[policy] = paged(TRANSFORMER, recipe, home, tmp_path, activations=policy)
+        runs[policy] = paged(each, recipe, home, tmp_path, activations=policy)
         runs[policy].optimizer["generator"] = torch.get_rng_state()
     assert differences(vars(runs["recompute"]), vars(runs["keep"])) == []
     if compute == "fp32":
-        assert differences(runs["keep"].gradients[0], reference(TRANSFORMER, recipe).gradients[0]) == []
+        assert differences(runs["keep"].gradients[0], reference(each, recipe).gradients[0]) == []
 
 
 SWEEP = [each for each in zoo.ENTRIES if blocks_of(each.make())]
@@ -653,7 +659,36 @@ def test_auto_keeps_what_fits_and_recomputes_what_does_not() -> None:
     plan = planned(model, x, activations="auto", budget=budget)
     assert plan.residuals.recomputed == again.residuals.recomputed
     assert plan.activations == again.activations
-    assert "4 blocks run again in backward, because they do not fit" in str(plan)
+    assert "4 blocks run again in backward, because not all activations fit" in str(plan)
     with pytest.raises(infinity.BudgetError) as error:
         planned(model, x, activations="auto", budget=infinity.Budget(host=least[0] - 4096))
     assert error.value.needed == least[0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_auto_keeps_the_activations_of_the_last_blocks_that_fit(name: str) -> None:
+    make, _, count = MODELS[name]
+    x = rows(4096) if name == "mlp" else IDS.repeat(20, 3)
+    model = seeded(make)
+    kept, again = (planned(model, x, activations=policy) for policy in ("keep", "recompute"))
+    least, most = (next(iter(each.smallest.values())) for each in (again, kept))
+    numbers = []
+    for part in (0.2, 0.5, 0.8):
+        budget = infinity.Budget(host=int(least + part * (most - least)) // 4096 * 4096)
+        plan = planned(model, x, activations="auto", budget=budget)
+        found = plan.residuals
+        assert (*found.recomputed, *found.kept) == again.residuals.recomputed
+        real = seeded(make)
+        with recomputing(real, found.recomputed):
+            assert counted(real, x) == plan.activations
+        numbers.append(len(found.recomputed))
+        assert again.activations <= plan.activations < kept.activations
+        assert (
+            kept.work.flops[torch.float32] < plan.work.flops[torch.float32] <= again.work.flops[torch.float32]
+        )
+    assert numbers == sorted(numbers, reverse=True)
+    assert 0 < numbers[-1] < count
+    assert numbers[-1] < numbers[0] <= count
+    with offloaded(seeded(make), "auto", budget=budget, example_inputs=(x,)) as runtime:
+        blocks = blocks_of(runtime._model)
+        assert [name for name in blocks if is_recomputed(blocks[name])] == [*found.recomputed]
