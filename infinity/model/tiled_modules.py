@@ -30,7 +30,7 @@ def tiled(module: M) -> M:
 
     module: an nn.Linear or nn.Embedding, which is changed in place, before `offload`. Its class becomes a
     subclass of its own class. Parameters, their names and state_dict() stay as they are. A tile is a range of
-    rows of the weight, a 64th of them, or more where a tile would have fewer than 2**18 elements. With
+    rows of the weight, a 64th of them, or more where a tile would have fewer than 2**20 elements. With
     `offload` each tile moves by itself. Outputs and gradients may differ from those of the plain module in
     the last bits; they are the same for all budgets, and without `offload`. Mark each module that uses a tied
     weight: other uses of it take a copy of the whole weight.

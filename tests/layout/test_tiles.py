@@ -10,6 +10,7 @@ import infinity
 from infinity.config import Precision
 from infinity.cpu_adam import BLOCK
 from infinity.errors import ConfigError
+from infinity.layout import tiles
 from infinity.layout.chunks import build
 from infinity.layout.tiles import FEWEST_ELEMENTS, MOST_TILES, row_ranges, tiled_weights
 from infinity.layout.units import survey
@@ -27,12 +28,13 @@ def test_the_rows_of_tiles_cover_a_weight_in_order_and_in_whole_blocks(shape: tu
         assert len(rows) * shape[1] >= FEWEST_ELEMENTS
 
 
-def test_a_weight_of_4_gib_has_tiles_of_64_mib_and_one_of_64_mib_has_tiles_of_1_mib() -> None:
+def test_a_weight_of_4_gib_has_tiles_of_64_mib_and_one_of_64_mib_has_tiles_of_4_mib() -> None:
     assert {len(rows) * 32768 * 4 for rows in row_ranges((32768, 32768))} == {64 << 20}
-    assert {len(rows) * 4096 * 4 for rows in row_ranges((4096, 4096))} == {1 << 20}
+    assert {len(rows) * 4096 * 4 for rows in row_ranges((4096, 4096))} == {4 << 20}
 
 
-def _model() -> nn.Module:
+def _model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 18)
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(1024, 512), nn.Linear(512, 512), nn.Linear(512, 1024))
     model[2].weight = model[0].weight
@@ -42,8 +44,11 @@ def _model() -> nn.Module:
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 1 << 30])
-def test_each_tile_is_a_unit_of_its_own_and_fits_beside_the_bias_of_each_module(unit_bytes: int) -> None:
-    surveyed = survey(_model(), Precision(compute="fp32"))
+def test_each_tile_is_a_unit_of_its_own_and_fits_beside_the_bias_of_each_module(
+    unit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model(monkeypatch)
+    surveyed = survey(model, Precision(compute="fp32"))
     grouping = surveyed.group(unit_bytes)
     units = [[surveyed.parameters[index].names for index in members] for _, members in grouping]
     assert units == [
@@ -54,7 +59,7 @@ def test_each_tile_is_a_unit_of_its_own_and_fits_beside_the_bias_of_each_module(
     ]
     assert set(surveyed.together(grouping)) == {(0, 3), (1, 3)}
     assert build(surveyed, grouping, BLOCK).module_units == {"1": (2,), "2": (3,)}
-    assert surveyed.nbytes == sum(each.nbytes for each in _model().parameters())
+    assert surveyed.nbytes == sum(each.nbytes for each in model.parameters())
 
 
 def test_a_weight_that_tiles_cannot_hold_is_refused() -> None:

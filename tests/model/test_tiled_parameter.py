@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiled_models import BUDGETS, Language, inputs, language, losses_of, offloaded
+from tiled_models import (
+    BUDGETS,
+    Language,
+    inputs,
+    language,
+    losses_of,
+    offloaded,
+    small_tiles,  # noqa: F401 - a fixture
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

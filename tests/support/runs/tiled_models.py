@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.layout import tiles
 
 BUDGETS = {
     "ram": infinity.Budget(host="256MiB"),
@@ -17,8 +19,14 @@ BUDGETS = {
 """Three budgets: one with all pages where the model computes, and two that move tiles."""
 
 
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have tiles of 1 MiB in fp32, which small models are cut into."""
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 18)
+
+
 class Language(nn.Module):
-    """An embedding, a layer and a head: the weight of the head has 2 MiB in fp32, and thus two tiles."""
+    """An embedding, a layer and a head. With `small_tiles` the weight of the head, 2 MiB, has two tiles."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
