@@ -94,14 +94,16 @@ class RecomputedBlock:
     block (deepcopy, pickle) has the plain forward again.
     """
 
-    def __init__(self, name: str, block: nn.Module, saving: Saving = nullcontext) -> None:
-        """Replace the block's forward. name: its path in the model. saving: as in `recompute`."""
+    def __init__(self, name: str, block: nn.Module, saving: Saving, warned: set[type]) -> None:
+        """Replace the block's forward. name: its path in the model. saving: as in `recompute`. warned: the
+        classes of arguments of which the model's user was told; blocks of one model share this set.
+        """
         self._name = name
         self._block = block
         self._own: Callable[..., Any] | None = vars(block).get("forward")
         self._saving = saving
         self._buffers = _Buffers(block)
-        self._warned = False
+        self._warned = warned
         self.inner: Callable[..., Any] = block.forward
         """The forward that is recomputed: the block's own, or one that is compiled."""
         vars(block)["forward"] = self
@@ -138,12 +140,13 @@ class RecomputedBlock:
         return result
 
     def _warn(self, unknown: object) -> None:
-        if not self._warned:
-            self._warned = True
+        if type(unknown) not in self._warned:
+            self._warned.add(type(unknown))
             warnings.warn(
-                f"{self._name} is not recomputed in backward, because it is called with a "
-                f"{type(unknown).__name__}, which it may change. In training, call transformers models with "
-                'use_cache=False; activations="keep" recomputes nothing.',
+                f"{self._name}, and blocks that are called alike, are not recomputed in "
+                f"backward: each {_met(unknown)}. "
+                'In training, call transformers models with use_cache=False; activations="keep" recomputes '
+                "nothing.",
                 stacklevel=2,
             )
 
@@ -180,7 +183,8 @@ def recompute(model: nn.Module, names: Iterable[str], saving: Saving = nullconte
     """
     blocks = blocks_of(model)
     wanted = [name for name in names if not is_recomputed(blocks[name])]
-    return [RecomputedBlock(name, blocks[name], saving) for name in wanted]
+    warned: set[type] = set()
+    return [RecomputedBlock(name, blocks[name], saving, warned) for name in wanted]
 
 
 @contextmanager
@@ -265,6 +269,10 @@ class _Call:
 def _leaves(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """(arguments in tuples, lists and dicts of any depth, the structure of these containers)."""
     return tree_flatten((args, kwargs), is_leaf=lambda each: not isinstance(each, _CONTAINERS))
+
+
+def _met(unknown: object) -> str:
+    return f"is called with a {type(unknown).__name__}, which it may change"
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -356,7 +364,7 @@ class _Observed:
         if around or look.found or _has_reentrant(result, tensors):
             reason = "is recomputed by the model itself"
         elif call.unknown is not None:
-            reason = f"is called with a {type(call.unknown).__name__}, which it may change"
+            reason = _met(call.unknown)
         elif self._buffers.versions != buffers:
             reason = f"changes its buffer {self._buffers.changed(buffers)}"
         elif name is not None:

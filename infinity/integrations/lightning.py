@@ -42,7 +42,7 @@ from infinity.runtime import Runtime
 _COMPUTE = {"32": "fp32", "bf16": "bf16", "16": "fp16"}
 """`Precision.compute` by the first part of the Trainer's `precision`, as in "bf16-mixed"."""
 _OF_INFERENCE = ("weights", "example_inputs")
-_OPTIONS = (*_OF_INFERENCE, "update", "accumulation", "average", "checkpoint")
+_OPTIONS = (*_OF_INFERENCE, "update", "activations", "accumulation", "average", "checkpoint")
 _DICTIONARY, _RUN, _WEIGHTS = "checkpoint.pt", "run", "weights"
 
 
@@ -63,9 +63,9 @@ class InfinityStrategy(SingleDeviceStrategy):
     ) -> None:
         """budget, precision: as in infinity.offload. If precision is None, Trainer(precision=) decides: for
         "bf16" and "16" parameters have this dtype, with fp32 masters, and autocast is not used. options:
-        weights, example_inputs, update, accumulation, average and checkpoint of infinity.offload.
-        accumulation is by default Trainer(accumulate_grad_batches=); a step may have fewer backwards. The
-        device is the Trainer's.
+        weights, example_inputs, update, activations, accumulation, average and checkpoint of
+        infinity.offload. accumulation is by default Trainer(accumulate_grad_batches=); a step may have fewer
+        backwards. The device is the Trainer's.
 
         The methods raise ConfigError for a model or Trainer that cannot be used, and the errors of
         infinity.offload.

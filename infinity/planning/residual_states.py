@@ -38,10 +38,10 @@ class Residuals:
             yield f"activations: {_blocks(len(self.recomputed))}{rest}{self.why and f', {self.why}'}"
         elif self.why:
             yield f"activations: all are kept, {self.why}"
-        if self.left_alone:
-            named = ", ".join(f"{name} {reason}" for name, reason in self.left_alone[:_NAMED])
-            more = len(self.left_alone) - _NAMED
-            yield f"activations are kept where {named}{f', and in {more} more blocks' * (more > 0)}"
+        for reason in dict.fromkeys(reason for _, reason in self.left_alone):
+            names = [name for name, each in self.left_alone if each == reason]
+            more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+            yield f"activations of {', '.join(names[:_NAMED])}{more} are kept: {_each(len(names))} {reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """The fields, for --json."""
@@ -52,6 +52,10 @@ class Residuals:
             "left_alone": dict(self.left_alone),
             "why": self.why,
         }
+
+
+def _each(count: int) -> str:
+    return "the block" if count == 1 else "each block"
 
 
 def _last(count: int) -> str:

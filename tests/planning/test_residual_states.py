@@ -74,7 +74,7 @@ def test_the_lines_of_a_plan() -> None:
     )
     assert list(found.lines) == [
         "activations: 2 blocks run again in backward, and the last keeps its activations",
-        "activations are kept where d is compiled",
+        "activations of d are kept: the block is compiled",
     ]
     assert found.as_dict()["kept"] == ["c"]
 
