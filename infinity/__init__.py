@@ -37,6 +37,7 @@ from infinity.errors import (
     StorageFull,
     UnsupportedOptimizer,
 )
+from infinity.losses.linear_cross_entropy import linear_cross_entropy
 from infinity.model.tiled_modules import tiled
 from infinity.pages.ledger import Commit
 from infinity.planning.plan import Plan
@@ -84,6 +85,7 @@ __all__ = [
     "UnsupportedOptimizer",
     "from_accelerate_config",
     "from_deepspeed_config",
+    "linear_cross_entropy",
     "offload",
     "plan",
     "tiled",

@@ -47,6 +47,7 @@ REPLACEMENTS = {
     "torch._has_compatible_shallow_copy_type": "parameters that are replaced, where dtype or device changes",
     "torch._cudnn_rnn_flatten_weight": "nothing: torch would no longer call it",
     "torch._subclasses.fake_tensor": "the meta device, which lacks a device of its own for each tensor",
+    "torch._compile._disable_dynamo": "torch.compiler.disable, which imports torch._dynamo at once",
     "torch._dynamo.exc": "a RuntimeError that torch.compile raises",
     "torch._dynamo.trace_rules": "torch.compiler.disable on every function that hooks call",
     "torch.utils._pytree": "optree",

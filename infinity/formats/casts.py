@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.config import Precision
 from infinity.errors import ConfigError
+from infinity.losses.linear_cross_entropy import linear_cross_entropy
 
 _CHECKED_CALLS = 3
 """The first calls whose inputs are compared before and after the cast. Each comparison waits for a GPU."""
@@ -183,7 +184,7 @@ def _functions(names: str) -> frozenset[Any]:
 _WEIGHT_SECOND = _functions(f"linear {_CONVOLUTIONS}")
 """Functions (input, weight, bias) that need no cast if input and weight have one dtype."""
 
-_ALL = _WEIGHT_SECOND | _functions(f"{_PRODUCTS} {_LAYERS} {_INDEXED} lerp")
+_ALL = _WEIGHT_SECOND | _functions(f"{_PRODUCTS} {_LAYERS} {_INDEXED} lerp") | {linear_cross_entropy}
 """Functions that raise an error unless all their floating-point operands have one dtype."""
 
 _FIRST = _functions("layer_norm group_norm batch_norm instance_norm linear_cross_entropy")

@@ -106,6 +106,9 @@ CASES = {
     "chain_matmul": case(torch.chain_matmul, (2, 3), (3, 4)),
     "multi_dot": case(lambda *each: torch.linalg.multi_dot(each), (2, 3), (3, 4), (4, 2)),
     "cross": case(torch.linalg.cross, (2, 3), (2, 3)),
+    "linear_cross_entropy": case(
+        lambda x, w, b: infinity.linear_cross_entropy(x, w, I, b), (2, 3), (4, 3), (4,), weights=(1, 2)
+    ),
     "prelu": case(F.prelu, (2, 3), (3,)),
     "embedding_bag": case(
         lambda each, w: F.embedding_bag(BAG, w, mode="sum", per_sample_weights=each), (2, 3), (4, 3)
@@ -261,7 +264,7 @@ def test_every_function_that_is_cast_for_has_a_case() -> None:
     tried |= {other.get(name, name) for name in tried}
     names = {each.__name__.removeprefix("linalg_") for each in EQUAL_DTYPES}
     in_place = {name for name in names if name.endswith("_")}
-    without = {"conv_tbc", "solve", "linear_cross_entropy", "_sparse_addmm"}  # not with bf16 on a CPU
+    without = {"conv_tbc", "solve", "_sparse_addmm"}  # not with bf16 on a CPU
     assert names - in_place - tried == without & names
 
 

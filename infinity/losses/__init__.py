@@ -1,0 +1,1 @@
+"""Losses: computed together with the layer before them, so that its outputs take little memory."""
