@@ -5,6 +5,7 @@ device such an operation would be an error, or a copy outside of the link.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,27 @@ from device_units import adamw
 from emulated_device import EmulatedDevice, planned_apart
 from homes import budget_for, short_visits, visiting_budget
 from small_runtime import TIED, loss_of
+from tiled_models import inputs, language
 from torch import nn
 from two_memories import TwoMemories
 
 import infinity
+from infinity.layout import tiles
+from infinity.layout.tiles import TiledModule
 from infinity.planning import twin_flow
 from infinity.tiers import Tier
 
 HOMES = ("host", "mixed", "device", "nvme", "mirrored", "visits")
 
 
-def stepped(model: nn.Module, runtime: Any, numbers: range) -> None:
+Loss = Callable[[Any, int], torch.Tensor]
+"""Function of a model and a batch's number."""
+
+
+def stepped(model: nn.Module, runtime: Any, numbers: range, loss: Loss = loss_of) -> None:
     """Take a step of several backwards with clipping, if updates wait for the norm."""
     for number in numbers:
-        (loss_of(model, number) / len(numbers)).backward()
+        (loss(model, number) / len(numbers)).backward()
     if runtime.plan.update != "eager":
         for parameter in model.parameters():
             runtime.grad(parameter)
@@ -38,17 +46,17 @@ def stepped(model: nn.Module, runtime: Any, numbers: range) -> None:
     runtime.optimizer.zero_grad()
 
 
-def used(model: nn.Module, runtime: Any, directory: Path) -> None:
+def used(model: nn.Module, runtime: Any, directory: Path, loss: Loss) -> None:
     """Make all other calls that read or write parameters and states, with a step after each change."""
-    stepped(model, runtime, range(2))
+    stepped(model, runtime, range(2), loss)
     kept = runtime.optimizer.state_dict()
     parameter = next(model.parameters())
     with torch.no_grad():
         parameter.mul_(0.5)
         parameter[0] = 0.25
-    stepped(model, runtime, range(2, 4))
+    stepped(model, runtime, range(2, 4), loss)
     for module in model.modules():
-        if not [*module.children()]:
+        if not [*module.children()] and not isinstance(module, TiledModule):
             with runtime.full_parameters(module), torch.no_grad():
                 for each in module.parameters():
                     each.add_(each, alpha=0.01)
@@ -57,11 +65,11 @@ def used(model: nn.Module, runtime: Any, directory: Path) -> None:
     runtime.optimizer.state[parameter]["exp_avg"].abs().max()
     runtime.optimizer.load_state_dict(kept)
     model.load_state_dict({name: 1.01 * each for name, each in model.state_dict().items()})
-    stepped(model, runtime, range(2))
+    stepped(model, runtime, range(2), loss)
     runtime.export(directory / "export")
     runtime.save(directory / "copy", state={"step": 3})
     assert runtime.load(directory / "copy") == {"step": 3}
-    stepped(model, runtime, range(2))
+    stepped(model, runtime, range(2), loss)
 
 
 @pytest.mark.sweep(most=3)
@@ -94,12 +102,52 @@ def test_no_operation_mixes_the_memories(
     and chunks visit the device.
     """
     monkeypatch.setattr(twin_flow, "has_kernels", lambda device: kernels)
-    precision, commits = infinity.Precision(compute=compute, states=states), tmp_path / "commits"
+    everything(TIED.make, home=home, compute=compute, states=states, update=update, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("home", "compute", "states", "update"),
+    [
+        ("mixed", "fp32", "fp32", "lazy"),
+        ("device", "bf16", "int8", "eager"),
+        ("mixed", "fp16", "fp32", "speculative"),
+        ("mirrored", "bf16", "bf16", "sync"),
+    ],
+)
+def test_no_operation_of_a_tiled_model_mixes_the_memories(
+    *, home: str, compute: str, states: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(twin_flow, "has_kernels", lambda device: False)
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 18)
+    everything(
+        functools.partial(language, tied=update != "eager"),
+        home=home,
+        compute=compute,
+        states=states,
+        update=update,
+        directory=tmp_path,
+        loss=lambda model, number: model.loss(inputs(number)),
+    )
+
+
+def everything(
+    make: Callable[[], nn.Module],
+    *,
+    home: str,
+    compute: str,
+    states: str,
+    update: str,
+    directory: Path,
+    loss: Loss = loss_of,
+) -> None:
+    """Use models that `make` makes in all ways, with the memories watched. directory: for files."""
+    kernels = twin_flow.has_kernels(torch.device("cpu"))
+    precision, commits = infinity.Precision(compute=compute, states=states), directory / "commits"
     options: dict[str, Any] = {
         "update": update,
         "accumulation": 2 if update in ("eager", "speculative") else None,
     }
-    model, visits = TIED.make(), home == "visits"
+    model, visits = make(), home == "visits"
     with contextlib.ExitStack() as cleanup:
         if visits:
             cleanup.enter_context(short_visits())
@@ -108,21 +156,21 @@ def test_no_operation_mixes_the_memories(
             if visits:
                 budget = visiting_budget(model, adamw(model), precision=precision, device="cpu", **facts)
             else:
-                budget = budget_for(home, model, adamw(model), tmp_path, precision, **facts)
+                budget = budget_for(home, model, adamw(model), directory, precision, **facts)
         options |= {"budget": budget, "precision": precision, "device": "cpu"}
         cleanup.enter_context(EmulatedDevice(3).in_use())
         cleanup.enter_context(TwoMemories().checked())
         with infinity.offload(model, adamw(model), checkpoint=commits, **options) as runtime:
             assert bool(runtime.plan.updated_on_device) == (kernels and not visits)
             assert bool(runtime.plan.visiting_units) == visits
-            used(model, runtime, tmp_path)
+            used(model, runtime, directory, loss)
             commit = runtime.save(state="last")
-            stepped(model, runtime, range(2))
+            stepped(model, runtime, range(2), loss)
             commit.wait()
-        model = TIED.make()
+        model = make()
         with infinity.offload(model, adamw(model), resume=commits, **options) as runtime:
             assert runtime.load() == "last"
-            stepped(model, runtime, range(2))
+            stepped(model, runtime, range(2), loss)
             runtime.save().wait()
 
 

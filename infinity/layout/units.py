@@ -122,22 +122,15 @@ class Survey:
         """Return the sets of units that have to be resident at the same time, as indices in `grouping`.
 
         There is a set for each module whose direct parameters lie in several units: the set has these units.
-        That happens where some of the module's parameters are tied to parameters of other modules. The tiles
-        of a module are used one after the other, so there is a set for each tile with the other units.
+        That happens where some of the module's parameters are tied to parameters of other modules. Tiles are
+        in no set: no operation takes one together with other parameters.
         """
         unit_of = {index: unit for unit, (_, members) in enumerate(grouping) for index in members}
         units: dict[str, set[int]] = {}
-        tiles: dict[str, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
-            for name in parameter.names:
-                path = name.rpartition(".")[0]
-                if parameter.tile_of is None:
-                    units.setdefault(path, set()).add(unit_of[index])
-                else:
-                    tiles.setdefault(path, []).append(unit_of[index])
-        found = [*units.values()]
-        found += [{unit, *units.get(path, ())} for path, inside in tiles.items() for unit in inside]
-        return tuple({tuple(sorted(each)) for each in found if len(each) > 1})
+            for name in parameter.names if parameter.tile_of is None else ():
+                units.setdefault(name.rpartition(".")[0], set()).add(unit_of[index])
+        return tuple({tuple(sorted(each)) for each in units.values() if len(each) > 1})
 
 
 def survey(model: nn.Module, precision: Precision) -> Survey:

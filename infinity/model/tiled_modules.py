@@ -2,7 +2,8 @@
 
 The arithmetic of a tiled module follows from the shape of its weight alone (infinity/layout/tiles.py), with
 or without a runtime. A tile of `rows` rows gives `rows` output features of a linear module. The gradient of
-the input is the sum over tiles in fp32, in row order, rounded once. No operation takes two tiles.
+the input is the sum over tiles in fp32, in row order, rounded once. No operation takes a tile together with
+another parameter.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class TiledLinear(TiledModule, nn.Linear):
         tiles = _tiles(self.weight)
         biases: Sequence[torch.Tensor | None] = [None] * len(tiles)
         if self.bias is not None:
-            biases = self.bias.split([len(each) for each in tiles])
+            # A copy: views would keep the page of the bias beside that of each tile.
+            biases = self.bias.clone().split([len(each) for each in tiles])
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled():
             outputs = _linear_graph(flat, tiles, biases)
