@@ -591,7 +591,12 @@ class PrefetchEngine:
         return {name for unit in units for each in self.pages[unit].layout.parameters for name in each.names}
 
     def _named(self, units: Collection[int]) -> str:
-        names = [self.pages[unit].layout.name or "the root's own" for unit in sorted(units)]
+        layouts = [self.pages[unit].layout for unit in sorted(units)]
+        tiles = [each.parameters[0] if each.parameters[0].tile_of else None for each in layouts]
+        names = [
+            each.name or "the root's own" if tile is None else tile.names[0]
+            for each, tile in zip(layouts, tiles, strict=True)
+        ]
         others = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
         return ", ".join(names[:_NAMED]) + others
 

@@ -155,6 +155,42 @@ def test_recomputation_and_retained_graphs_give_the_same_gradients() -> None:
                 assert torch.equal(runtime.grad(model.head.weight), plain.head.weight.grad)
 
 
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 4096), nn.Linear(4096, 128)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = x + self.drop(self.down(torch.relu(self.up(x))))
+        return result
+
+
+def test_blocks_with_tiles_are_recomputed_with_the_same_bits() -> None:
+    found = []
+    for activations, budget in (("keep", "ram"), ("recompute", "ram"), ("recompute", "device apart")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 128), nn.Sequential(*[_Block() for _ in range(3)]))
+        for block in model[1]:
+            infinity.tiled(block.up)
+            infinity.tiled(block.down)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        precision = infinity.Precision(compute="fp32")
+        with infinity.offload(
+            model, optimizer, budget=BUDGETS[budget], precision=precision, activations=activations
+        ) as runtime:
+            for step in range(2):
+                given = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+                torch.manual_seed(step)
+                model(given).square().mean().backward()
+                runtime.clip_grad_norm_(0.1)
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            found.append(model.state_dict())
+    for state in found[1:]:
+        assert all(torch.equal(value, found[0][name]) for name, value in state.items())
+
+
 def test_a_weight_that_changed_since_the_forward_is_noticed() -> None:
     for runtime_too in (False, True):
         model = language(tied=False)
