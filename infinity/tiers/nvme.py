@@ -103,7 +103,8 @@ class NvmeTier(Closing):
 
     files: makes the changes of names and takes the locks on disk. shared: directory without symbolic links ->
     lock of it that the caller holds, for this tier to use. verify: whether reads are compared with what was
-    written, as `Engine.open` says.
+    written, as `Engine.open` says. scratch: whether no later process needs the tier. Its files then have no
+    names, so that nothing is left after a kill, and cannot be committed.
 
     A context manager. Closing the tier waits for requests in flight, cancels queued requests and removes the
     files, unless `keep` says that they stay.
@@ -131,6 +132,7 @@ class NvmeTier(Closing):
         files: DiskFiles | None = None,
         shared: Mapping[Path, PathLock] | None = None,
         verify: bool = False,
+        scratch: bool = False,
     ) -> None:
         if not budgets:
             raise ConfigError("The nvme tier was given no path.", 'Give {"/mnt/nvme0": bytes}.')
@@ -153,7 +155,7 @@ class NvmeTier(Closing):
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
                 self._lock([path for path, _ in used], rank, shared or {}, cleanup)
-                made = (Slab(self.locks[path], size, files=files) for path, size in used)
+                made = (Slab(self.locks[path], size, files=files, scratch=scratch) for path, size in used)
                 self.slabs = [cleanup.enter_context(slab) for slab in made]
             else:
                 self.striping = adopt.striping
@@ -184,6 +186,8 @@ class NvmeTier(Closing):
             ]
             parts = zip(opened, self._weights, strict=True)
             self._volume: Volume | None = Volume(parts, self.striping.stripe_bytes)
+            for slab in self.slabs if scratch else ():
+                slab.drop_name()
             undo.pop_all()
             self._cleanup = cleanup.pop_all()
 

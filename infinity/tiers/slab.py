@@ -10,6 +10,9 @@ removed by a run that has read the commits it belongs to.
 A crash between this rename and that of the manifest leaves a slab that no commit has. The temporary manifest
 then exists, and names the slab: see `commit_files.unfinished_slabs`. So the temporary manifest is written
 before slabs are renamed, and is removed only after they have their old names back.
+
+A scratch slab holds what no later process needs. It loses its name, `infinity-rank<rank>.scratch`, as soon as
+it is open, so nothing of it is left after a kill.
 """
 
 from __future__ import annotations
@@ -40,6 +43,11 @@ def slab_name(rank: int, uuid: str | None = None) -> str:
     return f"infinity-rank{rank}.slab" if uuid is None else f"infinity-rank{rank}-{uuid}.slab"
 
 
+def scratch_name(rank: int) -> str:
+    """The name that a scratch slab's file has until it is open."""
+    return f"infinity-rank{rank}.scratch"
+
+
 @dataclass
 class _Open:
     """All that is needed to close a slab. It is kept outside of the Slab object, which may be gone when
@@ -64,17 +72,20 @@ class Slab(Closing):
 
     lock: the lock of the slab's directory and rank, which `lock_directory` made; the slab does not close it.
     nbytes: bytes of pages, rounded up to whole 4 KiB blocks. files: makes, renames and removes the file.
+    scratch: whether the file has a scratch slab's name; the caller then calls `drop_name`.
 
     Raises StorageFull if the file system does not have that much room; no file is left behind then. Raises
     StorageError (EEXIST) if a file of another type has the slab's name, and ConfigError if `nbytes` is not
     positive.
     """
 
-    def __init__(self, lock: PathLock, nbytes: int, *, files: DiskFiles | None = None) -> None:
+    def __init__(
+        self, lock: PathLock, nbytes: int, *, files: DiskFiles | None = None, scratch: bool = False
+    ) -> None:
         if nbytes <= 0:
             raise ConfigError(f"A slab of {nbytes} bytes was asked for.", "Give at least one page.")
         files = files or DiskFiles()
-        path = lock.directory / slab_name(lock.rank)
+        path = lock.directory / (scratch_name(lock.rank) if scratch else slab_name(lock.rank))
         self._own(files.create_open(path), path, lock, files, keep=False)
         self.uuid = uuids.uuid4().hex
         """32 hexadecimal digits, which are part of the file's name once it is committed."""
@@ -139,6 +150,10 @@ class Slab(Closing):
             opened.files.rename(opened.path, target)
             opened.path = target
 
+    def drop_name(self) -> None:
+        """Remove the file's name. The file itself goes once nobody has it open. Raises StorageError."""
+        self._open.files.remove(self._open.path)
+
     def check_name(self) -> None:
         """Raise StorageError (ENOENT) if the slab's path does not name its file any more.
 
@@ -193,13 +208,13 @@ def _end(slab: _Open) -> None:
 
 
 def lock_directory(directory: str | os.PathLike[str], rank: int, files: DiskFiles) -> PathLock:
-    """Lock a directory for a rank, and remove the uncommitted slab that a dead process left there.
+    """Lock a directory for a rank, and remove the uncommitted slabs that a dead process left there.
 
     Raises as PathLock does.
     """
     lock = PathLock(directory, rank=rank, files=files)
     try:
-        if _is_regular(path := lock.directory / slab_name(rank)):
+        for path in _leftovers(lock.directory, rank):
             files.remove(path)
     except BaseException:
         lock.close()
@@ -209,8 +224,12 @@ def lock_directory(directory: str | os.PathLike[str], rank: int, files: DiskFile
 
 def leftover_bytes(directory: Path, rank: int) -> int:
     """Bytes on disk that `lock_directory` would free in a directory."""
-    path = directory / slab_name(rank)
-    return path.lstat().st_blocks * 512 if _is_regular(path) else 0
+    return sum(path.lstat().st_blocks * 512 for path in _leftovers(directory, rank))
+
+
+def _leftovers(directory: Path, rank: int) -> list[Path]:
+    """The slabs in a directory that no commit and no living process needs, if the rank's lock is free."""
+    return [path for name in (slab_name(rank), scratch_name(rank)) if _is_regular(path := directory / name)]
 
 
 def slab_paths(directories: Sequence[Path], rank: int, uuid: str) -> list[Path]:

@@ -285,3 +285,22 @@ def test_less_budget_than_needed(tmp_path: Path) -> None:
         NvmeTier({os.fspath(tmp_path): MIB}, MIB + 1)
     with NvmeTier({os.fspath(tmp_path): error.value.needed}, MIB + 1):
         pass
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["one path", "three paths"])
+def test_scratch_has_no_name_and_lies_beside_the_pages(tmp_path: Path, number: int) -> None:
+    paths = directories(tmp_path, number)
+    sizes, speeds = dict.fromkeys(paths, 8 * MIB), [1.0] * number
+    (Path(paths[0]) / "infinity-rank0.scratch").write_bytes(b"of a process that was killed while it opened")
+    with NvmeTier(sizes, MIB, speeds=speeds, stripe_bytes=PAGE) as tier:
+        names = {path: os.listdir(path) for path in paths}
+        with NvmeTier(
+            sizes, MIB, speeds=speeds, stripe_bytes=PAGE, shared=tier.locks, scratch=True, verify=True
+        ) as scratch:
+            assert {path: os.listdir(path) for path in paths} == names
+            lease, source = scratch.lease(300_001), random_bytes(300_001, 1)
+            back = torch.empty_like(source)
+            scratch.write(lease, source).result()
+            scratch.read(lease, back).result()
+            assert torch.equal(back, source)
+    assert [file for path in paths for file in Path(path).iterdir()] == []
