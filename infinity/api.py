@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity.activations.policy import PolicyChoice
+from infinity.activations.room_choice import RoomChoice
 from infinity.build import bytes_on, bytes_set_aside, carry_out
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.restore import division_of
@@ -321,12 +322,13 @@ def plan_for(
         make = functools.partial(_plan_here, make, target, available, own)
     else:
         make = functools.partial(make, available=available)
-    run = None
+    run, rooms = None, None
     if example_inputs is not None:
         run = functools.partial(
             run_fake_step, model, example_inputs, precision=precision, device=target, train=rule is not None
         )
-    policy = PolicyChoice(model, activations, run, train=rule is not None)
+        rooms = RoomChoice.of(run, budget, target)
+    policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)
 
     def draft(agreed: Division | None) -> Plan:
         return policy.plan(functools.partial(draft_for, agreed), adopts)

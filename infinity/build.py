@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity import cpu_adam
 from infinity.activations.heap import HeapGuard
+from infinity.activations.residual_pages import ResidualPages
+from infinity.activations.residual_room import ResidualRoom
 from infinity.checkpoint.committer import Committer
 from infinity.checkpoint.directory import Checkpoint
 from infinity.checkpoint.initial_pages import InitialPages
@@ -196,6 +198,14 @@ class _Wiring:
             remote=self.initial.remote,
             resumed=resumed,
         )
+        residual = None
+        if (room := plan.residuals.room) is not None and store.activations is not None:
+            residual = ResidualPages(
+                ResidualRoom(store, store.activations, store.scratch),
+                kept_bytes=room.kept,
+                window=room.window,
+                lock=lock,
+            )
         pager = Pager(
             pages,
             addresses,
@@ -205,6 +215,7 @@ class _Wiring:
             health=health,
             heap=heap,
             lock=lock,
+            residual=residual,
         )
         for page in pages:
             for index, parameter in enumerate(page.parameters):

@@ -3,9 +3,8 @@
 [Note: the first blocks are recomputed] The backward needs the activations of the last blocks first, and then
 frees them. So where not all activations fit, those of the last blocks are kept, and the first blocks run
 again. How many these are is the number with the least predicted seconds. For each number the bytes of a step
-are estimated: they are those of the step that recomputes all blocks and, from the forward of each kept block
-to its backward, what it keeps more than a recomputed one. The step with the chosen number is then run without
-data, for its exact bytes.
+are bounded by those of the step that recomputes all blocks, plus what each block that is kept leaves more
+than a recomputed one; the step with the chosen number is then run without data, for its exact bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from dataclasses import replace
 from torch import nn
 
 from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle, recomputing
-from infinity.errors import BudgetError
+from infinity.activations.room_choice import RoomChoice
+from infinity.errors import BudgetError, ConfigError
 from infinity.planning.fake_step import FakeStep, Ledger
 from infinity.planning.plan import Plan
 from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_count
@@ -36,15 +36,19 @@ Draft = Callable[[Residuals, FakeStep | None], Plan]
 class PolicyChoice:
     """Chooses the policy of one model's activations. Each step without data runs once, if needed."""
 
-    def __init__(self, model: nn.Module, asked: str, run: Run | None, *, train: bool) -> None:
-        """asked: `activations=` of `infinity.offload`. run: None without example inputs. train: whether there
-        is an optimizer; without one autograd saves nothing, and the policy is "keep". Raises ConfigError for
-        an unknown `asked`.
+    def __init__(
+        self, model: nn.Module, asked: str, run: Run | None, rooms: RoomChoice | None, *, train: bool
+    ) -> None:
+        """asked: `activations=` of `infinity.offload`. run, rooms: None without example inputs.
+
+        train: whether there is an optimizer; without one autograd saves nothing, and the policy is "keep".
+        Raises ConfigError for an unknown `asked`.
         """
         check_policy(asked)
         found = {name: obstacle(block) for name, block in blocks_of(model).items()}
         self._asked = asked if train else "keep"
-        self._steps = None if run is None else Steps(run, [name for name in found if found[name] is None])
+        self._rooms = rooms
+        self._steps = None if run is None else _Steps(run, [name for name in found if found[name] is None])
         self._all = Residuals(
             policy="recompute",
             recomputed=tuple(name for name, reason in found.items() if reason is None),
@@ -60,6 +64,8 @@ class PolicyChoice:
         keeps them can adopt the slabs of the commit that is continued (`adopts`). Raises BudgetError if the
         model does not fit with any policy that may be chosen.
         """
+        if self._asked.endswith("offload"):
+            return self._leaving(self._asked, draft)
         steps = self._steps
         if steps is None:
             return draft(self._all if self._asked == "recompute" else KEEP, None)
@@ -67,23 +73,20 @@ class PolicyChoice:
             return draft(self._recomputing(steps, None), steps.recomputing(None))
         return draft(KEEP, steps.kept) if self._asked == "keep" else self._auto(steps, draft, adopts)
 
-    def _auto(self, steps: Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
+    def _auto(self, steps: _Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
         """Make the plan of "auto"; see `plan`."""
         try:
             kept = draft(KEEP, steps.kept)
-        except BudgetError:
-            if steps.kept.unknown is not None or not steps.blocks:
+        except BudgetError as error:
+            if steps.kept.unknown is not None:
                 raise
-            if steps.recomputing(None).unknown is not None:
-                raise
-            return self._quickest(steps, draft, "because not all activations fit")
+            return self._smaller(steps, draft, error.again())
         now = kept.predict(kept.accumulation or 1)
-        if now is None or not steps.blocks or adopts(kept):  # or nothing is to be chosen
+        if now is None or not steps.blocks or adopts(kept):
             return kept
         enough = (1 - _WORTH_RECOMPUTING) * now.least
         bound = draft(KEEP, replace(steps.kept, activations=0)).predict(kept.accumulation or 1)
-        worth = bound is not None and bound.least <= enough
-        if not worth or steps.recomputing(None).unknown is not None:
+        if bound is None or bound.least > enough:  # the room of activations would not be worth their work
             return kept
         plan = self._quickest(steps, draft, f"predicted faster than {now.text} s with all kept")
         other = plan.predict(kept.accumulation or 1)
@@ -92,14 +95,45 @@ class PolicyChoice:
         why = "predicted slower otherwise" if other is None else f"predicted {other.text} s otherwise"
         return replace(kept, residuals=replace(KEEP, why=why))
 
-    def _quickest(self, steps: Steps, draft: Draft, why: str) -> Plan:
+    def _leaving(self, policy: str, draft: Draft, why: str = "") -> Plan:
+        """Make the plan for one of the policies with which saved tensors leave the memory that computes. why:
+        the reason for the plan's text.
+        """
+        if self._rooms is None or self._steps is None:
+            raise ConfigError(
+                f'activations="{policy}" was asked for without example_inputs: their bytes are unknown.',
+                "Give infinity.offload example_inputs=: the arguments of a forward of the largest size.",
+            )
+        residuals = Residuals() if policy == "offload" else self._recomputing(self._steps, None)
+        return self._rooms.plan(replace(residuals, policy=policy, why=why), draft)
+
+    def _smaller(self, steps: _Steps, draft: Draft, error: BudgetError) -> Plan:
+        """Make the plan where not all activations fit: with the first policy that fits of those that take
+        ever less memory. error: of the plan that keeps all. If no policy fits, the error that asks for the
+        smallest budget is raised.
+        """
+        why = "because not all activations fit"
+        attempts: list[Callable[[], Plan]] = [lambda: self._leaving("offload", draft, why)]
+        if steps.blocks:
+            attempts.insert(0, lambda: self._quickest(steps, draft, why))
+            attempts.insert(1, lambda: self._leaving("recompute+offload", draft, why))
+        errors = [error]
+        for attempt in attempts:
+            try:
+                return attempt()
+            except BudgetError as found:
+                errors.append(found.again())
+        tier = errors[-1].tier
+        raise min((each for each in errors if each.tier == tier), key=lambda each: each.needed or 0)
+
+    def _quickest(self, steps: _Steps, draft: Draft, why: str) -> Plan:
         """Make the plan that recomputes the first blocks, as many as are best, but at least one; see
         [Note: the first blocks are recomputed]. why: the reason for the plan's text. Raises BudgetError if
         the model does not fit with all blocks recomputed.
         """
         every = replace(self._recomputing(steps, None), why=why)
         plan = draft(every, steps.recomputing(None))
-        if plan.speeds is None:
+        if plan.speeds is None or steps.recomputing(None).unknown is not None:
             return plan
         rates, micro_batches = plan.speeds, plan.accumulation or 1
 
@@ -114,15 +148,16 @@ class PolicyChoice:
                 return None
             return floor(count) if found is None else found.least
 
-        best = quickest_count(len(steps.blocks), seconds, floor)
-        for count in () if best is None else range(max(1, best), min(best + 2, len(steps.blocks))):
-            try:
-                return draft(replace(self._recomputing(steps, count), why=why), steps.recomputing(count))
-            except BudgetError:  # the estimate was too low by some bytes
-                continue
-        return plan
+        count = quickest_count(len(steps.blocks), seconds, floor)
+        if count is None or count == len(steps.blocks):
+            return plan
+        try:
+            chosen = replace(self._recomputing(steps, count), why=why)
+            return draft(chosen, steps.recomputing(count)) if count else plan
+        except BudgetError:  # the estimate was too low
+            return plan
 
-    def _recomputing(self, steps: Steps, count: int | None) -> Residuals:
+    def _recomputing(self, steps: _Steps, count: int | None) -> Residuals:
         """The policy that recomputes the first `count` blocks; None: all blocks that may run again."""
         names = tuple(steps.blocks)
         found = tuple((name, each.reason) for name, each in steps.facts.items() if each.reason is not None)
@@ -136,7 +171,7 @@ class PolicyChoice:
         )
 
 
-class Steps:
+class _Steps:
     """The steps without data of one model, with some of its blocks recomputed."""
 
     def __init__(self, run: Run, names: list[str]) -> None:
@@ -167,24 +202,17 @@ class Steps:
         return self._step(len(self.blocks) if count is None else count)[0]
 
     def estimate(self, count: int) -> FakeStep:
-        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks; see
-        [Note: the first blocks are recomputed]. Its bytes are too high where blocks are called more than
-        once, because it lets these keep theirs to the end.
+        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks: at most
+        a few bytes too high.
         """
         if count == 0:
             return self.kept
-        every, facts = self._step(len(self.blocks))
+        all_again, facts = self._step(len(self.blocks))
         assert self.kept.activations is not None
-        assert every.activations is not None
-        kept = [(name, each.nbytes - facts[name].nbytes) for name, each in [*self.blocks.items()][count:]]
-        most, held = every.activations, sum(nbytes for _, nbytes in kept)
-        if any(each.calls > 1 for each in facts.values()):
-            most += held
-        for name, nbytes in reversed(kept):
-            most = max(most, facts[name].before + held)  # in the backward, until that of the block begins
-            held -= nbytes
+        assert all_again.activations is not None
+        more = sum(each.nbytes - facts[name].nbytes for name, each in [*self.blocks.items()][count:])
         work = sum((each.work for each in itertools.islice(self.blocks.values(), count)), self.kept.work)
-        return FakeStep(min(self.kept.activations, most), work)
+        return FakeStep(min(self.kept.activations, all_again.activations + more), work)
 
     def _step(self, count: int) -> tuple[FakeStep, dict[str, BlockFacts]]:
         if count not in self._ran:
@@ -195,7 +223,7 @@ class Steps:
                 every = blocks_of(model)
                 again = [*self.blocks][:count] if count else []
                 watched = {name: every[name] for name in self._names}
-                with observed(watched, ledger) as facts, recomputing(model, again):
+                with recomputing(model, again), observed(watched, ledger) as facts:
                     found.append(facts)
                     yield
 

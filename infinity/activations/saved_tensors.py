@@ -7,6 +7,8 @@ saved-tensor hooks that were active before: the user's own, or those of torch.ut
 the same tensors in forward and in recomputation. Without such hooks the tensor is packed as a detached alias,
 because the tensor itself would keep its graph alive. PyTorch's check that no saved tensor was edited in place
 does not work through hooks, so references and aliases carry the version at which the tensor was saved.
+Where the plan has room for them, large tensors are packed as references to residual pages, which may leave
+the memory that computes ([Note: residual pages] in infinity/activations/residual_pages.py).
 
 The hooks are active in the root module's forward, because ordinary operations there save views (`w.t()`), and
 around every single operation that takes a paged parameter.
@@ -24,6 +26,7 @@ import torch
 from infinity.activations import autograd_hooks
 from infinity.activations.autograd_hooks import Pair
 from infinity.activations.heap import HeapGuard
+from infinity.activations.residual_pages import ResidualPages, ResidualReference
 from infinity.pages.parameter_page import ParameterPage, parameter_version
 from infinity.system.lock import undivided
 
@@ -85,7 +88,7 @@ class ReferenceWithin:
     marker: Delegated
 
 
-Packed = PageReference | ReferenceWithin | Alias | Delegated
+Packed = PageReference | ReferenceWithin | ResidualReference | Alias | Delegated
 
 _MARKER = torch.empty(0)
 
@@ -110,6 +113,11 @@ class SavedBytes:
         if self.guards:
             self._heap.allocated(storage.nbytes())
 
+    def left(self, nbytes: int) -> None:
+        """Count the memory of a tensor that became a residual page."""
+        if self.guards:
+            self._heap.allocated(nbytes)
+
     def unpacked(self, tensor: torch.Tensor) -> None:
         """Count the gradient that backward makes after it has unpacked `tensor` as allocated memory. No hook
         sees this gradient. It is assumed to be as large as the storage of `tensor`.
@@ -129,10 +137,18 @@ Fetch = Callable[[PageReference], torch.Tensor]
 class SavedTensors:
     """A pair of saved-tensor hooks: `pack` and `unpack`. `saving` makes a new pair for each context."""
 
-    def __init__(self, find: Find, fetch: Fetch, tally: SavedBytes, outer: Pair | None) -> None:
+    def __init__(
+        self,
+        find: Find,
+        fetch: Fetch,
+        tally: SavedBytes,
+        outer: Pair | None,
+        residual: ResidualPages | None,
+    ) -> None:
         self.find = find
         self._fetch = fetch
         self._tally = tally
+        self._residual = residual
         self.outer = outer
         """The pair of hooks that was active before; None: there was none."""
 
@@ -145,6 +161,9 @@ class SavedTensors:
         if self.outer is not None:
             return Delegated(self.outer[0](tensor), self.outer[1])
         if has_memory(tensor):
+            if self._residual is not None and (reference := self._residual.pack(tensor)) is not None:
+                self._tally.left(reference.page.nbytes)
+                return reference
             self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)
 
@@ -162,6 +181,13 @@ class SavedTensors:
             return self._fetch(packed)
         if isinstance(packed, Delegated):
             return packed.unpack(packed.packed)
+        if isinstance(packed, ResidualReference):
+            assert self._residual is not None
+            check_version(f"of shape {list(packed.shape)}", packed.version, packed.counter._version)
+            tensor = self._residual.unpack(packed)
+            if self._tally.guards:
+                self._tally.unpacked(tensor)
+            return tensor
         tensor = packed.tensor
         if packed.version != tensor._version:
             check_version(f"of shape {list(tensor.shape)}", packed.version, tensor._version)
@@ -174,9 +200,13 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain and dense, so that its storage has an address. Tensors of torch.func's
     transforms and the zero tangents of forward-mode differentiation have no address.
     """
+    return type(tensor) is torch.Tensor and has_bytes(tensor)
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """As `has_memory`, for tensors of any class, such as those of a step without data."""
     return (
-        type(tensor) is torch.Tensor
-        and tensor.layout is torch.strided
+        tensor.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor._is_zerotensor()
     )
@@ -199,11 +229,14 @@ def hooks_are_allowed() -> bool:
 
 
 @contextlib.contextmanager
-def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
+def saving(
+    find: Find, fetch: Fetch, tally: SavedBytes, residual: ResidualPages | None = None
+) -> Iterator[None]:
     """Context in which this thread packs saved tensors with a pair of SavedTensors hooks.
 
     find: function that returns the reference for a tensor in a page, and None for any other tensor. fetch:
-    function that returns the tensor of a reference. tally: counts the bytes saved.
+    function that returns the tensor of a reference. tally: counts the bytes saved. residual: makes pages of
+    the other tensors; None: they stay.
 
     Does nothing if hooks with the same `find` are active already, or if torch forbids hooks, as in
     torch.func.grad. Without hooks autograd saves views of pages, and these views keep the pages in memory.
@@ -216,7 +249,7 @@ def saving(find: Find, fetch: Fetch, tally: SavedBytes) -> Iterator[None]:
     if isinstance(around, SavedTensors) and around.find == find:
         yield
         return
-    hooks = SavedTensors(find, fetch, tally, outer)
+    hooks = SavedTensors(find, fetch, tally, outer, residual)
     with _Pushed(hooks, outer) as pushed:
         pushed.push()
         yield

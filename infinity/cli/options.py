@@ -59,7 +59,8 @@ _OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
             "instructions for bf16)"
         ),
         "--activations": _option(
-            "what becomes of the tensors that the backward needs: keep, recompute or auto",
+            "what becomes of the tensors that the backward needs: keep, recompute, recompute+offload, "
+            "offload or auto",
             "auto",
             choices=POLICIES,
         ),

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from infinity.activations.saved_tensors import has_memory
 from infinity.errors import ConfigError
 from infinity.formats.casts import CastOperands, InputCast, cast_sequences, hook_recomputation, hook_sequences
 from infinity.layout.names import named_modules
@@ -177,6 +179,10 @@ class ModuleHooks:
         mixed = self._inputs.mixed(args, kwargs)
         if mixed and not self._casts_in_backward:
             self._cast_in_backward()
+        if self._pager.residual is not None and not self._pager.forwards:
+            leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            kept = (each for each in (*leaves, *module.buffers()) if has_memory(each))
+            self._pager.residual.set_aside(kept)
         self._pager.begin_forward(_caller(), self._casts() if mixed else None)
         return args, kwargs
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from infinity.activations.heap import HeapGuard
+from infinity.activations.residual_pages import ResidualPages
 from infinity.activations.saved_tensors import PageReference, SavedBytes, has_memory, saving
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
@@ -104,11 +105,12 @@ class Pager:
         health: Health,
         heap: HeapGuard,
         lock: RuntimeLock,
+        residual: ResidualPages | None = None,
     ) -> None:
         """pages: the parameter pages, by index of the unit. addresses: see the attribute. edits: writes user
         code's changes of parameters to the pages' homes. scale: the loss scale of the gradients that arrive
         at parameters. health: raises an error once the runtime is closed or lost. heap: counts the bytes of
-        saved activations. lock: the runtime's.
+        saved activations. lock: the runtime's. residual: makes pages of tensors that autograd saves, if any.
         """
         self.pages = pages
         self.addresses = addresses
@@ -119,6 +121,7 @@ class Pager:
         self.edits = edits
         self.lock = lock
         self.saved_bytes = SavedBytes(heap)
+        self.residual = residual
         self.forwards = OpenCalls()
         """The open calls of the root module's forward."""
         self.copies = OpenCalls()
@@ -433,7 +436,7 @@ class Pager:
 
     def saving(self) -> AbstractContextManager[None]:
         """Context in which this thread's autograd saves references in place of views of pages."""
-        return saving(self._find, self._fetch, self.saved_bytes)
+        return saving(self._find, self._fetch, self.saved_bytes, self.residual)
 
     def _find(self, tensor: torch.Tensor) -> PageReference | None:
         if isinstance(tensor, PagedParameter):

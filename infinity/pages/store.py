@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -122,14 +122,13 @@ class Store:
             compiled kernels for them and for the squares of gradients. The memory is None if the plan has no
             such updates, the kernels if they are not used.
             """
-            self.landing = self._open_landing()
+            self.activations, self.scratch = self._open_residual(budget, locks, cleanup)
+            """Host RAM and disk for residual pages; each is None if they do not go there."""
+            self.landing, self.squares = self._open_landing(), self._open_squares()
             """Host RAM, uint8 (plan.landing_bytes,), to which gradients come from a device with its own
-            memory before they are added; None if the plan has none.
-            """
-            self.squares = self._open_squares()
-            """Host RAM, float64 (plan.squares_bytes / 8,), for the sums of squares that a device with its own
-            memory computes, and in the last 8 bytes for a copy of `DeviceTable.stop`; None if the plan has
-            none.
+            memory before they are added; and float64 (plan.squares_bytes / 8,), for the sums of squares that
+            such a device computes, and in the last 8 bytes for a copy of `DeviceTable.stop`. Each is None if
+            the plan has none.
             """
             self.ledger = Ledger()
             """The pending commit, if there is one. It has no parts if commits are off."""
@@ -253,6 +252,30 @@ class Store:
         kernels = Kernels(plan.device, plan.update_kinds)
         with self.device.pool("workspace", plan.workspace_bytes).lease(plan.workspace_bytes) as lease:
             return lease.residency(), kernels
+
+    def _open_residual(
+        self, budget: Budget, locks: Mapping[Path, PathLock] | None, cleanup: contextlib.ExitStack
+    ) -> tuple[Pool | None, NvmeTier | None]:
+        """Open the room for residual pages. cleanup: closes what is on disk. locks: see the constructor."""
+        room, scratch = self.plan.residuals.room, None
+        if room is None:
+            return None, None
+        if room.disk:
+            locks = {**(locks or {}), **(self.nvme.locks if self.nvme is not None else {})}
+            taken = Counter({slab.directory: slab.nbytes for slab in self.nvme.slabs} if self.nvme else {})
+            scratch = NvmeTier(
+                {path: size - taken[Path(path)] for path, size in budget.nvme_bytes.items()},
+                room.disk,
+                rank=self.plan.share.rank,
+                files=self.files,
+                shared=locks,
+                verify=budget.verify,
+                faults=injected_faults(),
+                scratch=True,
+            )
+            cleanup.callback(scratch.close)
+            scratch.register(self.host)
+        return self.host.pool("activations", room.ram), scratch
 
     def _open_landing(self) -> torch.Tensor | None:
         nbytes = self.plan.landing_bytes

@@ -80,7 +80,7 @@ def shortage(
     host = search.needed(Tier.HOST, replace(room, nvme=_ENDLESS))
     nvme = search.needed(Tier.NVME, room)
     if paths and nvme is not None and host is not None and host <= room.host:
-        return _error(Tier.NVME, nvme_budget_for(nvme, paths), what, budgets[Tier.NVME], nothing)
+        return error(Tier.NVME, nvme_budget_for(nvme, paths))
     pages = search.needed(Tier.HOST, room)
     pages = host if pages is None else pages
     assert pages is not None  # host memory alone can hold everything, and endless NVMe what commits need

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -44,9 +44,6 @@ class Ledger(Protocol):
     def work(self) -> Work:
         """The work of all operations so far."""
 
-    def mark(self) -> int:
-        """Return the largest value of `now` since the last call of this method."""
-
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _LONGEST = 300
@@ -70,6 +67,26 @@ class FakeStep:
     """Why the step could not be run; None if it was run."""
 
 
+@dataclass(frozen=True)
+class FakeMemory:
+    """What a pair of saved-tensor hooks has to know of a step without data."""
+
+    aside: Sequence[torch.Tensor]
+    """Parameters, buffers and inputs, whose memory others keep."""
+    save: Callable[[torch.Tensor], torch.Tensor]
+    """Function that returns an alias of a tensor, for autograd to save."""
+    uncounted: Callable[[int, torch.device], torch.Tensor]
+    """Function (nbytes, device) that makes memory, uint8 (nbytes,), which operations do not allocate."""
+
+
+Saving = Callable[[FakeMemory], tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]]
+"""Function that makes the saved-tensor hooks (pack, unpack) of a step without data."""
+
+
+def _keep(memory: FakeMemory) -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
+    return memory.save, lambda tensor: tensor
+
+
 def run_fake_step(
     model: nn.Module,
     example_inputs: tuple[Any, ...] | Mapping[str, Any],
@@ -78,6 +95,7 @@ def run_fake_step(
     device: torch.device,
     train: bool,
     within: Callable[[nn.Module, Ledger], AbstractContextManager[Any]] = lambda model, ledger: nullcontext(),
+    saving: Saving = _keep,
 ) -> FakeStep:
     """Run a step of a copy of the model under FakeTensorMode, which takes no memory and does no arithmetic.
 
@@ -86,9 +104,10 @@ def run_fake_step(
     example_inputs: positional or keyword arguments of the model's forward. device: if it is a CUDA device
     that torch cannot use, the step has the CPU's operators, which may take more or fewer bytes for attention.
     train: whether a backward follows. within: function that takes the copy and the ledger of the step, and
-    returns the context in which the step runs, such as one in which blocks are recomputed. A model that
-    cannot be copied, or a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If
-    the model's forward fails, for instance for wrong inputs, the first real forward raises that error.
+    returns the context in which the step runs, such as one in which blocks are recomputed. saving: makes the
+    saved-tensor hooks of the forward; by default what autograd saves stays. A model that cannot be copied, or
+    a step that cannot be run, raises no error: `FakeStep.unknown` tells the reason. If the model's forward
+    fails, for instance for wrong inputs, the first real forward raises that error.
     """
     mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     watch = _Watch(mode, scratch=device.type == "cuda")
@@ -106,7 +125,7 @@ def run_fake_step(
             casts = CastOperands(nn.Parameter, precision.compute_dtype if mixed else None)
             _cast_in_backward(fake, casts)
             with same_globals(copier), within(fake, watch), mode, watch, casts:
-                _step(fake, args, kwargs, watch, train)
+                _step(fake, args, kwargs, watch, train=train, saving=saving)
     except Exception as error:
         unknown = _reason(error)
     finally:
@@ -116,9 +135,12 @@ def run_fake_step(
     return FakeStep(activations=watch.peak, work=watch.work)
 
 
-def _step(model: nn.Module, args: Any, kwargs: Any, watch: _Watch, train: bool) -> None:
+def _step(
+    model: nn.Module, args: Any, kwargs: Any, watch: _Watch, *, train: bool, saving: Saving = _keep
+) -> None:
+    hooks = saving(watch.memory(model, args, kwargs))
     with torch.set_grad_enabled(train):
-        with torch.autograd.graph.saved_tensors_hooks(watch.save, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
             output = model(*args, **kwargs)
         if train:
             watch.forward = watch.work
@@ -237,8 +259,6 @@ class _Watch(TorchDispatchMode):
         self._bytes = 0
         self.now = 0
         self.peak = 0
-        self._marked = 0
-        """The largest value of `now` since the last call of `mark`."""
         self._seen = WeakIdKeyDictionary()
         self._saving = False
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -250,6 +270,19 @@ class _Watch(TorchDispatchMode):
         self._saving = True
         try:
             return tensor.detach()
+        finally:
+            self._saving = False
+
+    def memory(self, model: nn.Module, args: Any, kwargs: Any) -> FakeMemory:
+        """What the hooks of a step of `model` with these arguments have to know."""
+        leaves = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        aside = (*model.parameters(), *model.buffers(), *leaves)
+        return FakeMemory(aside=aside, save=self.save, uncounted=self._uncounted)
+
+    def _uncounted(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self._saving = True
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         finally:
             self._saving = False
 
@@ -315,12 +348,7 @@ class _Watch(TorchDispatchMode):
 
     def _grow(self, nbytes: int) -> None:
         self.now += nbytes
-        self._marked = max(self._marked, self.now)
-        self.peak = max(self.peak, self._marked)
-
-    def mark(self) -> int:
-        found, self._marked = self._marked, self.now
-        return found
+        self.peak = max(self.peak, self.now)
 
 
 def _flop_formulas() -> dict[Any, Any]:

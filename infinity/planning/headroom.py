@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -179,6 +179,11 @@ class Reserve:
             buffers=buffers,
             least=round_up(buffers + headroom.beside(buffers), PAGE_ALIGNMENT),
         )
+
+    def beside(self, residual: int) -> Reserve:
+        """This reserve with the bytes of residual pages in the same tier."""
+        nbytes = round_up(residual, PAGE_ALIGNMENT)
+        return replace(self, nbytes=self.nbytes + nbytes, activations=self.activations + nbytes)
 
     def within(self, budget: int) -> int:
         """The number of bytes that pages leave free of a budget of `budget` bytes."""

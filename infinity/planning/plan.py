@@ -63,6 +63,10 @@ def waiting_there_bytes(budget: int, share: Share) -> int:
     return min(_MOST_WAITING_THERE, budget // _WAITING_SHARE) // PAGE_ALIGNMENT * PAGE_ALIGNMENT
 
 
+def _sum(live: int | None, residual: int) -> int | None:
+    return None if live is None else live + residual
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Placement):
     """The home of every page, the size of every pool, and the predicted seconds of a training step."""
@@ -337,7 +341,7 @@ class Plan(Placement):
     def _working_in_ram(self) -> int:
         buffers = self.staging_bytes + self.transit_bytes + self.landing_bytes + self.squares_bytes
         others = self.node_cache_bytes + self.matrix_bytes + self.second_bytes
-        return buffers + self.exchange_bytes + others
+        return buffers + self.exchange_bytes + others + self.residuals.ram
 
     @functools.cached_property
     def relayed_bytes(self) -> int:
@@ -441,7 +445,9 @@ class Plan(Placement):
     @functools.cached_property
     def traffic(self) -> StepBytes:
         """Bytes that each phase of a step moves between disk, host RAM and the device."""
-        return traffic(self, [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units])
+        moved = traffic(self, [trainable_bytes(unit) if self.rule else 0 for unit in self.layout.units])
+        room = self.residuals.room
+        return moved if room is None else moved.with_activations(*room.passes(unified=self.unified))
 
     def predict(self, micro_batches: int = 1) -> Prediction | None:
         """The predicted seconds of a step that runs forward and backward `micro_batches` times, with inputs
@@ -462,9 +468,11 @@ class Plan(Placement):
         commits take in addition to the pages at home there. "activations" is None in the tier where the model
         computes if they are unknown.
         """
-        used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes, Tier.NVME: self.nvme_bytes}
-        working = {Tier.DEVICE: self._working_there, Tier.HOST: self._working_in_ram}
-        working[Tier.NVME] = used[Tier.NVME] - self.home_bytes[Tier.NVME]
+        used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes}
+        used[Tier.NVME] = self.nvme_bytes + self.residuals.disk
+        working = {Tier.DEVICE: self._working_there, Tier.HOST: self._working_in_ram - self.residuals.ram}
+        working[Tier.NVME] = self.nvme_bytes - self.home_bytes[Tier.NVME]
+        residual = {Tier.HOST: self.residuals.ram, Tier.NVME: self.residuals.disk}
         if self.unified:
             working[Tier.HOST] += self.resident_bytes
         kinds = self._home_bytes + Counter({(Tier.DEVICE, Kind.PARAMETER): self.mirror_bytes})
@@ -479,7 +487,7 @@ class Plan(Placement):
                 "gradients": kinds[tier, Kind.GRADIENT],
                 "optimizer": kinds[tier, Kind.OPTIMIZER],
                 "working": working[tier],
-                "activations": self.activations if tier is computes_in else 0,
+                "activations": _sum(self.activations if tier is computes_in else 0, residual.get(tier, 0)),
                 "free": budget - used[tier],
             }
             for tier, budget in self.budgets.items()

@@ -169,16 +169,17 @@ def make_plan(
         reserve,
         node_cache,
         kernels,
+        residuals,
     )
     placement = search.place(planner.room)
     if placement is None:
         elements = sum(parameter.numel for parameter in search.surveyed.parameters)
         what = f"{format_count(elements)} parameters" + (" with commits" if search.commits else "")
-        reserves = {computes_in: reserve}
-        error = shortage(search, planner.room, planner.budgets, paths, what, reserves=reserves)
+        error = shortage(search, planner.room, planner.budgets, paths, what, reserves=planner.reserves)
         raise _with_tiles(error, search, computes_in, model)
     smallest = search.smallest(unified=unified, nvme=paths > 0)
-    smallest[computes_in] = reserve.budget_for(smallest[computes_in])
+    for tier, each in planner.reserves.items():
+        smallest[tier] = each.budget_for(smallest.get(tier, 0))
     if search.commits:
         smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths)
     facts = {
@@ -302,17 +303,32 @@ class _Planner:
     node_cache: int | None
     device_updates: bool
     """Whether the device can run optimizer updates."""
+    residuals: Residuals
+    """What becomes of activations; its bytes of RAM and disk come off the budgets."""
 
     @property
     def unified(self) -> bool:
         return self.computes_in is Tier.HOST
 
     @property
+    def reserves(self) -> dict[Tier, Reserve]:
+        """What pages leave free in each tier: `reserve`, and the room of residual pages."""
+        found = {self.computes_in: self.reserve}
+        for tier, nbytes in ((Tier.HOST, self.residuals.ram), (Tier.NVME, self.residuals.disk)):
+            if nbytes:
+                found[tier] = found.get(tier, Reserve(0)).beside(nbytes)
+        return found
+
+    @property
     def room(self) -> Room:
-        """The budgets less `reserve`."""
-        budget = self.budgets[self.computes_in]
-        left = {**self.budgets, self.computes_in: budget - self.reserve.within(budget)}
-        return Room(device=None if self.unified else left[Tier.DEVICE], host=left[Tier.HOST], nvme=self.nvme)
+        """The budgets less `reserves`."""
+        left = {tier: budget - self._reserved(tier) for tier, budget in self.budgets.items()}
+        device = None if self.unified else left[Tier.DEVICE]
+        return Room(device=device, host=left[Tier.HOST], nvme=max(0, self.nvme - self._reserved(Tier.NVME)))
+
+    def _reserved(self, tier: Tier) -> int:
+        found = self.reserves.get(tier)
+        return 0 if found is None else found.within(self.budgets.get(tier, 0))
 
     def replan(self, facts: Mapping[str, Any], budget: int) -> Plan | None:
         """Make the plan for a budget of `budget` bytes in the tier that computes; None if nothing fits."""
@@ -391,19 +407,24 @@ class _Planner:
         room = self.room
         assert room.device is not None
         trained = [each.numel for each in self.search.surveyed.parameters if each.trainable]
-        elements, ranks = plan.layout.chunk_elements, plan.share.ranks
+        ranks = plan.share.ranks
         divided = 1 if plan.share.whole_states else ranks
+        waiting = waiting_there_bytes(self.budgets[Tier.DEVICE], plan.share)
+
+        def buffers(elements: int) -> int:
+            """Bytes for chunks of this length: shorter ones need a larger workspace, longer ones uploads."""
+            uploads = UPLOAD_BUFFERS * upload_bytes(longest_own_chunk(sum(trained), elements, ranks), ranks)
+            return largest_workspace(trained, elements, divided).nbytes + uploads + waiting
+
+        lengths = {plan.layout.chunk_elements}
         while True:
-            longest = longest_own_chunk(sum(trained), elements, ranks)
-            uploads = UPLOAD_BUFFERS * upload_bytes(longest, ranks)
-            waiting = waiting_there_bytes(self.budgets[Tier.DEVICE], plan.share)
-            most = largest_workspace(trained, elements, divided).nbytes + uploads + waiting
+            most = max(map(buffers, lengths))
             placement = self.search.place(replace(room, device=room.device - most))
             if placement is None or (preferred and not self.search.prefers(placement)):
                 return plan
-            if placement.layout.chunk_elements >= elements:
+            if placement.layout.chunk_elements in lengths:
                 break
-            elements = placement.layout.chunk_elements  # shorter chunks need a larger workspace
+            lengths.add(placement.layout.chunk_elements)
         shared = self._planned(placement, facts, updates_there=True)
         host_free = shared.budgets[Tier.HOST] - shared.host_bytes
         homes = twin_flow.gathered(

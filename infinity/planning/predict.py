@@ -224,6 +224,10 @@ class StepBytes:
             backward=self.backward + brought + gradients * (1 / micro_batches),
         )
 
+    def with_activations(self, forward: PhaseBytes, backward: PhaseBytes) -> StepBytes:
+        """The bytes with those of activations that leave in a forward and come back in its backward."""
+        return replace(self, forward=self.forward + forward, backward=self.backward + backward)
+
     @property
     def disk_read(self) -> int:
         """Bytes that are read from disk in a step with one micro-batch. `disk_write` are those written."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned_models import MiB, check, planned, stack
 
@@ -317,6 +317,7 @@ def test_what_rests_on_the_device_is_updated_there_or_mirrored(stage, monkeypatc
 
 
 @settings(max_examples=25, deadline=None)
+@example(share=Share(0, 3, 0), device=733)  # longer chunks than without updates there
 @given(share=shares, device=st.integers(1, 24) | st.integers(600, 1200))
 def test_any_budget_with_updates_on_the_device_is_kept(share: Share, device: int) -> None:
     """device: in units of 16 KiB."""

@@ -1,0 +1,257 @@
+"""Tests of activations that leave the memory that computes, in whole trainings: bits, bytes and failures."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from emulated_device import EmulatedDevice
+from parity import copied, differences
+from torch import Tensor, nn
+
+import infinity
+from infinity.errors import BudgetError, ConfigError
+from infinity.planning import fake_step
+from infinity.planning.plan import Plan
+from infinity.tiers import Tier
+
+DIM, ROWS = 64, 512
+AMPLE = 64 << 20
+OFFLOAD = ("recompute+offload", "offload")
+PLACES = ("unified", "unified-nvme", "apart", "apart-nvme", "streams", "streams-nvme")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.register_buffer("scale", torch.full((ROWS, DIM), 0.5))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+def made(compute: str = "fp32") -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    facts = {"precision": infinity.Precision(compute=compute), "device": "cpu"}
+    return model, optimizer, {**facts, "example_inputs": (rows(0, compute),)}
+
+
+def rows(number: int, compute: str = "fp32") -> Tensor:
+    made = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(number))
+    return made.bfloat16() if compute == "bf16" else made
+
+
+def budget_of(place: str, policy: str, directory: Path, compute: str = "fp32") -> infinity.Budget:
+    """A budget with which activations leave for RAM, or nearly all of them for NVMe."""
+    model, optimizer, facts = made(compute)
+    planned = functools.partial(infinity.plan, model, optimizer, activations=policy, **facts)
+    near = {}
+    if not place.startswith("unified"):
+        with pytest.raises(BudgetError) as error:
+            planned(budget=infinity.Budget(device="64KiB", host=AMPLE))
+        near = {"device": error.value.needed}
+    ample = planned(budget=infinity.Budget(**near, host=AMPLE))
+    if not place.endswith("nvme"):
+        return infinity.Budget(**near, host=AMPLE)
+    half = ample.smallest[Tier.HOST] - ample.residuals.ram // 2
+    return infinity.Budget(**near, host=half, nvme={str(directory): AMPLE})
+
+
+def trained(
+    place: str,
+    policy: str,
+    directory: Path,
+    *,
+    compute: str = "fp32",
+    backwards: int = 1,
+    together: bool = False,
+) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
+    """Train for two steps. Returns (what must not differ, the plan, the bytes of the last step)."""
+    model, optimizer, facts = made(compute)
+    streams = EmulatedDevice(5).in_use() if place.startswith("streams") else contextlib.nullcontext()
+    with streams:
+        budget = budget_of(place, policy, directory, compute)
+        runtime = infinity.offload(model, optimizer, budget=budget, activations=policy, **facts)
+        torch.manual_seed(4)
+        losses, gradients, bytes_of_a_step = [], [], {}
+        with runtime:
+            for step in range(2):
+                batches = [rows(10 * step + number, compute) for number in range(backwards)]
+                watch = fake_step._Watch()
+                with contextlib.nullcontext() if together or step == 0 else watch:
+                    if together:
+                        losses += runtime.accumulate(batches, model)
+                    else:
+                        for batch in batches:
+                            loss = model(batch)
+                            loss.backward()
+                            losses.append(loss.detach())
+                            del loss
+                gradients += [runtime.grad(each) for each in model.parameters()]
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+            state = copied(model.state_dict())
+            pages = runtime._components.pager.residual
+            bytes_of_a_step["peak"] = watch.peak
+            if pages is not None:
+                pages.rest()
+                bytes_of_a_step.update(vars(pages.counts))
+                if not place.startswith("streams"):  # the link keeps what it copied until its next copy
+                    assert runtime._components.store.activations.leased == 0
+                bytes_of_a_step["ram"] = runtime._components.store.activations.counters.peak
+            plan = runtime._components.plan
+    assert list(directory.iterdir()) == []
+    found = {"losses": losses, "gradients": gradients, "state": state, "random": torch.get_rng_state()}
+    return found, plan, bytes_of_a_step
+
+
+@pytest.mark.parametrize("policy", OFFLOAD)
+@pytest.mark.parametrize("place", PLACES)
+def test_policies_have_the_bits_and_the_bytes_of_the_plan(place: str, policy: str, tmp_path: Path) -> None:
+    kept, _, _ = trained("unified", "keep", tmp_path)
+    found, plan, moved = trained(place, policy, tmp_path)
+    assert differences(kept, found) == []
+    room = plan.residuals.room
+    assert room is not None
+    assert room.saved > room.kept
+    assert room.written > 0 or not (place.endswith("nvme") and policy == "offload")
+    assert {name: moved[name] for name in ("saved", "down", "written")} == {
+        name: 2 * getattr(room, name) for name in ("saved", "down", "written")
+    }
+    if not place.startswith("streams"):  # whose copies hold memory until they are known to have ended
+        assert moved["peak"] == plan.activations
+        assert (moved["up"], moved["read"]) == (2 * room.up, 2 * room.read)
+        assert moved["ram"] <= room.ram
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", *OFFLOAD])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("steps", ["one backward", "three backwards", "accumulate"])
+def test_bits_of_all_policies(place: str, policy: str, compute: str, steps: str, tmp_path: Path) -> None:
+    backwards, together = 1 if steps == "one backward" else 3, steps == "accumulate"
+    facts: dict[str, Any] = {"compute": compute, "backwards": backwards, "together": together}
+    kept, _, _ = trained("unified", "keep", tmp_path, **facts)
+    found, _, _ = trained(place, policy, tmp_path, **facts)
+    assert differences(kept, found) == []
+
+
+def test_keep_has_the_gradients_of_plain_torch() -> None:
+    model, _, _ = made()
+    torch.manual_seed(4)
+    model(rows(0)).backward()
+    plain = [each.grad for each in model.parameters()]
+    for policy in OFFLOAD:
+        model, optimizer, facts = made()
+        budget = infinity.Budget(host=AMPLE)
+        with infinity.offload(model, optimizer, budget=budget, activations=policy, **facts) as runtime:
+            torch.manual_seed(4)
+            model(rows(0)).backward()
+            assert all(
+                torch.equal(a, runtime.grad(b)) for a, b in zip(plain, model.parameters(), strict=True)
+            )
+
+
+@contextlib.contextmanager
+def offloaded(place: str, policy: str, directory: Path) -> Iterator[tuple[nn.Module, infinity.Runtime]]:
+    model, optimizer, facts = made()
+    budget = budget_of(place, policy, directory)
+    with infinity.offload(model, optimizer, budget=budget, activations=policy, **facts) as runtime:
+        yield model, runtime
+
+
+def left(runtime: infinity.Runtime) -> tuple[int, int]:
+    """Bytes of RAM and of disk that activations take."""
+    pages = runtime._components.pager.residual
+    assert pages is not None
+    pages.rest()
+    store = runtime._components.store
+    assert store.activations is not None
+    disk = 0 if store.scratch is None else store.scratch.budget - store.scratch.free_bytes
+    return store.activations.leased, disk
+
+
+@pytest.mark.parametrize("place", ["unified-nvme", "apart-nvme"])
+def test_forwards_without_backward_and_in_evaluation_leave_nothing(place: str, tmp_path: Path) -> None:
+    with offloaded(place, "offload", tmp_path) as (model, runtime):
+        model(rows(0))
+        assert left(runtime) == (0, 0)
+        with torch.no_grad():
+            model(rows(0))
+        loss = model(rows(0))
+        assert left(runtime) != (0, 0)
+        del loss
+        model.train(False)
+        model(rows(0)).backward()
+        runtime.optimizer.zero_grad()
+        assert left(runtime) == (0, 0)
+
+
+def test_longer_inputs_than_planned_leave_in_greater_number_or_are_refused(tmp_path: Path) -> None:
+    with offloaded("unified-nvme", "offload", tmp_path) as (model, runtime):
+        model.scale = torch.full((1, DIM), 0.5)
+        pages = runtime._components.pager.residual
+        assert pages is not None
+        model(rows(0)).backward()
+        written = pages.counts.written
+        longer = torch.randn(4 * ROWS, DIM)
+        with pytest.raises(BudgetError, match="Saved activations"):
+            model(longer)
+        runtime.optimizer.zero_grad()
+        assert left(runtime) == (0, 0)
+        model(rows(0)).backward()
+        assert pages.counts.written >= 2 * written
+        runtime.optimizer.step()
+
+
+def test_what_is_unknown_or_absent_is_refused() -> None:
+    model, optimizer, facts = made()
+    del facts["example_inputs"]
+    budget = infinity.Budget(host=AMPLE)
+    with pytest.raises(ConfigError, match="example_inputs"):
+        infinity.offload(model, optimizer, budget=budget, activations="offload", **facts)
+    assert type(next(model.parameters())) is nn.Parameter
+    with pytest.raises(ConfigError, match="recompute\\+offload"):
+        infinity.plan(model, optimizer, budget=budget, activations="everything", **facts)
+
+
+@pytest.mark.parametrize("place", ["unified-nvme", "apart-nvme"])
+def test_a_budget_error_names_a_budget_that_is_enough(place: str, tmp_path: Path) -> None:
+    model, optimizer, facts = made()
+    near = {} if place.startswith("unified") else {"device": AMPLE}
+    for nvme in (None, {str(tmp_path): AMPLE}):
+        with pytest.raises(BudgetError) as error:
+            infinity.plan(
+                model,
+                optimizer,
+                budget=infinity.Budget(**near, host="256KiB", nvme=nvme),
+                activations="offload",
+                **facts,
+            )
+        budget = infinity.Budget(**near, host=error.value.needed, nvme=nvme)
+        plan = infinity.plan(model, optimizer, budget=budget, activations="offload", **facts)
+        assert plan.residuals.room is not None
