@@ -76,6 +76,7 @@ class TiledLinear(TiledModule, nn.Linear):
             biases = self.bias.clone().split([len(each) for each in tiles])
         flat = inputs.reshape(-1, inputs.shape[-1])
         if torch.is_grad_enabled():
+            _refuse_transforms()
             outputs = _linear_graph(flat, tiles, biases)
         else:
             outputs = [functional.linear(flat, *each) for each in zip(tiles, biases, strict=True)]
@@ -87,6 +88,7 @@ class TiledEmbedding(TiledModule, nn.Embedding):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """inputs: indices of rows, of any shape. Returns (*inputs.shape, embedding_dim)."""
+        _refuse_transforms()
         tiles = _tiles(self.weight)
         indices = inputs.reshape(-1)
         order, counts = self._sorted(indices, len(tiles[0]), len(tiles))
@@ -118,6 +120,14 @@ def _tiles(weight: torch.Tensor) -> Sequence[torch.Tensor]:
     """The tiles of a weight in row order: paged parameters, or views of a weight that is not in tiles."""
     tiles: Sequence[torch.Tensor] | None = getattr(weight, "tiles", None)  # of a runtime, or of a dry run
     return tiles or weight.split([len(rows) for rows in row_ranges(weight.shape)])
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ConfigError(
+            "A tiled module was called in a transform of torch.func, for which tiles are not implemented.",
+            "Leave out infinity.tiled for this module.",
+        )
 
 
 class _Sum:

@@ -449,6 +449,8 @@ def _refusal(what: str) -> Callable[..., NoReturn]:
 def _read(parameter: TiledParameter, *_: Any) -> torch.Tensor:
     """Carry out `p.data` and `p.detach()`: a copy, which refuses to be changed outside of state_dict."""
     caller = sys._getframe(2)
+    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
+        caller = caller.f_back  # of a TorchFunctionMode, such as `with torch.device(...)`
     if caller.f_code is AVERAGE_UPDATED:
         average = caller.f_locals.get("p_averaged")
         dtype = average.dtype if isinstance(average, torch.Tensor) else torch.float32

@@ -92,6 +92,9 @@ def test_what_cannot_be_tiled_is_refused() -> None:
     with infinity.offload(model, None, budget=BUDGETS["ram"]), pytest.raises(ConfigError, match="before"):
         infinity.tiled(model.head)
     model = language(tied=False)
+    transformed = torch.func.grad(lambda given: model.head(given).sum())
+    with pytest.raises(ConfigError, match=r"torch\.func"):
+        transformed(torch.ones(2, 512))
     with pytest.raises(ConfigError, match="create_graph"):
         torch.autograd.grad(model(inputs()).sum(), [model.head.weight], create_graph=True)
 
