@@ -152,12 +152,14 @@ class _TokenLosses(torch.autograd.Function):
         options, vocabulary = ctx.options, len(weight)
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[1:4]
         scale = gradients[0].masked_fill(target == options.ignore_index, 0)
-        of_hidden = _Sums(hidden, options, alone=vocabulary <= _columns(vocabulary)) if for_hidden else None
-        of_weight = weight.new_empty(weight.shape) if for_weight else None
+        of_hidden = _Sums(hidden.new_zeros(hidden.shape), options, alone=vocabulary <= _columns(vocabulary))
+        of_weight = weight.new_zeros(weight.shape) if for_weight else None
         of_bias = bias.new_empty(bias.shape) if for_bias else None
         for columns in _ranges(vocabulary, _columns(vocabulary)):
             matrix = weight[columns]
-            of_matrix = _Sums(matrix, options, alone=len(hidden) <= _rows(vocabulary)) if for_weight else None
+            of_matrix = None
+            if of_weight is not None:
+                of_matrix = _Sums(of_weight[columns], options, alone=len(hidden) <= _rows(vocabulary))
             of_part = matrix.new_zeros(len(matrix), dtype=options.wide)
             for rows in _ranges(len(hidden), _rows(vocabulary)):
                 part = hidden[rows]
@@ -170,19 +172,18 @@ class _TokenLosses(torch.autograd.Function):
                 logits.index_put_(
                     (torch.arange(len(part), device=part.device), place), wanted, accumulate=True
                 )
-                if of_hidden is not None:
+                if for_hidden:
                     of_hidden.add(rows, logits, matrix)
                 if of_matrix is not None:
                     of_matrix.add(slice(None), logits.t(), part)
                 if for_bias:
                     of_part += logits.sum(0)
                 del logits
-            if of_weight is not None and of_matrix is not None:
-                of_weight[columns] = of_matrix.total
+            if of_matrix is not None:
+                of_matrix.finish()
             if of_bias is not None:
                 of_bias[columns] = of_part
-        whole = None if of_hidden is None else of_hidden.total.to(hidden.dtype)
-        return None, whole, of_weight, of_bias, None
+        return None, of_hidden.finish() if for_hidden else None, of_weight, of_bias, None
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -196,15 +197,17 @@ class _Sums:
     error as the rounding of the gradient. Where they get one, the product is rounded, as in plain torch.
     """
 
-    def __init__(self, like: torch.Tensor, options: _Options, *, alone: bool) -> None:
-        """like: the operand, of the gradient's shape. alone: whether each row gets one product only."""
+    def __init__(self, gradient: torch.Tensor, options: _Options, *, alone: bool) -> None:
+        """gradient: zeros, to which the sums are written. alone: whether each row gets one product only."""
+        self._gradient = gradient
         self._options = options
         self._alone = alone
-        self.total = like.new_zeros(like.shape, dtype=options.dtype if alone else options.wide)
+        dtype = options.dtype if alone else options.wide
+        self._total = gradient if gradient.dtype == dtype else torch.zeros_like(gradient, dtype=dtype)
 
     def add(self, rows: slice, factor: torch.Tensor, operand: torch.Tensor) -> None:
         """Add `factor`, of the sums' dtype, times `operand`, of its own, to the rows `rows` of the total."""
-        total, dtype = self.total[rows], self._options.dtype
+        total, dtype = self._total[rows], self._options.dtype
         if self._alone:
             torch.mm(factor.to(dtype), operand.to(dtype), out=total)
         elif total.is_cuda and dtype != total.dtype and _HAS_WIDE_PRODUCTS:
@@ -212,6 +215,10 @@ class _Sums:
             torch.addmm(total, factor.to(dtype), operand.to(dtype), out_dtype=total.dtype, out=total)
         else:
             total.addmm_(factor, operand.to(total.dtype))
+
+    def finish(self) -> torch.Tensor:
+        """Return the gradient."""
+        return self._gradient if self._total is self._gradient else self._gradient.copy_(self._total)
 
 
 _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")

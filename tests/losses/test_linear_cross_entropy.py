@@ -274,6 +274,21 @@ def test_masters_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, linear_cross_entropy(hidden, right.head.weight, target))
 
 
+def test_a_tiled_weight_has_the_bits_of_a_plain_one() -> None:
+    right, model = Model(vocabulary=1 << 17), Model(vocabulary=1 << 17)  # of two tiles
+    infinity.tiled(model.embedding)
+    optimizer = torch.optim.AdamW(model.parameters())
+    precision = infinity.Precision(compute="fp32")
+    budget = infinity.Budget(device="32MiB", host="64MiB")
+    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+        loss, wanted = loss_of(model), loss_of(right)
+        loss.backward()
+        wanted.backward()
+        assert torch.equal(loss, wanted)
+        for name, each in right.named_parameters():
+            assert torch.equal(runtime.grad(model.get_parameter(name)), each.grad), name
+
+
 # --- bytes --------------------------------------------------------------------------------------------
 
 
