@@ -169,9 +169,10 @@ class _Block(nn.Module):
         return result
 
 
-def test_blocks_with_tiles_are_recomputed_with_the_same_bits() -> None:
+def test_what_becomes_of_the_activations_of_tiles_changes_no_bit() -> None:
     found = []
-    for activations, budget in (("keep", "ram"), ("recompute", "ram"), ("recompute", "device apart")):
+    policies = ("keep", "recompute", "offload", "recompute+offload")
+    for activations, budget in (("keep", "ram"), *((policy, "device apart") for policy in policies)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 128), nn.Sequential(*[_Block() for _ in range(3)]))
         for block in model[1]:
@@ -180,7 +181,12 @@ def test_blocks_with_tiles_are_recomputed_with_the_same_bits() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         precision = infinity.Precision(compute="fp32")
         with infinity.offload(
-            model, optimizer, budget=BUDGETS[budget], precision=precision, activations=activations
+            model,
+            optimizer,
+            budget=BUDGETS[budget],
+            precision=precision,
+            example_inputs=(torch.zeros(16, 8),),
+            activations=activations,
         ) as runtime:
             for step in range(2):
                 given = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))

@@ -168,6 +168,24 @@ def test_gradients_of_the_whole_parameter(both: tuple[Language, Language, infini
         model.head.weight.grad = torch.zeros(3)
 
 
+class _Fused(Language):
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.layer(self.embedding(tokens)))
+        return infinity.linear_cross_entropy(hidden, self.head.weight, tokens)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_fused_loss_takes_a_tiled_weight_as_a_copy(tied: bool) -> None:
+    plain = language(tied=tied, kind=_Fused)
+    plain.loss(inputs()).backward()
+    model, runtime = offloaded(tied=tied, budget=APART, kind=_Fused)
+    with runtime:
+        model.loss(inputs()).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:  # the fused loss takes no bias here
+                assert torch.equal(runtime.grad(model.get_parameter(name)), parameter.grad), name
+
+
 def test_autograd_gives_gradients_of_the_whole_parameter(
     both: tuple[Language, Language, infinity.Runtime],
 ) -> None:
