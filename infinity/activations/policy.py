@@ -3,8 +3,9 @@
 [Note: the first blocks are recomputed] The backward needs the activations of the last blocks first, and then
 frees them. So where not all activations fit, those of the last blocks are kept, and the first blocks run
 again. How many these are is the number with the least predicted seconds. For each number the bytes of a step
-are bounded by those of the step that recomputes all blocks, plus what each block that is kept leaves more
-than a recomputed one; the step with the chosen number is then run without data, for its exact bytes.
+are estimated: they are those of the step that recomputes all blocks and, from the forward of each kept block
+to its backward, what it keeps more than a recomputed one. The step with the chosen number is then run without
+data, for its exact bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class PolicyChoice:
         found = {name: obstacle(block) for name, block in blocks_of(model).items()}
         self._asked = asked if train else "keep"
         self._rooms = rooms
-        self._steps = None if run is None else _Steps(run, [name for name in found if found[name] is None])
+        self._steps = None if run is None else Steps(run, [name for name in found if found[name] is None])
         self._all = Residuals(
             policy="recompute",
             recomputed=tuple(name for name, reason in found.items() if reason is None),
@@ -73,7 +74,7 @@ class PolicyChoice:
             return draft(self._recomputing(steps, None), steps.recomputing(None))
         return draft(KEEP, steps.kept) if self._asked == "keep" else self._auto(steps, draft, adopts)
 
-    def _auto(self, steps: _Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
+    def _auto(self, steps: Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
         """Make the plan of "auto"; see `plan`."""
         try:
             kept = draft(KEEP, steps.kept)
@@ -82,11 +83,12 @@ class PolicyChoice:
                 raise
             return self._smaller(steps, draft, error.again())
         now = kept.predict(kept.accumulation or 1)
-        if now is None or not steps.blocks or adopts(kept):
+        if now is None or not steps.blocks or adopts(kept):  # or nothing is to be chosen
             return kept
         enough = (1 - _WORTH_RECOMPUTING) * now.least
         bound = draft(KEEP, replace(steps.kept, activations=0)).predict(kept.accumulation or 1)
-        if bound is None or bound.least > enough:  # the room of activations would not be worth their work
+        worth = bound is not None and bound.least <= enough
+        if not worth or steps.recomputing(None).unknown is not None:
             return kept
         plan = self._quickest(steps, draft, f"predicted faster than {now.text} s with all kept")
         other = plan.predict(kept.accumulation or 1)
@@ -107,14 +109,14 @@ class PolicyChoice:
         residuals = Residuals() if policy == "offload" else self._recomputing(self._steps, None)
         return self._rooms.plan(replace(residuals, policy=policy, why=why), draft)
 
-    def _smaller(self, steps: _Steps, draft: Draft, error: BudgetError) -> Plan:
+    def _smaller(self, steps: Steps, draft: Draft, error: BudgetError) -> Plan:
         """Make the plan where not all activations fit: with the first policy that fits of those that take
         ever less memory. error: of the plan that keeps all. If no policy fits, the error that asks for the
         smallest budget is raised.
         """
         why = "because not all activations fit"
         attempts: list[Callable[[], Plan]] = [lambda: self._leaving("offload", draft, why)]
-        if steps.blocks:
+        if steps.blocks and steps.recomputing(None).unknown is None:
             attempts.insert(0, lambda: self._quickest(steps, draft, why))
             attempts.insert(1, lambda: self._leaving("recompute+offload", draft, why))
         errors = [error]
@@ -126,14 +128,14 @@ class PolicyChoice:
         tier = errors[-1].tier
         raise min((each for each in errors if each.tier == tier), key=lambda each: each.needed or 0)
 
-    def _quickest(self, steps: _Steps, draft: Draft, why: str) -> Plan:
+    def _quickest(self, steps: Steps, draft: Draft, why: str) -> Plan:
         """Make the plan that recomputes the first blocks, as many as are best, but at least one; see
         [Note: the first blocks are recomputed]. why: the reason for the plan's text. Raises BudgetError if
         the model does not fit with all blocks recomputed.
         """
         every = replace(self._recomputing(steps, None), why=why)
         plan = draft(every, steps.recomputing(None))
-        if plan.speeds is None or steps.recomputing(None).unknown is not None:
+        if plan.speeds is None:
             return plan
         rates, micro_batches = plan.speeds, plan.accumulation or 1
 
@@ -148,16 +150,15 @@ class PolicyChoice:
                 return None
             return floor(count) if found is None else found.least
 
-        count = quickest_count(len(steps.blocks), seconds, floor)
-        if count is None or count == len(steps.blocks):
-            return plan
-        try:
-            chosen = replace(self._recomputing(steps, count), why=why)
-            return draft(chosen, steps.recomputing(count)) if count else plan
-        except BudgetError:  # the estimate was too low
-            return plan
+        best = quickest_count(len(steps.blocks), seconds, floor)
+        for count in () if best is None else range(max(1, best), min(best + 2, len(steps.blocks))):
+            try:
+                return draft(replace(self._recomputing(steps, count), why=why), steps.recomputing(count))
+            except BudgetError:  # the estimate was too low by some bytes
+                continue
+        return plan
 
-    def _recomputing(self, steps: _Steps, count: int | None) -> Residuals:
+    def _recomputing(self, steps: Steps, count: int | None) -> Residuals:
         """The policy that recomputes the first `count` blocks; None: all blocks that may run again."""
         names = tuple(steps.blocks)
         found = tuple((name, each.reason) for name, each in steps.facts.items() if each.reason is not None)
@@ -171,7 +172,7 @@ class PolicyChoice:
         )
 
 
-class _Steps:
+class Steps:
     """The steps without data of one model, with some of its blocks recomputed."""
 
     def __init__(self, run: Run, names: list[str]) -> None:
@@ -202,17 +203,24 @@ class _Steps:
         return self._step(len(self.blocks) if count is None else count)[0]
 
     def estimate(self, count: int) -> FakeStep:
-        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks: at most
-        a few bytes too high.
+        """An estimate of `recomputing(count)`, from the steps that recompute no block and all blocks; see
+        [Note: the first blocks are recomputed]. Its bytes are too high where blocks are called more than
+        once, because it lets these keep theirs to the end.
         """
         if count == 0:
             return self.kept
-        all_again, facts = self._step(len(self.blocks))
+        every, facts = self._step(len(self.blocks))
         assert self.kept.activations is not None
-        assert all_again.activations is not None
-        more = sum(each.nbytes - facts[name].nbytes for name, each in [*self.blocks.items()][count:])
+        assert every.activations is not None
+        kept = [(name, each.nbytes - facts[name].nbytes) for name, each in [*self.blocks.items()][count:]]
+        most, held = every.activations, sum(nbytes for _, nbytes in kept)
+        if any(each.calls > 1 for each in facts.values()):
+            most += held
+        for name, nbytes in reversed(kept):
+            most = max(most, facts[name].before + held)  # in the backward, until that of the block begins
+            held -= nbytes
         work = sum((each.work for each in itertools.islice(self.blocks.values(), count)), self.kept.work)
-        return FakeStep(min(self.kept.activations, all_again.activations + more), work)
+        return FakeStep(min(self.kept.activations, most), work)
 
     def _step(self, count: int) -> tuple[FakeStep, dict[str, BlockFacts]]:
         if count not in self._ran:
@@ -223,7 +231,7 @@ class _Steps:
                 every = blocks_of(model)
                 again = [*self.blocks][:count] if count else []
                 watched = {name: every[name] for name in self._names}
-                with recomputing(model, again), observed(watched, ledger) as facts:
+                with observed(watched, ledger) as facts, recomputing(model, again):
                     found.append(facts)
                     yield
 

@@ -143,10 +143,8 @@ class RecomputedBlock:
         if type(unknown) not in self._warned:
             self._warned.add(type(unknown))
             warnings.warn(
-                f"{self._name}, and blocks that are called alike, are not recomputed in "
-                f"backward: each {_met(unknown)}. "
-                'In training, call transformers models with use_cache=False; activations="keep" recomputes '
-                "nothing.",
+                f"{self._name}, and blocks that are called alike, are not recomputed in backward: each "
+                f'{_met(unknown)}. activations="keep" recomputes nothing.',
                 stacklevel=2,
             )
 
@@ -272,7 +270,9 @@ def _leaves(args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
 
 
 def _met(unknown: object) -> str:
-    return f"is called with a {type(unknown).__name__}, which it may change"
+    name = type(unknown).__name__
+    cure = " (call the model with use_cache=False)" * name.endswith("Cache")
+    return f"is called with a {name}, which it may change{cure}"
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -310,6 +310,12 @@ class BlockFacts:
     """Why the block must not be recomputed, such as "changes its buffer calls"; None: it may be."""
     nbytes: int = 0
     """Bytes that its forwards have left in use: activations and results."""
+    calls: int = 0
+    """The number of its forwards."""
+    before: int = 0
+    """The most bytes that the step has had in use before the block's last second run, and after the second
+    run of the block before that in the backward, or since the beginning; 0 if it is not recomputed.
+    """
     work: Work = field(default_factory=lambda: Work({}, 0))
     """The work of its forwards."""
 
@@ -343,9 +349,11 @@ class _Observed:
         self._buffers = _Buffers(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _is_first_run():
-            return self._forward(*args, **kwargs)
         facts = self._facts.setdefault(self._name, BlockFacts())
+        if not _is_first_run():
+            facts.before = self._ledger.mark()
+            return self._forward(*args, **kwargs)
+        facts.calls += 1
         nbytes, work = self._ledger.now, self._ledger.work
         result, reason = self._run(args, kwargs)
         facts.reason = facts.reason or reason

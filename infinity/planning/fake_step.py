@@ -44,6 +44,9 @@ class Ledger(Protocol):
     def work(self) -> Work:
         """The work of all operations so far."""
 
+    def mark(self) -> int:
+        """Return the largest value of `now` since the last call of this method."""
+
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 _LONGEST = 300
@@ -259,6 +262,8 @@ class _Watch(TorchDispatchMode):
         self._bytes = 0
         self.now = 0
         self.peak = 0
+        self._marked = 0
+        """The largest value of `now` since the last call of `mark`."""
         self._seen = WeakIdKeyDictionary()
         self._saving = False
         self._real: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -348,7 +353,12 @@ class _Watch(TorchDispatchMode):
 
     def _grow(self, nbytes: int) -> None:
         self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        self._marked = max(self._marked, self.now)
+        self.peak = max(self.peak, self._marked)
+
+    def mark(self) -> int:
+        found, self._marked = self._marked, self.now
+        return found
 
 
 def _flop_formulas() -> dict[Any, Any]:
