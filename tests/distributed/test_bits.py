@@ -22,6 +22,7 @@ MATRIX: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "sgd"),
     "declared": (False, True),
     "together": (False, True),
+    "activations": ("keep", "recompute"),
     "subject": ("mlp", "decoder"),
 }
 

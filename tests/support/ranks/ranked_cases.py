@@ -56,6 +56,8 @@ class Case:
     together: bool = False
     """Whether runtime.accumulate runs the micro-batches."""
     update: str = "lazy"
+    activations: str = "keep"
+    """The policy of activations on several ranks; one rank keeps them."""
     steps: int = 3
     generates: bool = False
     """Whether each rank runs forwards alone between steps, each rank another number of them."""
@@ -187,6 +189,7 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
         precision=precision_of(case),
         device="cpu",
         update=case.update,
+        activations="keep" if place.alone else case.activations,
         accumulation=_backwards(case, place) if case.declared else None,
         partition=PARTITIONS[case.stage],
         **options,
