@@ -141,6 +141,10 @@ class Group:
         """
         gradients, last = self._gradients, self._micro_batches[-1]
         chosen = self._micro_batches[0]
+        residual = self._pager.residual
+        before = None if residual is None else residual.turn
+        if residual is not None:
+            residual.turn = self._turn
         try:
             while under_way := [each for each in self._micro_batches if not each.task.done]:
                 chosen = min(under_way, key=lambda each: (each.position, each.number))
@@ -155,6 +159,8 @@ class Group:
             raise
         finally:
             gradients.staged.more_to_come = False
+            if residual is not None and before is not None:
+                residual.turn = before
             self._makers.clear()
             self._held.clear()
         with self._pager.lock:
@@ -178,6 +184,11 @@ class Group:
         with self._pager.lock:
             for unit, parameter in list(self._held):
                 self._release(unit, parameter)
+
+    def _turn(self) -> tuple[int, int]:
+        """See `ResidualPages.turn`."""
+        micro: _MicroBatch | None = getattr(self._here, "micro", None)
+        return (0, 0) if micro is None else (micro.position[1], -micro.number)
 
     @property
     def is_here(self) -> bool:

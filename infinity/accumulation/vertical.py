@@ -148,8 +148,9 @@ class Accumulator:
             return None
         computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
         free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
-        activations = self.plan.activations
-        return 1 + max(0, int(free)) // (activations + Headroom.of(self.plan.device).one_more(activations))
+        activations, room = self.plan.activations, self.plan.residuals.room
+        found = 1 + max(0, int(free)) // (activations + Headroom.of(self.plan.device).one_more(activations))
+        return found if room is None else min(found, room.together)
 
     def _blocks(self, recompute: bool) -> dict[str, nn.Module]:
         """The blocks to recompute, by path: those of the plan and, with `recompute`, all that may be."""

@@ -14,8 +14,10 @@ reverse, so the earliest leave: the shortest prefix with which the others, besid
 bytes is free. So the order of saving and bytes decide what leaves, and time never does. A step without data
 finds the same bytes.
 
-[Note: coming back] A use of a page in a backward brings it back, and then the pages before it, as far as a
-window has room. Where compute and host are the same RAM, a page is used where it lies in RAM.
+[Note: coming back] A use of a page in a backward brings it back, and then those that are used next, as far
+as a window has room. The next use is the reversed order of saving; of micro-batches that run together, the
+first goes through each part of the model first, in the backward, too (`turn`). Where compute and host are the
+same RAM, a page is used where it lies in RAM.
 
 [Note: let go] A copy from the device reads memory of torch's allocator. That memory is let go when compute
 was told to wait for the copy. This happens once newer copies fill the window, so compute hardly ever waits.
@@ -23,10 +25,11 @@ was told to wait for the copy. This happens once newer copies fill the window, s
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -148,9 +151,11 @@ class ResidualReference:
 class _Living(weakref.ref[ResidualPage]):
     """A reference to a page that does not keep it alive, and what is known of the page when it is gone."""
 
-    __slots__ = ("nbytes", "number")
+    __slots__ = ("nbytes", "number", "turn")
     number: int
     nbytes: int
+    turn: tuple[int, int, int]
+    """The backward uses pages in the reversed order of this value."""
 
 
 @dataclass
@@ -182,6 +187,10 @@ class ResidualPages:
         self._kept_bytes = kept_bytes
         self._window = window
         self._lock = lock
+        self.turn: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Function that returns, for what this thread saves now, (number of the part of the model, number of
+        the micro-batch with a negative sign).
+        """
         self._next = 0
         self._gone: deque[_Living] = deque()
         """Pages whose last reference is gone and that `_sweep` has not seen. Any thread may append."""
@@ -278,6 +287,7 @@ class ResidualPages:
     def _living(self, page: ResidualPage) -> _Living:
         living = _Living(page, self._gone.append)
         living.number, living.nbytes = page.number, page.nbytes
+        living.turn = (*self.turn(), page.number)
         return living
 
     def _thin_out(self, newest: ResidualPage) -> None:
@@ -302,7 +312,7 @@ class ResidualPages:
         self.counts.down += page.nbytes
         if self._room.waits:
             page.coming = transfer
-            self._away.append(living)
+            bisect.insort(self._away, living, key=_turn)
             self._going.append((living, transfer))
             self._going_now += page.nbytes
             while self._going_now > self._window:
@@ -344,7 +354,7 @@ class ResidualPages:
             page.written.wait()  # if the write has failed, the page stays in RAM
         page.ram = page.written = page.coming = None
         del self._both[number]
-        self._on_disk.append(living)
+        bisect.insort(self._on_disk, living, key=_turn)
 
     def _write_ahead(self) -> None:
         """Begin to write the earliest pages in RAM, until a window of bytes is free there or will be."""
@@ -511,6 +521,10 @@ class ResidualPages:
                 del self._known[key]
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()
+
+
+def _turn(living: _Living) -> tuple[int, int, int]:
+    return living.turn
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from infinity.activations.saved_tensors import has_bytes
 from infinity.config import Budget, round_up
 from infinity.errors import BudgetError, ConfigError
 from infinity.planning.fake_step import FakeMemory, FakeStep
+from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
 from infinity.planning.residual_states import LARGEST_WINDOW, ResidualBytes, Residuals
 from infinity.tiers import PAGE_ALIGNMENT, Tier
@@ -94,7 +95,7 @@ class RoomChoice:
         if best is None:
             assert failure is not None
             raise failure.again()
-        return best if self.unified else self._with_kept(best, draft)
+        return self._for_more(best if self.unified else self._with_kept(best, draft))
 
     def _fitted(
         self, residuals: Residuals, room: ResidualBytes, draft: Callable[[Residuals, FakeStep], Plan]
@@ -115,6 +116,21 @@ class RoomChoice:
             return self._fitted(plan.residuals, replace(room, kept=kept, disk=disk), draft)
         except BudgetError:
             return plan
+
+    def _for_more(self, plan: Plan) -> Plan:
+        """Return the plan with RAM that is left for the activations of further micro-batches of a step, which
+        may run together.
+        """
+        room, more = plan.residuals.room, (plan.accumulation or 1) - 1
+        if room is None or not room.down or not more:
+            return plan
+        free = {row["tier"]: int(row["free"]) for row in plan.rows()}[Tier.HOST.value]
+        live = plan.activations or 0
+        beside = live + Headroom.of(plan.device).one_more(live) if self.unified else 0
+        whole = round_up(room.down, PAGE_ALIGNMENT)
+        more = min(more, max(0, free) // (whole + beside))
+        room = replace(room, ram=room.ram + more * whole, together=1 + more)
+        return replace(plan, residuals=replace(plan.residuals, room=room))
 
     def _step(self, names: tuple[str, ...], room: ResidualBytes) -> tuple[FakeStep, ResidualBytes]:
         """Run a step without data. Returns it, and the room that it needs of the room it was given. Raises

@@ -35,8 +35,10 @@ class ResidualBytes:
     """Bytes of the pool of host RAM to which they leave."""
     disk: int = 0
     """Bytes of the scratch slabs to which they go on."""
+    together: int = 1
+    """Number of micro-batches that run together for which `ram` and `disk` are enough."""
     saved: int = 0
-    """Bytes of all of them."""
+    """Bytes of all of them, for one micro-batch, as are the following numbers."""
     down: int = 0
     """Bytes that leave the memory that computes. `up` are those that come back to it."""
     up: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ def trained(
     streams = EmulatedDevice(5).in_use() if place.startswith("streams") else contextlib.nullcontext()
     with streams:
         budget = budget_of(place, policy, directory, compute)
-        runtime = infinity.offload(model, optimizer, budget=budget, activations=policy, **facts)
+        together_or_not = {"accumulation": backwards} if together else {}
+        runtime = infinity.offload(
+            model, optimizer, budget=budget, activations=policy, **together_or_not, **facts
+        )
         torch.manual_seed(4)
         losses, gradients, bytes_of_a_step = [], [], {}
         with runtime:
@@ -255,3 +259,35 @@ def test_a_budget_error_names_a_budget_that_is_enough(place: str, tmp_path: Path
         budget = infinity.Budget(**near, host=error.value.needed, nvme=nvme)
         plan = infinity.plan(model, optimizer, budget=budget, activations="offload", **facts)
         assert plan.residuals.room is not None
+
+
+@pytest.mark.parametrize("policy", OFFLOAD)
+def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_path: Path) -> None:
+    found, plain = {}, {}
+    for together in (False, True):
+        model, optimizer, facts = made()
+        planned = functools.partial(infinity.plan, model, optimizer, accumulation=3, **facts)
+        with pytest.raises(BudgetError) as error:
+            planned(budget=infinity.Budget(device="64KiB", host=AMPLE), activations=policy)
+        budget = infinity.Budget(device=error.value.needed + (1 << 20), host=AMPLE)
+        runtime = infinity.offload(
+            model, optimizer, budget=budget, activations=policy, accumulation=3, **facts
+        )
+        with runtime, warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            room = runtime.plan.residuals.room
+            assert room is not None
+            assert room.together == (3 if room.down else 1)
+            model.train(False)
+            batches = [rows(number) for number in range(3)]
+            if together:
+                losses = runtime.accumulate(batches, model, together=3)
+            else:
+                losses = []
+                for batch in batches:
+                    losses.append(model(batch))
+                    losses[-1].backward()
+            into = found if together else plain
+            into["losses"] = [each.detach() for each in losses]
+            into["gradients"] = [runtime.grad(each) for each in model.parameters()]
+    assert differences(plain, found) == []

@@ -161,6 +161,33 @@ def test_the_shortest_prefix_leaves_that_lets_the_rest_fit(
     saver.check_nothing_left()
 
 
+def test_micro_batches_that_run_together_come_back_in_the_order_of_their_backwards() -> None:
+    saver, order, references = Saver("copies that wait", window=70_000), [], {}
+    up = saver.room.up
+    saver.room.up = lambda into, source: (
+        order.append(float(source.view(torch.float32)[0])) or up(into, source)
+    )
+    turns = [(stage, number) for stage in range(3) for number in range(3)]
+    for stage, number in turns:
+        saver.pages.turn = lambda turn=(stage, -number): turn
+        references[stage, number] = saver.pages.pack(torch.full((16384,), 3.0 * stage + number))
+    saver.pages.turn = lambda: (0, 0)
+    saver.pages.pack(torch.zeros(16384))  # the newest stays
+    used = [(stage, number) for stage in (2, 1, 0) for number in range(3)]
+    backward = _in_backward(lambda: [saver.pages.unpack(references.pop(each)) for each in used])
+    assert [float(each[0]) for each in backward] == [3.0 * stage + number for stage, number in used]
+    assert order == [3.0 * stage + number for stage, number in used if (stage, number) != (2, 2)]
+
+
+def _in_backward(function: Callable[[], Any]) -> Any:
+    """Call a function within a backward, and return its result."""
+    found, x = [], torch.zeros((), requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda _: found.append(function()))
+    y.backward()
+    return found[0]
+
+
 # --- what autograd may do with what it has saved ------------------------------------------------------------
 
 
