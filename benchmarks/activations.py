@@ -1,0 +1,203 @@
+"""Compares the policies of activations: steps of one model that keeps, recomputes or offloads them, in turns.
+
+A turn offloads a decoder anew with one policy, trains a first step and then timed steps. A round has a turn
+of each way, in an order that is reversed each round, and ratios of speeds are those of turns in one round.
+"keep" is there twice: the ratio of the two is the noise. The device budget is the smallest that the policy
+needs, so that all activations leave that may. "offload to RAM" has ample RAM, "offload to disk" an eighth of
+what it would take. The losses of all ways must have the same bits.
+
+The limit of a way is the longer of two times of the same round: a step with "keep", and its bytes of
+activations over the disk, at the rates that are measured before the turn.
+
+    python benchmarks/activations.py --directory DISK [--model 124m --batch 1 --seq 1024 --rounds 12]
+
+`--json`: the last line of stdout is one JSON object. `--quick`: a smoke test, whose figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from machine_facts import machine_facts
+
+import infinity
+from infinity.errors import BudgetError
+from infinity.lm.decoder import PRESETS, Decoder, DecoderConfig
+from infinity.tiers import Tier
+from infinity.tiers.probes import disk_speed
+
+QUICK = DecoderConfig(width=64, layers=3, heads=2, hidden=192)
+WAYS = {
+    "keep": "keep",
+    "keep again": "keep",
+    "recompute": "recompute",
+    "recompute+offload": "recompute+offload",
+    "offload to RAM": "offload",
+    "offload to disk": "offload",
+}
+AMPLE = "1TiB"
+_SHARE_IN_RAM = 8
+_PROBED = 256 << 20
+
+
+class Bench:
+    """A decoder and its batches, trained with each way from the same state."""
+
+    def __init__(self, options: argparse.Namespace, directory: str) -> None:
+        self._config = QUICK if options.quick else PRESETS[options.model].decoder
+        self._device = options.device
+        self._steps = options.steps
+        self._directory = directory
+        self._precision = infinity.Precision(compute=options.compute)
+        generator = torch.Generator().manual_seed(0)
+        shape = (1 + options.steps, options.batch, options.seq + 1)
+        self._batches = torch.randint(self._config.vocabulary, shape, generator=generator)
+        self._budgets = {way: self._budget(way) for way in WAYS}
+
+    def _facts(self, way: str) -> dict[str, Any]:
+        tokens = self._batches[0]
+        return {
+            "precision": self._precision,
+            "device": self._device,
+            "activations": WAYS[way],
+            "example_inputs": (tokens[:, :-1], tokens[:, 1:]),
+        }
+
+    def _made(self, device: str) -> tuple[Decoder, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        with torch.device(device):
+            model = Decoder(self._config)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def _budget(self, way: str) -> infinity.Budget:
+        model, optimizer = self._made("meta")
+        facts = self._facts(way)
+        try:
+            infinity.plan(model, optimizer, budget=infinity.Budget(device="64KiB", host=AMPLE), **facts)
+        except BudgetError as error:
+            near = error.needed
+        plan = infinity.plan(model, optimizer, budget=infinity.Budget(device=near, host=AMPLE), **facts)
+        used = AMPLE_BYTES - next(row["free"] for row in plan.rows() if row["tier"] == Tier.HOST.value)
+        if way != "offload to disk":
+            return infinity.Budget(device=near, host=used + (64 << 20))
+        room = plan.residuals.ram
+        return infinity.Budget(
+            device=near, host=used - room + room // _SHARE_IN_RAM, nvme={self._directory: 2 * room}
+        )
+
+    def turn(self, way: str) -> dict[str, Any]:
+        """Train with one way. Returns the median "seconds" of the timed steps, the "losses", the "bytes" that
+        the plan moves over the link and the disk in a step, and "disk": seconds that the disk needs for them.
+        """
+        model, optimizer = self._made("cpu")
+        speed = disk_speed(self._directory, nbytes=_PROBED) if way == "offload to disk" else None
+        seconds, losses = [], []
+        with infinity.offload(model, optimizer, budget=self._budgets[way], **self._facts(way)) as runtime:
+            for tokens in self._batches:
+                start = time.perf_counter()
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                loss.backward()
+                runtime.optimizer.step()
+                runtime.optimizer.zero_grad()
+                seconds.append(time.perf_counter() - start)
+                losses.append(loss.item())
+                del loss
+            plan = runtime.plan
+        room = plan.residuals.room
+        moved = {name: getattr(room, name, 0) for name in ("down", "up", "written", "read")}
+        disk = 0.0 if speed is None else moved["written"] / speed.write + moved["read"] / speed.read
+        return {
+            "seconds": statistics.median(seconds[1:]),
+            "losses": losses,
+            "bytes": moved,
+            "activations": plan.activations,
+            "disk": disk,
+        }
+
+
+AMPLE_BYTES = infinity.Budget(host=AMPLE).host_bytes or 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--directory", required=True, help="a directory on the disk to use")
+    parser.add_argument("--model", choices=PRESETS, default="124m")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=1, help="timed steps in a turn")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--compute", default="bf16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.batch, options.seq = 2, 2, 256
+    if "keep" not in options.ways:
+        options.ways.insert(0, "keep")
+    return options
+
+
+def measure(options: argparse.Namespace, directory: str) -> dict[str, Any]:
+    """Run all rounds. Returns "same_bits" (of the losses), and for each way in "results" the medians over
+    rounds of "seconds" and of "ratio" (the speed divided by that of "keep"), all "ratios", and "of_limit":
+    the median of its seconds divided by those of its limit.
+    """
+    bench, rounds = Bench(options, directory), []
+    for number in range(options.rounds):
+        order = options.ways if number % 2 == 0 else options.ways[::-1]
+        turns = {way: bench.turn(way) for way in order}
+        rounds.append(turns)
+        shown = "   ".join(f"{way} {turns[way]['seconds']:.2f} s" for way in options.ways)
+        print(f"round {number + 1}: {shown}", flush=True)
+    results = {}
+    for way in options.ways:
+        ratios = [turns["keep"]["seconds"] / turns[way]["seconds"] for turns in rounds]
+        limits = [max(turns["keep"]["seconds"], turns[way]["disk"]) for turns in rounds]
+        found = [turns[way]["seconds"] for turns in rounds]
+        results[way] = {
+            "seconds": statistics.median(found),
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "of_limit": statistics.median(each / limit for each, limit in zip(found, limits, strict=True)),
+            "bytes": rounds[-1][way]["bytes"],
+            "activations": rounds[-1][way]["activations"],
+        }
+    same = all(turn["losses"] == turns["keep"]["losses"] for turns in rounds for turn in turns.values())
+    return {"same_bits": same, "results": results}
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"\n{'':20}{'s':>9}{'ratio':>20}{'of limit':>10}{'live MB':>10}{'left MB':>10}{'to disk MB':>12}")
+    for way, found in report["results"].items():
+        spread = f"{found['ratio']:.3f} ({min(found['ratios']):.2f}-{max(found['ratios']):.2f})"
+        moved = found["bytes"]
+        print(
+            f"{way:20}{found['seconds']:9.3f}{spread:>20}{found['of_limit']:10.3f}"
+            f"{found['activations'] / 1e6:10.1f}{moved['down'] / 1e6:10.1f}{moved['written'] / 1e6:12.1f}"
+        )
+    print("losses have the same bits" if report["same_bits"] else "LOSSES DIFFER")
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    with tempfile.TemporaryDirectory(prefix="infinity-activations-", dir=options.directory) as directory:
+        found = measure(options, directory)
+    settings = vars(options) | {"directory": ""}
+    report = {"benchmark": "activations", "machine": machine_facts(), "settings": settings} | found
+    show(report)
+    if options.json:
+        print(json.dumps(report))
+    return 0 if report["same_bits"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
