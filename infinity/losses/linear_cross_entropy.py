@@ -1,4 +1,4 @@
-"""Linear cross entropy: the loss of a linear layer's outputs, computed a tile of logits at a time."""
+"""Linear cross entropy: the loss of a linear layer's outputs, computed a panel of logits at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from infinity.errors import ConfigError
 
 _COLUMNS = 2048
-"""The most entries of the vocabulary in a tile."""
-_TILE = 16 << 20
-"""The most logits in a tile: 64 MiB in fp32."""
+"""The most entries of the vocabulary in a panel."""
+_PANEL = 16 << 20
+"""The most logits in a panel: 64 MiB in fp32."""
 _REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -34,12 +34,12 @@ def linear_cross_entropy(
     """Return the cross entropy of the logits `hidden @ weight.T + bias`, without holding all logits.
 
     The result is that of F.cross_entropy(F.linear(hidden, weight, bias).float(), target), within rounding.
-    Forward and backward each compute all logits, in tiles that follow from the size of the vocabulary alone:
+    Forward and backward each compute all logits, in panels that follow from the size of the vocabulary alone:
     2048 entries (or the whole vocabulary, if it is smaller) by as many tokens as make 64 MiB in fp32. Logits
-    have the dtype of the operands, as those of F.linear; exponentials, and sums over tiles, are fp32 (fp64
+    have the dtype of the operands, as those of F.linear; exponentials, and sums over panels, are fp32 (fp64
     for fp64 operands). Losses of tokens are summed once, in the order of the tokens. Autograd saves `hidden`,
     `weight`, `bias`, `target` and 8 bytes a token. Backward takes a gradient of each operand, 4 bytes for
-    each element of `hidden`, and a few tiles.
+    each element of `hidden`, and a few panels.
 
     hidden: (..., width). weight: (vocabulary, width), of an offloaded model or any other; tied to an
     embedding or not. bias: (vocabulary,). The three have one floating dtype, and are on one device. In a
@@ -93,7 +93,7 @@ class _Options:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of exponentials and of sums over tiles."""
+        """The dtype of exponentials and of sums over panels."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
@@ -102,7 +102,7 @@ class _TokenLosses(torch.autograd.Function):
 
     With z the logits of a token, m their maximum and s the sum of exp(z - m), its loss is
     log s + (m - z[target]), and the gradient of z is exp(z - m) / s, less 1 at the target. m and log s are
-    kept apart, because their sum would be rounded to the digits of m, which may be large. Each tile has a
+    kept apart, because their sum would be rounded to the digits of m, which may be large. Each panel has a
     maximum and a sum of its own; they are put together at the end. The outer loop is over the vocabulary, so
     that each row of the weight is read once, and its gradient is complete after one turn.
     """
@@ -114,30 +114,30 @@ class _TokenLosses(torch.autograd.Function):
         # This raises torch's error for a target out of range. The tensor of zeros has one element in memory.
         zeros = torch.zeros((), dtype=wide, device=hidden.device).expand(tokens, vocabulary)
         F.nll_loss(zeros, target, ignore_index=options.ignore_index, reduction="none")
-        tiles = list(_ranges(vocabulary, _columns(vocabulary)))
-        maxima, sums, shifts = hidden.new_empty((3, len(tiles), tokens), dtype=wide).unbind()
+        panels = list(_ranges(vocabulary, _columns(vocabulary)))
+        maxima, sums, shifts = hidden.new_empty((3, len(panels), tokens), dtype=wide).unbind()
         found = hidden.new_zeros(tokens, dtype=wide)
-        for tile, columns in enumerate(tiles):
+        for panel, columns in enumerate(panels):
             for rows in _ranges(tokens, _rows(vocabulary)):
                 logits = _logits(hidden[rows], weight[columns], bias, columns, options)
                 place, inside = _place(target[rows], columns)
                 found[rows] += torch.where(inside, logits.gather(1, place[:, None])[:, 0], 0)
-                # A finite maximum, for a tile in which all logits are -inf.
+                # A finite maximum, for a panel in which all logits are -inf.
                 maximum = logits.amax(1).clamp_min_(torch.finfo(wide).min)
                 logits.sub_(maximum[:, None])
-                maxima[tile, rows] = maximum
+                maxima[panel, rows] = maximum
                 if options.smoothing:
-                    shifts[tile, rows] = logits.sum(1)
-                sums[tile, rows] = logits.exp_().sum(1)
+                    shifts[panel, rows] = logits.sum(1)
+                sums[panel, rows] = logits.exp_().sum(1)
                 del logits  # before the next are made
         maximum = maxima.amax(0)
-        # In fp64, so that each loss is rounded once. There are few numbers: one for each token and tile.
+        # In fp64, so that each loss is rounded once. There are few numbers: one for each token and panel.
         below = maxima.double() - maximum
         total = (sums * below.exp()).sum(0)
         log_sum = total.log()
         losses: torch.Tensor = (log_sum + (maximum.double() - found)) * (1 - options.smoothing)
         if options.smoothing:
-            sizes = [each.stop - each.start for each in tiles]
+            sizes = [each.stop - each.start for each in panels]
             below.mul_(torch.tensor(sizes, dtype=below.dtype, device=below.device)[:, None])
             losses -= ((shifts + below).sum(0) - vocabulary * log_sum) * (options.smoothing / vocabulary)
         ctx.options = options
@@ -229,7 +229,7 @@ def _columns(vocabulary: int) -> int:
 
 
 def _rows(vocabulary: int) -> int:
-    return _TILE // _columns(vocabulary)
+    return _PANEL // _columns(vocabulary)
 
 
 def _ranges(number: int, size: int) -> Iterator[slice]:
@@ -240,8 +240,8 @@ def _ranges(number: int, size: int) -> Iterator[slice]:
 def _logits(
     hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, columns: slice, options: _Options
 ) -> torch.Tensor:
-    """Return the logits of a tile, (rows, columns), in the dtype of sums. `out` keeps autocast away, in which
-    a backward might run.
+    """Return the logits of a panel, (rows, columns), in the dtype of sums. `out` keeps autocast away, within
+    which a backward might run.
     """
     hidden, matrix = hidden.to(options.dtype), matrix.to(options.dtype)
     logits = hidden.new_empty(len(hidden), len(matrix))
@@ -253,7 +253,7 @@ def _logits(
 
 
 def _place(target: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (column of each target in a tile, whether the tile has it); some column, if it has not."""
+    """Return (column of each target in a panel, whether the panel has it); some column, if it has not."""
     inside = (target >= columns.start) & (target < columns.stop)
     return torch.where(inside, target - columns.start, 0), inside
 

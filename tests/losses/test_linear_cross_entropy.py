@@ -27,9 +27,9 @@ from infinity.planning.fake_step import run_fake_step
 
 FP32, FP64 = torch.float32, torch.float64
 WIDTH, VOCABULARY, TOKENS = 16, 3000, 24
-"""Sizes with two tiles, of 2048 and 952 entries."""
+"""Sizes with two panels, of 2048 and 952 entries."""
 LARGE = 8200, 2100
-"""(tokens, vocabulary) with four tiles: two by two."""
+"""(tokens, vocabulary) with four panels: two by two."""
 
 
 def plain(
@@ -101,7 +101,7 @@ def test_many_tokens_by_a_large_vocabulary() -> None:
 def test_errors_against_fp64_are_those_of_torch(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in (TOKENS * 10, 64):  # tokens in a tile: all, a few
+    for rows in (TOKENS * 10, 64):  # tokens in a panel: all, a few
         monkeypatch.setattr(module, "_TILE", rows * 2048)
         hidden, weight, target = (each.detach() for each in operands(TOKENS * 10))
         weight *= {"small": 0.02, "trained": 0.3, "large": 20.0}[kind]
@@ -128,7 +128,7 @@ def test_losses_of_tokens_are_summed_once() -> None:
 def test_infinite_logits() -> None:
     hidden, weight, target = operands()
     bias = torch.zeros(VOCABULARY)
-    bias[:2048] = -torch.inf  # the whole first tile
+    bias[:2048] = -torch.inf  # the whole first panel
     target = torch.where(target < 2048, -100, target)
     right = outcome(plain(hidden, weight, target, bias), [hidden, weight])
     found = outcome(linear_cross_entropy(hidden, weight, target, bias), [hidden, weight])
@@ -309,7 +309,7 @@ def test_bytes_of_a_step(train: bool) -> None:
             found[entries] = dry.activations
             if train:
                 assert found[entries] == counted(Model(vocabulary=entries), tokens, target)
-    # A step has the two gradients of the tied matrix, and their sum. Each token has a few numbers a tile.
+    # A step has the two gradients of the tied matrix, and their sum. Each token has a few numbers a panel.
     gradients = 3 * (large - small) * WIDTH * 4 if train else 0
     assert found[large] - found[small] <= gradients + tokens.numel() * (large - small) // 2048 * 40
     logits = tokens.numel() * large * 4
