@@ -102,7 +102,7 @@ def test_errors_against_fp64_are_those_of_torch(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows in (TOKENS * 10, 64):  # tokens in a panel: all, a few
-        monkeypatch.setattr(module, "_TILE", rows * 2048)
+        monkeypatch.setattr(module, "_PANEL", rows * 2048)
         hidden, weight, target = (each.detach() for each in operands(TOKENS * 10))
         weight *= {"small": 0.02, "trained": 0.3, "large": 20.0}[kind]
         if kind == "trained":  # most targets have a probability near 1
