@@ -732,3 +732,23 @@ def test_the_estimates_of_a_number_of_blocks_are_close(name: str) -> None:
         assert estimate.activations >= 0.99 * exact.activations
         assert estimate.activations <= 1.01 * exact.activations or name == "twice"
         assert 1 <= sum(estimate.work.flops.values()) / sum(exact.work.flops.values()) < 1.1
+
+
+def test_auto_recomputes_what_fits_if_pages_then_need_not_move() -> None:
+    """On a GPU of a machine file, whose rates are fixed, with little RAM and the other pages on disk."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(width=512, layers=8, heads=8, hidden=1472))
+        ids = torch.empty(1, 4096, dtype=torch.long)
+    budget = infinity.Budget(device="1200MiB", host="64MiB", nvme={"/tmp": "10GiB"})
+    options = {"budget": budget, "machine": "rtx4090-desktop", "device": "cuda", "update": "lazy"}
+    plans = {
+        policy: planned(model, ids, ids, activations=policy, precision=infinity.Precision(), **options)
+        for policy in ("keep", "recompute", "auto")
+    }
+    least = {policy: plan.prediction.least for policy, plan in plans.items() if plan.prediction}
+    assert least["auto"] < 0.95 * least["keep"]
+    assert least["auto"] < least["recompute"] < least["keep"]
+    found = plans["auto"].residuals
+    assert 0 < len(found.recomputed) < 8
+    assert len(found.recomputed) + len(found.kept) == 8
+    assert "predicted faster than" in str(plans["auto"])
