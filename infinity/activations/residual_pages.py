@@ -49,6 +49,8 @@ _SPAN = 2
 class Room(Protocol):
     """The memory to which residual pages leave, and the copies there and back."""
 
+    device: torch.device
+    """Where the model computes. Tensors elsewhere do not become pages."""
     in_place: bool
     """Whether compute uses pages where they lie in RAM."""
     waits: bool
@@ -171,6 +173,21 @@ class ResidualCounts:
     read: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A storage at one version, and its pages."""
+
+    storage: weakref.ref[Any]
+    counter: torch.Tensor
+    """As `ResidualReference.counter`. Tensors of one storage may have several counters, as `.data` has."""
+    version: int
+    pages: list[_Living]
+
+    def is_now(self, storage: torch.UntypedStorage, version: int) -> bool:
+        """Whether this is `storage`, which no counter says was edited, for a tensor at `version`."""
+        return self.storage() is storage and version == self.version == self.counter._version
+
+
 class ResidualPages:
     """Makes pages of saved tensors, and moves them; see [Note: residual pages]. Thread-safe, by its lock."""
 
@@ -196,8 +213,8 @@ class ResidualPages:
         """Pages whose last reference is gone and that `_sweep` has not seen. Any thread may append."""
         self._forgotten: deque[int] = deque()
         """Keys of `_known` whose storage is gone, likewise."""
-        self._known: dict[int, tuple[weakref.ref[Any], int, list[_Living]]] = {}
-        """id() of a storage -> the storage, its version when it was saved last, and its pages of then."""
+        self._known: dict[int, _Known] = {}
+        """id() of a storage -> what is known of it since it was saved last."""
         self._kept: dict[int, _Living] = {}
         """The pages that have not left, by number, the earliest first."""
         self._kept_now = 0
@@ -231,9 +248,11 @@ class ResidualPages:
     def pack(self, tensor: torch.Tensor) -> ResidualReference | None:
         """Return a reference to the page of a saved tensor; None if the tensor does not become a page.
 
-        tensor: plain, dense, where the model computes. Raises BudgetError if what has to leave finds no room,
-        and StorageError if a write has failed. Only the forward in which this happens is lost.
+        tensor: plain and dense, with a storage. Raises BudgetError if what has to leave finds no room, and
+        StorageError if a write has failed. Only the forward in which this happens is lost.
         """
+        if tensor.is_nested or tensor.is_quantized or tensor.device != self._room.device:
+            return None
         storage = tensor.untyped_storage()
         if storage.nbytes() < SMALLEST or not tensor.numel():
             return None
@@ -242,9 +261,9 @@ class ResidualPages:
             return None
         with self._lock, torch.no_grad():
             self._sweep()
-            page = self._page_of(tensor, storage)
             counter = tensor.detach()
             counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            page = self._page_of(tensor, storage, counter)
             reference = ResidualReference(
                 page=page,
                 dtype=tensor.dtype,
@@ -260,15 +279,17 @@ class ResidualPages:
             self._thin_out(page)
         return reference
 
-    def _page_of(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> ResidualPage:
-        """Find the page of a tensor's storage at its version, or make it."""
+    def _page_of(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, counter: torch.Tensor
+    ) -> ResidualPage:
+        """Find the page of a tensor's storage at its version, or make it. counter: the tensor's."""
         key, version = id(storage), tensor._version
         known = self._known.get(key)
-        if known is None or known[0]() is not storage or known[1] != version:
+        if known is None or not known.is_now(storage, version):
             watcher = weakref.ref(storage, lambda _: self._forgotten.append(key))
-            known = self._known[key] = watcher, version, []
+            known = self._known[key] = _Known(watcher, counter, version, [])
         begin, end = _span(tensor)
-        for each in known[2]:
+        for each in known.pages:
             page = each()
             if page is not None and page.has(begin, end) and (begin - page.begin) % tensor.itemsize == 0:
                 return page
@@ -278,7 +299,7 @@ class ResidualPages:
         page = ResidualPage(self._next, _bytes(tensor, begin, end), begin)
         self._next += 1
         living = self._living(page)
-        known[2].append(living)
+        known.pages = [*(each for each in known.pages if each() is not None), living]
         self._kept[page.number] = living
         self._kept_now += page.nbytes
         self.counts.saved += page.nbytes
@@ -517,7 +538,7 @@ class ResidualPages:
             self._let_go()
         while self._forgotten:
             key = self._forgotten.popleft()
-            if key in self._known and self._known[key][0]() is None:
+            if key in self._known and self._known[key].storage() is None:
                 del self._known[key]
         while self._under_way and self._under_way[0][0].done():
             self._under_way.popleft()

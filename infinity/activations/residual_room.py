@@ -28,6 +28,7 @@ class ResidualRoom:
         self._store = store
         self._pool = pool
         self._scratch = scratch
+        self.device = store.plan.device
         self.in_place = store.device.shares_host
         self.waits = not store.link.direct
         self.has_disk = scratch is not None
@@ -53,7 +54,7 @@ class ResidualRoom:
         self._store.link.fence(transfer)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._store.plan.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def up(self, into: torch.Tensor, source: torch.Tensor) -> Transfer:
         # Kernels that are queued may use what torch's allocator has given out again.
@@ -95,6 +96,7 @@ class FakeRoom:
         ram_bytes: int,
         disk_bytes: int,
         *,
+        device: torch.device,
         in_place: bool,
         waits: bool,
         empty: Callable[[int], torch.Tensor],
@@ -103,6 +105,7 @@ class FakeRoom:
         """empty: makes memory where the model computes, uint8. in_ram: makes memory in leased RAM, which
         operations do not allocate.
         """
+        self.device = device
         self.in_place, self.waits, self.has_disk = in_place, waits, disk_bytes > 0
         self.empty = empty
         self._in_ram = in_ram

@@ -142,6 +142,7 @@ class RoomChoice:
             found = FakeRoom(
                 room.ram,
                 room.disk,
+                device=self.device,
                 in_place=self.unified,
                 waits=self.waits,
                 empty=functools.partial(torch.empty, dtype=torch.uint8, device=self.device),

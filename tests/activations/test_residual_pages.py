@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,7 +65,7 @@ class Saver:
         assert self.pages._kept_now == 0
         left = (self.pages._kept, self.pages._in_ram, self.pages._both, self.pages._brought, self.pages._read)
         assert not any(left)
-        assert all(each[0]() is not None for each in self.pages._known.values())
+        assert all(each.storage() is not None for each in self.pages._known.values())
 
 
 def _drop_left_tasks() -> None:
@@ -350,6 +351,41 @@ def test_small_tensors_and_those_set_aside_stay() -> None:
     assert saver.pages.pack(torch.zeros(SMALLEST // 4 - 1)) is None
     assert saver.pages.pack(torch.zeros(SMALLEST // 4)) is not None
     assert saver.pages.pack(torch.zeros(0)) is None
+
+
+def test_tensors_without_plain_bytes_where_the_model_computes_stay() -> None:
+    saver, rows = Saver(), torch.randn(SMALLEST // 64, 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are to be removed from torch
+        nested = torch.nested.nested_tensor([rows, rows], layout=torch.strided)
+        quantized = torch.quantize_per_tensor(rows, 0.1, 0, torch.qint32)
+    for each in (nested, quantized, rows.to("meta")):
+        assert each.untyped_storage().nbytes() >= SMALLEST
+        assert saver.pages.pack(each) is None
+    assert saver.pages.pack(rows) is not None
+
+
+def test_an_edit_that_only_another_counter_has_counted_makes_another_page() -> None:
+    saver = Saver()
+    first = torch.zeros(SMALLEST)
+    second = first.data  # a counter of its own
+    references = [saver.pages.pack(first), saver.pages.pack(torch.zeros(SMALLEST))]
+    assert saver.pages.counts.down == first.nbytes
+    first.add_(1)
+    reference = saver.pages.pack(second)
+    assert second._version == 0
+    assert torch.equal(saver.unpack(reference), torch.ones(SMALLEST))
+    assert len(references) == 2
+
+
+def test_a_constant_that_every_step_saves_is_not_remembered_for_every_step() -> None:
+    saver, constant = Saver(), torch.randn(SMALLEST)
+    for _ in range(10):
+        reference = saver.pages.pack(constant)
+        assert torch.equal(saver.unpack(reference), constant)
+        del reference
+    (known,) = saver.pages._known.values()
+    assert len(known.pages) == 1
 
 
 def test_threads_share_the_pages() -> None:

@@ -47,6 +47,7 @@ class RoomOfTests(FakeRoom):
         super().__init__(
             ram_bytes,
             disk_bytes,
+            device=torch.device("cpu"),
             in_place=in_place,
             waits=waits,
             empty=_filled,
