@@ -1,9 +1,12 @@
 """Tests that the programs in examples/ run, and that the figures they print are as good as they claim."""
 
+import argparse
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,3 +70,19 @@ def test_sft_trl(tmp_path: Path) -> None:
     found = figures("sft_trl.py", tmp_path, line)
     assert float(found[2]) < 0.7 * float(found[1])
     assert float(found[3]) < 1e-5
+
+
+def test_long_context() -> None:
+    module: Any = runpy.run_path(str(EXAMPLES / "long_context.py"))
+    options = argparse.Namespace(
+        model="10m",
+        vocabulary=4096,
+        budget_device="96MiB",
+        budget_host="1GiB",
+        budget_nvme=None,
+        machine=None,
+        most=1024,
+    )
+    assert module["longest"](options, "keep", "all logits") == (0, None)
+    length, plan = module["longest"](options, "recompute", "linear_cross_entropy")
+    assert (length, len(plan.residuals.recomputed)) == (1536, 6)
