@@ -31,6 +31,7 @@ from infinity.pages.home import Home, InFlightRequest, Outcome
 from infinity.pages.ledger import Ledger
 from infinity.pages.parts import Part
 from infinity.planning import twin_flow
+from infinity.planning.budgets import nvme_budget_for
 from infinity.planning.plan import Plan
 from infinity.system.disk_files import injected_faults, injected_files
 from infinity.telemetry.meter import Meter
@@ -166,6 +167,10 @@ class Store:
     ) -> NvmeTier:
         plan = self.plan
         paths: Mapping[str, int] = {os.fspath(path): size for path, size in budget.nvme_bytes.items()}
+        if plan.residuals.disk and len(paths) > 1 and adopted is None:
+            # Slabs of pages take whole stripes of what they are given, and scratch comes after them.
+            scratch, total = nvme_budget_for(plan.residuals.disk, len(paths)), sum(paths.values())
+            paths = {path: size - -(-scratch * size // total) for path, size in paths.items()}
         if plan.slab_directory is not None:
             # It has no budget, and slabs that are adopted there may be larger than the plan's.
             limit = plan.nvme_bytes if adopted is None else 1 << 62

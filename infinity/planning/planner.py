@@ -180,7 +180,7 @@ def make_plan(
     smallest = search.smallest(unified=unified, nvme=paths > 0)
     for tier, each in planner.reserves.items():
         smallest[tier] = each.budget_for(smallest.get(tier, 0))
-    if search.commits:
+    if search.commits or residuals.disk:
         smallest[Tier.NVME] = nvme_budget_for(smallest[Tier.NVME], paths)
     facts = {
         "precision": precision,

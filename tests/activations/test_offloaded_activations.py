@@ -291,3 +291,23 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
             into["losses"] = [each.detach() for each in losses]
             into["gradients"] = [runtime.grad(each) for each in model.parameters()]
     assert differences(plain, found) == []
+
+
+def test_two_disks_have_room_for_pages_and_activations(tmp_path: Path) -> None:
+    model, optimizer, facts = made()
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+
+    def budget(host: int | str, each: int) -> infinity.Budget:
+        return infinity.Budget(host=host, nvme={str(path): each for path in tmp_path.iterdir()})
+
+    plan = infinity.plan(model, optimizer, budget=budget("3MiB", AMPLE), activations="offload", **facts)
+    assert plan.residuals.disk > 0
+    each = -(-plan.smallest[Tier.NVME] // 8192) * 4096
+    small = budget(plan.smallest[Tier.HOST], each)
+    with infinity.offload(model, optimizer, budget=small, activations="offload", **facts) as runtime:
+        store = runtime._components.store
+        slabs = [slab for tier in (store.nvme, store.scratch) if tier for slab in tier.slabs]
+        for path in tmp_path.iterdir():
+            assert sum(slab.nbytes for slab in slabs if slab.directory == path) <= each
+        model(rows(0)).backward()
