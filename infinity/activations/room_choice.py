@@ -113,9 +113,10 @@ class RoomChoice:
             return plan
         disk = _ENDLESS if room.disk else 0
         try:
-            return self._fitted(plan.residuals, replace(room, kept=kept, disk=disk), draft)
+            found = self._fitted(plan.residuals, replace(room, kept=kept, disk=disk), draft)
         except BudgetError:
             return plan
+        return replace(found, smallest=plan.smallest)  # with which nothing is kept
 
     def _for_more(self, plan: Plan) -> Plan:
         """Return the plan with RAM that is left for the activations of further micro-batches of a step, which

@@ -324,7 +324,7 @@ class _Planner:
         """The budgets less `reserves`."""
         left = {tier: budget - self._reserved(tier) for tier, budget in self.budgets.items()}
         device = None if self.unified else left[Tier.DEVICE]
-        return Room(device=device, host=left[Tier.HOST], nvme=max(0, self.nvme - self._reserved(Tier.NVME)))
+        return Room(device=device, host=left[Tier.HOST], nvme=self.nvme - self._reserved(Tier.NVME))
 
     def _reserved(self, tier: Tier) -> int:
         found = self.reserves.get(tier)

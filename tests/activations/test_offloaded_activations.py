@@ -311,3 +311,30 @@ def test_two_disks_have_room_for_pages_and_activations(tmp_path: Path) -> None:
         for path in tmp_path.iterdir():
             assert sum(slab.nbytes for slab in slabs if slab.directory == path) <= each
         model(rows(0)).backward()
+
+
+def test_scratch_that_exceeds_the_nvme_budget_is_refused_by_the_plan(tmp_path: Path) -> None:
+    model, optimizer, facts = made()
+    planned = functools.partial(infinity.plan, model, optimizer, activations="offload", **facts)
+    host = planned(budget=infinity.Budget(host=AMPLE)).smallest[Tier.HOST]
+    half = host - planned(budget=infinity.Budget(host=AMPLE)).residuals.ram // 2
+    with pytest.raises(BudgetError) as error:
+        planned(budget=infinity.Budget(host=half, nvme={str(tmp_path): "256KiB"}))
+    assert error.value.needed is not None
+    tier = {error.value.tier: error.value.needed}
+    budget = infinity.Budget(host=tier.get("host", half), nvme={str(tmp_path): tier.get("nvme", "256KiB")})
+    with infinity.offload(model, optimizer, budget=budget, activations="offload", **facts):
+        model(rows(0)).backward()
+
+
+@pytest.mark.parametrize("place", ["unified", "apart"])
+def test_the_smallest_budgets_are_enough_together(place: str, tmp_path: Path) -> None:
+    model, optimizer, facts = made()
+    planned = functools.partial(infinity.plan, model, optimizer, activations="offload", **facts)
+    near = {} if place == "unified" else {"device": AMPLE}
+    nvme = {str(tmp_path): AMPLE}
+    smallest = planned(budget=infinity.Budget(**near, host="3MiB", nvme=nvme)).smallest
+    near = {name: smallest[Tier.DEVICE] for name in near}
+    budget = infinity.Budget(**near, host=smallest[Tier.HOST], nvme={str(tmp_path): smallest[Tier.NVME]})
+    with infinity.offload(model, optimizer, budget=budget, activations="offload", **facts):
+        model(rows(0)).backward()

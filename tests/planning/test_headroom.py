@@ -27,6 +27,7 @@ from infinity.lm.decoder import PRESETS, Decoder
 from infinity.planning import fake_step
 from infinity.planning.headroom import NO_HEADROOM, Headroom, Reserve, segment, workspace
 from infinity.planning.planner import Available, make_plan
+from infinity.planning.residual_states import KEEP
 from infinity.tiers import Tier
 
 MIB = 1 << 20
@@ -222,6 +223,7 @@ class _PlanOfTheGpu:
     activations = 100 * MIB
     unified = False
     device = torch.device("cuda", 0)
+    residuals = KEEP
 
     def rows(self) -> list[dict[str, Any]]:
         return [{"tier": "device", "free": 1024 * MIB}]
