@@ -33,7 +33,8 @@ def ranked_turn(contender: RankedContender, batches: Batches, *, lead: int, step
     losses = [contender.step(*batches.next()) for _ in range(lead)]
     built = rss.read("VmHWM") - contender.rss_base
     rss.restart_peak()
-    before, sockets, link = contender.facts(), tcp.sent(), nodes.sent()
+    # What is sent meanwhile for a slower rank is in the sockets' numbers then, and not in the facts alone.
+    sockets, link, before = tcp.sent(), nodes.sent(), contender.facts()
     seconds: list[float] = []
     last = time.perf_counter()
     for _ in range(steps):

@@ -29,6 +29,7 @@ OPTIONS = {
     "--device": None,
     "--states": "fp32",
     "--compute": None,
+    "--activations": "auto",
     "--budget-device": None,
     "--budget-host": None,
     "--budget-nvme": None,

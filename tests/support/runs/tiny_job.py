@@ -64,6 +64,7 @@ PLAN_KEYS = {
     "parameters",
     "device",
     "tiers",
+    "activations",
     "activations_unknown",
     "smallest_budgets",
     "update",
