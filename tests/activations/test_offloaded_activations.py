@@ -25,6 +25,7 @@ from infinity.tiers import Tier
 DIM, ROWS = 64, 512
 AMPLE = 64 << 20
 OFFLOAD = ("recompute+offload", "offload")
+SOME = ("unified-nvme", "apart", "streams-nvme")
 PLACES = ("unified", "unified-nvme", "apart", "apart-nvme", "streams", "streams-nvme")
 
 
@@ -133,7 +134,9 @@ def trained(
 
 
 @pytest.mark.parametrize("policy", OFFLOAD)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [place if place in SOME else pytest.param(place, marks=pytest.mark.slow) for place in PLACES]
+)
 def test_policies_have_the_bits_and_the_bytes_of_the_plan(place: str, policy: str, tmp_path: Path) -> None:
     kept, _, _ = trained("unified", "keep", tmp_path)
     found, plan, moved = trained(place, policy, tmp_path)
@@ -293,6 +296,7 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
     assert differences(plain, found) == []
 
 
+@pytest.mark.slow  # it measures the speeds of both
 def test_two_disks_have_room_for_pages_and_activations(tmp_path: Path) -> None:
     model, optimizer, facts = made()
     for name in ("first", "second"):

@@ -200,7 +200,9 @@ def counted_again(model: nn.Module, x: Tensor) -> int:
     return watch.peak
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow) if each == "llama" else each for each in MODELS]
+)
 def test_a_real_step_takes_the_bytes_of_the_plan(name: str) -> None:
     make, x, count = MODELS[name]
     found = {}
@@ -689,7 +691,7 @@ def test_auto_keeps_what_fits_and_recomputes_what_does_not() -> None:
     assert plan.residuals.policy != "keep"
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("llama", marks=pytest.mark.slow)])
 def test_auto_keeps_the_activations_of_the_last_blocks_that_fit(name: str) -> None:
     make, _, count = MODELS[name]
     x = rows(4096) if name == "mlp" else IDS.repeat(20, 3)
