@@ -109,7 +109,7 @@ def test_no_operation_mixes_the_memories(
     ("home", "compute", "states", "update"),
     [
         ("mixed", "fp32", "fp32", "lazy"),
-        ("device", "bf16", "int8", "lazy"),
+        pytest.param("device", "bf16", "int8", "lazy", marks=pytest.mark.slow),
         ("mixed", "fp16", "fp32", "speculative"),
         ("mirrored", "bf16", "bf16", "sync"),
     ],
