@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.errors import ConfigError
 from infinity.formats.casts import EQUAL_DTYPES, cast_operands
 from infinity.model.paged_gradient import PagedGradient
-from infinity.pages.parameter_page import ParameterPage
+from infinity.pages.parameter_page import ParameterPage, replace_data
 
 if TYPE_CHECKING:
     from infinity.model.pager import Pager
@@ -214,11 +214,7 @@ def release(parameter: nn.Parameter, values: torch.Tensor) -> None:
     for name in _OWN:
         vars(parameter).pop(name, None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    with torch.inference_mode(False):
-        if torch._has_compatible_shallow_copy_type(parameter, values):
-            parameter.data = values
-        else:  # the page was on a device
-            torch._C._swap_tensor_impl(parameter, nn.Parameter(values, parameter.requires_grad))
+    replace_data(parameter, values)
 
 
 def raw_gradient(parameter: torch.Tensor) -> torch.Tensor | None:

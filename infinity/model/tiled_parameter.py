@@ -31,6 +31,7 @@ from infinity.model.paged_parameter import (
     is_rounded,
     take_gradient,
 )
+from infinity.pages.parameter_page import replace_data
 
 if TYPE_CHECKING:
     from infinity.model.pager import Pager
@@ -196,11 +197,7 @@ def adopt_tiled(parameter: nn.Parameter, tiles: Sequence[nn.Parameter], placehol
 
     placeholder: the `data` that it has from now on.
     """
-    with torch.inference_mode(False):
-        if torch._has_compatible_shallow_copy_type(parameter, placeholder):
-            parameter.data = placeholder
-        else:
-            torch._C._swap_tensor_impl(parameter, nn.Parameter(placeholder, parameter.requires_grad))
+    replace_data(parameter, placeholder)
     parameter.__class__ = TiledParameter
     parameter.tiles = tuple(tiles)  # type: ignore[attr-defined]
 
@@ -212,11 +209,7 @@ def release_tiled(parameter: TiledParameter, values: torch.Tensor) -> None:
     for name in _OWN:
         vars(parameter).pop(name, None)
     parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-    with torch.inference_mode(False):
-        if torch._has_compatible_shallow_copy_type(parameter, values):
-            parameter.data = values
-        else:
-            torch._C._swap_tensor_impl(parameter, nn.Parameter(values, parameter.requires_grad))
+    replace_data(parameter, values)
 
 
 def is_paged(parameter: object) -> bool:

@@ -110,14 +110,8 @@ class ParameterPage:
 
     def convert(self) -> None:
         """Replace the Parameters' own memory by placeholders. Called once, before the first arrival."""
-        with torch.inference_mode(False):
-            for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
-                if torch._has_compatible_shallow_copy_type(parameter, placeholder):
-                    parameter.data = placeholder
-                else:
-                    # The parameter is on the meta device. torch.utils.swap_tensors would swap attributes as
-                    # well, and it refuses tensors with weak references, such as nn.LSTM's weights.
-                    torch._C._swap_tensor_impl(parameter, nn.Parameter(placeholder, parameter.requires_grad))
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            replace_data(parameter, placeholder)
         self.acknowledge()
         self._first_version = sum(self.versions)
 
@@ -234,6 +228,17 @@ class ParameterPage:
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             for parameter, content in zip(self.parameters, contents, strict=True):
                 parameter.data = content
+
+
+def replace_data(parameter: nn.Parameter, values: torch.Tensor) -> None:
+    """Have a Parameter refer to the memory of `values`, a tensor of its shape, also on another device."""
+    with torch.inference_mode(False):
+        if torch._has_compatible_shallow_copy_type(parameter, values):
+            parameter.data = values
+        else:
+            # One of the two is on the meta device or on a GPU. torch.utils.swap_tensors would swap attributes
+            # as well, and it refuses tensors with weak references, such as nn.LSTM's weights.
+            torch._C._swap_tensor_impl(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
 def parameter_version(parameter: torch.Tensor) -> int:
