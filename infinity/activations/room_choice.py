@@ -95,7 +95,9 @@ class RoomChoice:
         if best is None:
             assert failure is not None
             raise failure.again()
-        return self._for_more(best if self.unified else self._with_kept(best, draft))
+        newest = all_of_them.saved - all_of_them.down  # it stays, unless further micro-batches save more
+        each = all_of_them.ram + round_up(newest, PAGE_ALIGNMENT)
+        return self._for_more(best if self.unified else self._with_kept(best, draft), each)
 
     def _fitted(
         self, residuals: Residuals, room: ResidualBytes, draft: Callable[[Residuals, FakeStep], Plan]
@@ -118,9 +120,9 @@ class RoomChoice:
             return plan
         return replace(found, smallest=plan.smallest)  # with which nothing is kept
 
-    def _for_more(self, plan: Plan) -> Plan:
+    def _for_more(self, plan: Plan, each: int) -> Plan:
         """Return the plan with RAM that is left for the activations of further micro-batches of a step, which
-        may run together.
+        may run together. each: bytes of RAM for all saved tensors of one of them, none of which is kept.
         """
         room, more = plan.residuals.room, (plan.accumulation or 1) - 1
         if room is None or not room.down or not more:
@@ -128,9 +130,8 @@ class RoomChoice:
         free = {row["tier"]: int(row["free"]) for row in plan.rows()}[Tier.HOST.value]
         live = plan.activations or 0
         beside = live + Headroom.of(plan.device).one_more(live) if self.unified else 0
-        whole = round_up(room.down, PAGE_ALIGNMENT)
-        more = min(more, max(0, free) // (whole + beside))
-        room = replace(room, ram=room.ram + more * whole, together=1 + more)
+        more = min(more, max(0, free) // (each + beside))
+        room = replace(room, ram=room.ram + more * each, together=1 + more)
         return replace(plan, residuals=replace(plan.residuals, room=room))
 
     def _step(self, names: tuple[str, ...], room: ResidualBytes) -> tuple[FakeStep, ResidualBytes]:
