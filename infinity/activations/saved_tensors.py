@@ -8,7 +8,8 @@ the same tensors in forward and in recomputation. Without such hooks the tensor 
 because the tensor itself would keep its graph alive. PyTorch's check that no saved tensor was edited in place
 does not work through hooks, so references and aliases carry the version at which the tensor was saved.
 Where the plan has room for them, large tensors are packed as references to residual pages, which may leave
-the memory that computes ([Note: residual pages] in infinity/activations/residual_pages.py).
+the memory that computes ([Note: residual pages] in infinity/activations/residual_pages.py). What is saved in
+a backward, such as by a reentrant torch.utils.checkpoint, is used at once, and stays.
 
 The hooks are active in the root module's forward, because ordinary operations there save views (`w.t()`), and
 around every single operation that takes a paged parameter.
@@ -161,9 +162,11 @@ class SavedTensors:
         if self.outer is not None:
             return Delegated(self.outer[0](tensor), self.outer[1])
         if has_memory(tensor):
-            if self._residual is not None and (reference := self._residual.pack(tensor)) is not None:
-                self._tally.left(reference.page.nbytes)
-                return reference
+            if self._residual is not None and torch._C._current_graph_task_id() == -1:
+                reference = self._residual.pack(tensor)
+                if reference is not None:
+                    self._tally.left(reference.page.nbytes)
+                    return reference
             self._tally.saved(tensor)
         return Alias(tensor.detach(), tensor._version)
 

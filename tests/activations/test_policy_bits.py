@@ -42,6 +42,7 @@ FACTORS = {
 }
 QUICK = [
     Case("patches", "offload", "apart", "RAM", "fp32", "together"),
+    Case("reentrant", "offload", "apart", "RAM", "bf16", "one"),
 ]
 PAIRS = [each for each in (Case(**each) for each in pairwise(FACTORS, fits)) if each not in QUICK]
 CASES = QUICK + [pytest.param(each, marks=pytest.mark.slow) for each in PAIRS]
