@@ -42,6 +42,9 @@ from infinity.tiers.link import ARRIVED, Transfer
 SMALLEST = 64 << 10
 """Bytes of the smallest storage that becomes a page. Smaller ones stay: a page costs some 30 us of Python."""
 
+_ALIGNED = 256
+"""A page begins at a multiple of these bytes in its storage, because kernels may look at alignment."""
+
 _SPAN = 2
 """A page is a view's span only, and not the whole storage, if the storage has this many times its bytes."""
 
@@ -296,6 +299,7 @@ class ResidualPages:
         nbytes = storage.nbytes()
         if _SPAN * (end - begin) >= nbytes:
             begin, end = 0, nbytes // tensor.itemsize * tensor.itemsize
+        begin -= begin % _ALIGNED
         page = ResidualPage(self._next, _bytes(tensor, begin, end), begin)
         self._next += 1
         living = self._living(page)
@@ -534,6 +538,9 @@ class ResidualPages:
                 self._kept_now -= living.nbytes
             for each in (self._in_ram, self._both, self._brought, self._read):
                 each.pop(living.number, None)
+        for ahead in (self._away, self._on_disk):
+            while ahead and ahead[-1]() is None:
+                ahead.pop()
         while self._going and self._going[0][0]() is None:
             self._let_go()
         while self._forgotten:

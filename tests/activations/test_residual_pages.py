@@ -4,78 +4,23 @@ alone, and nothing is kept longer than autograd keeps it.
 
 from __future__ import annotations
 
-import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from residual_rooms import RoomOfTests
+from residual_rooms import ROOMS, Saver
 from torch import Tensor, nn
 
-from infinity.activations.residual_pages import SMALLEST, ResidualPages, ResidualReference
+from infinity.activations.residual_pages import SMALLEST
 from infinity.errors import BudgetError, StorageError
 
 MIB = 1 << 20
-ROOMS = {
-    "in place": {"in_place": True, "waits": False},
-    "copies": {"in_place": False, "waits": False},
-    "copies that wait": {"in_place": False, "waits": True},
-}
-
-
-class Saver:
-    """A pair of saved-tensor hooks over residual pages in a room of the tests."""
-
-    def __init__(
-        self, kind: str = "in place", *, kept: int = 0, ram: int = 64 * MIB, disk: int = 0, window: int = 0
-    ) -> None:
-        self.room = RoomOfTests(ram, disk, **ROOMS[kind])
-        self.pages = ResidualPages(self.room, kept_bytes=kept, window=window, lock=threading.RLock())
-
-    def pack(self, tensor: Tensor) -> Any:
-        reference = self.pages.pack(tensor)
-        return tensor.detach() if reference is None else reference
-
-    def unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, ResidualReference):
-            return packed
-        if packed.version != packed.counter._version:
-            raise RuntimeError("modified by an inplace operation")
-        return self.pages.unpack(packed)
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            yield
-
-    def check_nothing_left(self) -> None:
-        gc.collect()
-        torch.zeros((), requires_grad=True).mul(
-            1.0
-        ).backward()  # drops what a failed backward has left queued
-        self.pages.rest()
-        assert (self.room.lent_ram, self.room.lent_disk) == (0, 0)
-        assert self.pages._kept_now == 0
-        left = (self.pages._kept, self.pages._in_ram, self.pages._both, self.pages._brought, self.pages._read)
-        assert not any(left)
-        assert all(each.storage() is not None for each in self.pages._known.values())
-
-
-def _drop_left_tasks() -> None:
-    """Have autograd drop the nodes that a failed backward has left in this thread's queue."""
-    made: list[Tensor] = []
-    # The first node of a new thread has the lowest number, so it runs after those that are left.
-    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).mul(1.0)))
-    thread.start()
-    thread.join()
-    made[0].backward()
 
 
 def blocks() -> nn.Sequential:
@@ -341,6 +286,18 @@ def test_a_view_does_not_hold_its_storage() -> None:
     assert first is not None
     assert second is not None
     assert torch.equal(saver.pages.unpack(first), wanted)
+
+
+@pytest.mark.parametrize("kind", ROOMS)
+def test_a_view_comes_back_with_its_alignment(kind: str) -> None:
+    saver, storage, views = Saver(kind), torch.randn(MIB), []
+    for offset in (1, 3, 16, 1000, 1024):
+        views.append(storage[offset : offset + 1000])
+        view = saver.pages.pack(views[-1])
+        saver.pages.pack(torch.randn(SMALLEST))  # the newest stays
+        assert torch.equal(saver.pages.unpack(view), views[-1])
+        assert saver.pages.unpack(view).data_ptr() % 64 == views[-1].data_ptr() % 64
+    assert saver.pages.counts.down > 5 * 4000  # they have left
 
 
 def test_small_tensors_and_those_set_aside_stay() -> None:

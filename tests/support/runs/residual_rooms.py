@@ -1,12 +1,22 @@
-"""A room for residual pages whose disk is RAM and may fail, and whose copies end as late as they may."""
+"""A room for residual pages whose disk is RAM and may fail, and whose copies end as late as they may; hooks
+over it, and what residual pages have left.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
+from saved_programs import drop_left_tasks
 
+from infinity.activations.heap import HeapGuard
+from infinity.activations.residual_pages import ResidualPages
 from infinity.activations.residual_room import FakeRoom
+from infinity.activations.saved_tensors import SavedBytes, SavedTensors, saving
 from infinity.errors import StorageError
 from infinity.tiers.link import ARRIVED, Transfer
 
@@ -119,3 +129,51 @@ def _there(place: _Bytes) -> torch.Tensor:
 
 def _filled(nbytes: int) -> torch.Tensor:
     return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+
+ROOMS = {
+    "in place": {"in_place": True, "waits": False},
+    "copies": {"in_place": False, "waits": False},
+    "copies that wait": {"in_place": False, "waits": True},
+}
+
+
+class Saver:
+    """The hooks of a runtime without parameter pages, over residual pages in a room of the tests."""
+
+    def __init__(
+        self, kind: str = "in place", *, kept: int = 0, ram: int = 64 << 20, disk: int = 0, window: int = 0
+    ) -> None:
+        """kind: a key of ROOMS. The other arguments are in bytes."""
+        self.room = RoomOfTests(ram, disk, **ROOMS[kind])
+        self.pages = ResidualPages(self.room, kept_bytes=kept, window=window, lock=threading.RLock())
+        self._tally = SavedBytes(HeapGuard(None))
+        self.unpack = SavedTensors(_find, _fetch, self._tally, None, self.pages).unpack
+
+    def saving(self) -> AbstractContextManager[None]:
+        return saving(_find, _fetch, self._tally, self.pages)
+
+    def check_nothing_left(self) -> None:
+        drop_left_tasks()
+        gc.collect()
+        self.pages.rest()
+        assert (self.room.lent_ram, self.room.lent_disk) == (0, 0)
+        assert left(self.pages) == {}
+
+
+def _find(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _fetch(reference: Any) -> torch.Tensor:
+    raise AssertionError("there are no parameter pages")
+
+
+def left(pages: ResidualPages) -> dict[str, Any]:
+    """What residual pages have left of pages and storages that are gone: name -> what is not empty."""
+    found = {name: each for name, each in vars(pages).items() if each and name not in _LASTING}
+    known = {key: each for key, each in pages._known.items() if each.storage() is None}
+    return found | ({"_known": known} if known else {})
+
+
+_LASTING = ("counts", "turn", "_aside", "_room", "_kept_bytes", "_window", "_lock", "_next", "_known")
