@@ -3,8 +3,9 @@
 A turn offloads a decoder anew with one policy, trains a first step and then timed steps. A round has a turn
 of each way, in an order that is reversed each round, and ratios of speeds are those of turns in one round.
 "keep" is there twice: the ratio of the two is the noise. The device budget is the smallest that the policy
-needs, so that all activations leave that may. "offload to RAM" has ample RAM, "offload to disk" an eighth of
-what it would take. The losses of all ways must have the same bits.
+needs, so that all activations leave that may. With `--unified` there is none, and they leave within RAM.
+"offload to RAM" has ample RAM, "offload to disk" an eighth of what it would take. The losses of all ways must
+have the same bits.
 
 The limit of a way is the longer of two times of the same round: a step with "keep", and its bytes of
 activations over the disk, at the rates that are measured before the turn.
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +56,7 @@ class Bench:
         self._config = QUICK if options.quick else PRESETS[options.model].decoder
         self._device = options.device
         self._steps = options.steps
+        self._unified = options.unified
         self._directory = directory
         self._precision = infinity.Precision(compute=options.compute)
         generator = torch.Generator().manual_seed(0)
@@ -79,17 +82,20 @@ class Bench:
     def _budget(self, way: str) -> infinity.Budget:
         model, optimizer = self._made("meta")
         facts = self._facts(way)
-        try:
-            infinity.plan(model, optimizer, budget=infinity.Budget(device="64KiB", host=AMPLE), **facts)
-        except BudgetError as error:
-            near = error.needed
-        plan = infinity.plan(model, optimizer, budget=infinity.Budget(device=near, host=AMPLE), **facts)
+        ample = infinity.Budget(host=AMPLE) if self._unified else infinity.Budget(device="64KiB", host=AMPLE)
+        device = None
+        if not self._unified:
+            try:
+                infinity.plan(model, optimizer, budget=ample, **facts)
+            except BudgetError as error:
+                device = error.needed
+        plan = infinity.plan(model, optimizer, budget=replace(ample, device=device), **facts)
         used = AMPLE_BYTES - next(row["free"] for row in plan.rows() if row["tier"] == Tier.HOST.value)
         if way != "offload to disk":
-            return infinity.Budget(device=near, host=used + (64 << 20))
+            return infinity.Budget(device=device, host=used + (64 << 20))
         room = plan.residuals.ram
         return infinity.Budget(
-            device=near, host=used - room + room // _SHARE_IN_RAM, nvme={self._directory: 2 * room}
+            device=device, host=used - room + room // _SHARE_IN_RAM, nvme={self._directory: 2 * room}
         )
 
     def turn(self, way: str) -> dict[str, Any]:
@@ -136,6 +142,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--compute", default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--unified", action="store_true", help="no device budget: the CPU computes in RAM")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)

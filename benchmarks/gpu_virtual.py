@@ -68,6 +68,7 @@ from infinity.planning.fake_step import _flop_formulas, run_fake_step
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.plan import Plan
 from infinity.planning.predict import Prediction, Work
+from infinity.planning.residual_states import POLICIES, ResidualBytes
 from infinity.tiers import Tier, arena, device
 from infinity.tiers.pool import adopt
 
@@ -413,10 +414,13 @@ class Case:
     clip: float | None
     visits: bool = False
     """Whether chunks may visit the device to be updated there."""
+    activations: str = "keep"
+    """The policy of activations. Other than with "keep", the budget of the device has to be given."""
 
     def __str__(self) -> str:
         name = f"{self.update}, {'unclipped' if self.clip is None else f'clipped at {self.clip:g}'}"
-        return f"{name}, states visit the device" if self.visits else name
+        name += ", states visit the device" if self.visits else ""
+        return name if self.activations == "keep" else f"{name}, activations: {self.activations}"
 
 
 class Bench:
@@ -467,12 +471,15 @@ class Bench:
 
     @property
     def _facts(self) -> dict[str, Any]:
+        tokens = torch.zeros(self.options.batch, self.options.seq, dtype=torch.int64)
+        known = {} if self.case.activations == "keep" else {"example_inputs": (tokens, tokens)}
         return {
             "precision": PRECISION,
             "device": "cpu",
             "update": self.case.update,
             "accumulation": 1,
-        }
+            "activations": self.case.activations,
+        } | known
 
     def _budget(self, optimizer: torch.optim.Optimizer) -> infinity.Budget:
         """The given budgets, or those with which the device has room for all parameters and nothing else."""
@@ -644,18 +651,27 @@ def limit(
 
     updates: bytes of host memory that updates move. edges: bytes over the link. computed: the device's time
     in forward and backward. Lazy updates begin when all gradients have come down, and overlap with the next
-    forward. What then comes down are the results of visits.
+    forward. What then comes down are the results of visits, and what leaves of the saved tensors, which come
+    back in backward.
     """
     options = bench.options
-    down, up = edges["device->host"], edges["host->device"]
+    saved = plan.residuals.room or ResidualBytes()
+    down, up = edges["device->host"] - saved.down, edges["host->device"] - saved.up
     forward, backward = computed["forward"] / SECOND, computed["backward"] / SECOND
     updating = (updates + up) / options.ram
     if bench.case.update != "lazy":
-        return max(up / options.link, down / options.link, forward + backward, updating + down / options.ram)
+        return max(
+            (up + saved.up) / options.link,
+            (down + saved.down) / options.link,
+            forward + backward,
+            updating + down / options.ram,
+        )
     gradients = sum(plan.gradient_bytes)
     results = max(0, down - gradients) / options.link
     updating += results * options.link / options.ram
-    return max(gradients / options.link, backward) + max(up / options.link, results, forward, updating)
+    return max(gradients / options.link, saved.up / options.link, backward) + max(
+        up / options.link, results + saved.down / options.link, forward, updating
+    )
 
 
 def work_of(options: argparse.Namespace) -> Work:
@@ -711,9 +727,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=PRESETS, default="7b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--device", help="budget of the device, by default what all parameters take")
+    parser.add_argument(
+        "--device", help="budget of the device, by default what all parameters take if activations are kept"
+    )
     parser.add_argument("--host", default="94GiB", help="budget of host memory")
     parser.add_argument("--update", choices=CASES, nargs="+", default=[*CASES][:2])
+    parser.add_argument(
+        "--activations", choices=POLICIES[1:], nargs="+", default=["keep"], help="see --device"
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of gradients")
     parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--link", type=_billions, default=50 * 10**9, help="GB/s of the link, each way")
@@ -733,10 +754,12 @@ def main(argv: list[str] | None = None) -> int:
     rows, plain, work = [], plain_seconds(options), work_of(options)
     for update in options.update:
         when, visits = CASES[update]
-        bench = Bench(options, Case(when, None if when == "eager" else options.clip, visits))
-        with bench.opened() as runtime:
-            rows.append(trained(bench, runtime, plain, work))
-        show(rows[-1])
+        for activations in options.activations:
+            case = Case(when, None if when == "eager" else options.clip, visits, activations)
+            bench = Bench(options, case)
+            with bench.opened() as runtime:
+                rows.append(trained(bench, runtime, plain, work))
+            show(rows[-1])
     if options.json:
         print(json.dumps({"machine": machine_facts(), "settings": vars(options), "results": rows}))
     return 0
