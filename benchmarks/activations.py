@@ -62,7 +62,7 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         shape = (1 + options.steps, options.batch, options.seq + 1)
         self._batches = torch.randint(self._config.vocabulary, shape, generator=generator)
-        self._budgets = {way: self._budget(way) for way in WAYS}
+        self._budgets = {way: self._budget(way) for way in options.ways}
 
     def _facts(self, way: str) -> dict[str, Any]:
         tokens = self._batches[0]

@@ -63,6 +63,17 @@ def run(
     return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
 
 
+def test_activations_within_ram(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run("activations", disk, capsys, "--unified", "--ways", "keep", "offload to disk")
+    assert report["same_bits"] is True
+    kept, left = report["results"]["keep"], report["results"]["offload to disk"]
+    assert (
+        0 < left["activations"] < kept["activations"]
+        and 0 < left["bytes"]["written"] <= left["bytes"]["down"]
+    )
+    assert left["of_limit"] > 0 and kept["ratios"] == [1.0] * len(left["ratios"])
+
+
 @pytest.mark.skipif(shutil.which("fio") is None, reason="needs fio")
 def test_aio(disk: Path) -> None:
     working = [report.name for report in aio.probe(disk).backends[:2] if report.ok]
