@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,14 +143,12 @@ class Group:
         gradients, last = self._gradients, self._micro_batches[-1]
         chosen = self._micro_batches[0]
         residual = self._pager.residual
-        before = None if residual is None else residual.turn
-        if residual is not None:
-            residual.turn = self._turn
         try:
-            while under_way := [each for each in self._micro_batches if not each.task.done]:
-                chosen = min(under_way, key=lambda each: (each.position, each.number))
-                gradients.staged.more_to_come = chosen is not last
-                chosen.task.proceed()
+            with nullcontext() if residual is None else residual.in_turn(self._turn):
+                while under_way := [each for each in self._micro_batches if not each.task.done]:
+                    chosen = min(under_way, key=lambda each: (each.position, each.number))
+                    gradients.staged.more_to_come = chosen is not last
+                    chosen.task.proceed()
         except BaseException:
             # Begin with the micro-batch that ran: after Ctrl-C it may still be running.
             for each in sorted(self._micro_batches, key=lambda each: each is not chosen):
@@ -159,8 +158,6 @@ class Group:
             raise
         finally:
             gradients.staged.more_to_come = False
-            if residual is not None and before is not None:
-                residual.turn = before
             self._makers.clear()
             self._held.clear()
         with self._pager.lock:
@@ -186,7 +183,7 @@ class Group:
                 self._release(unit, parameter)
 
     def _turn(self) -> tuple[int, int]:
-        """See `ResidualPages.turn`."""
+        """See `ResidualPages.in_turn`."""
         micro: _MicroBatch | None = getattr(self._here, "micro", None)
         return (0, 0) if micro is None else (micro.position[1], -micro.number)
 

@@ -16,8 +16,8 @@ finds the same bytes.
 
 [Note: coming back] A use of a page in a backward brings it back, and then those that are used next, as far
 as a window has room. The next use is the reversed order of saving; of micro-batches that run together, the
-first goes through each part of the model first, in the backward, too (`turn`). Where compute and host are the
-same RAM, a page is used where it lies in RAM.
+first goes through each part of the model first, in the backward, too (`in_turn`). Where compute and host are
+the same RAM, a page is used where it lies in RAM.
 
 [Note: let go] A copy from the device reads memory of torch's allocator. That memory is let go when compute
 was told to wait for the copy. This happens once newer copies fill the window, so compute hardly ever waits.
@@ -29,7 +29,7 @@ import bisect
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -207,10 +207,7 @@ class ResidualPages:
         self._kept_bytes = kept_bytes
         self._window = window
         self._lock = lock
-        self.turn: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Function that returns, for what this thread saves now, (number of the part of the model, number of
-        the micro-batch with a negative sign).
-        """
+        self._turn: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._next = 0
         self._gone: deque[_Living] = deque()
         """Pages whose last reference is gone and that `_sweep` has not seen. Any thread may append."""
@@ -238,6 +235,17 @@ class ResidualPages:
         """The pages that were read, and not used yet."""
         self._under_way: deque[tuple[Transfer, object]] = deque()
         """Transfers that may not have ended, with what they use beside their memory, the oldest first."""
+
+    @contextlib.contextmanager
+    def in_turn(self, turn: Callable[[], tuple[int, int]]) -> Iterator[None]:
+        """A context in which micro-batches run together. turn: returns, for what this thread saves now,
+        (number of the part of the model, number of the micro-batch with a negative sign).
+        """
+        before, self._turn = self._turn, turn
+        try:
+            yield
+        finally:
+            self._turn = before
 
     def set_aside(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never make pages of the storages of `tensors`, such as inputs and buffers, which others keep. The
@@ -312,7 +320,7 @@ class ResidualPages:
     def _living(self, page: ResidualPage) -> _Living:
         living = _Living(page, self._gone.append)
         living.number, living.nbytes = page.number, page.nbytes
-        living.turn = (*self.turn(), page.number)
+        living.turn = (*self._turn(), page.number)
         return living
 
     def _thin_out(self, newest: ResidualPage) -> None:

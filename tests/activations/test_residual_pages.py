@@ -115,9 +115,8 @@ def test_micro_batches_that_run_together_come_back_in_the_order_of_their_backwar
     )
     turns = [(stage, number) for stage in range(3) for number in range(3)]
     for stage, number in turns:
-        saver.pages.turn = lambda turn=(stage, -number): turn
-        references[stage, number] = saver.pages.pack(torch.full((16384,), 3.0 * stage + number))
-    saver.pages.turn = lambda: (0, 0)
+        with saver.pages.in_turn(lambda turn=(stage, -number): turn):
+            references[stage, number] = saver.pages.pack(torch.full((16384,), 3.0 * stage + number))
     saver.pages.pack(torch.zeros(16384))  # the newest stays
     used = [(stage, number) for stage in (2, 1, 0) for number in range(3)]
     backward = _in_backward(lambda: [saver.pages.unpack(references.pop(each)) for each in used])

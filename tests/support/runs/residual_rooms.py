@@ -176,4 +176,4 @@ def left(pages: ResidualPages) -> dict[str, Any]:
     return found | ({"_known": known} if known else {})
 
 
-_LASTING = ("counts", "turn", "_aside", "_room", "_kept_bytes", "_window", "_lock", "_next", "_known")
+_LASTING = ("counts", "_turn", "_aside", "_room", "_kept_bytes", "_window", "_lock", "_next", "_known")
