@@ -90,7 +90,7 @@ class Bench:
             except BudgetError as error:
                 device = error.needed
         plan = infinity.plan(model, optimizer, budget=replace(ample, device=device), **facts)
-        used = AMPLE_BYTES - next(row["free"] for row in plan.rows() if row["tier"] == Tier.HOST.value)
+        used = AMPLE_BYTES - plan.free(Tier.HOST)
         if way != "offload to disk":
             return infinity.Budget(device=device, host=used + (64 << 20))
         room = plan.residuals.ram

@@ -30,7 +30,6 @@ from infinity.model.hooks import Hook
 from infinity.model.pager import Pager
 from infinity.planning.headroom import Headroom
 from infinity.planning.plan import Plan
-from infinity.tiers import Tier
 
 
 class Accumulator:
@@ -146,10 +145,9 @@ class Accumulator:
         """The number of micro-batches whose activations fit in the budget together; None if unknown."""
         if not self.plan.activations:
             return None
-        computes_in = Tier.HOST if self.plan.unified else Tier.DEVICE
-        free = next(row["free"] for row in self.plan.rows() if row["tier"] == computes_in.value)
         activations, room = self.plan.activations, self.plan.residuals.room
-        found = 1 + max(0, int(free)) // (activations + Headroom.of(self.plan.device).one_more(activations))
+        each = activations + Headroom.of(self.plan.device).one_more(activations)
+        found = 1 + max(0, self.plan.free(self.plan.computes_in)) // each
         return found if room is None else min(found, room.together)
 
     def _blocks(self, recompute: bool) -> dict[str, nn.Module]:

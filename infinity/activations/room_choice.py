@@ -109,8 +109,7 @@ class RoomChoice:
         """Return the plan with as many tensors kept as the computing tier has bytes left."""
         room = plan.residuals.room
         assert room is not None
-        free = next(int(row["free"]) for row in plan.rows() if row["tier"] == plan.computes_in.value)
-        kept = min(free // PAGE_ALIGNMENT * PAGE_ALIGNMENT, room.saved)
+        kept = min(plan.free(plan.computes_in) // PAGE_ALIGNMENT * PAGE_ALIGNMENT, room.saved)
         if kept <= 0:
             return plan
         disk = _ENDLESS if room.disk else 0
@@ -127,10 +126,9 @@ class RoomChoice:
         room, more = plan.residuals.room, (plan.accumulation or 1) - 1
         if room is None or not room.down or not more:
             return plan
-        free = {row["tier"]: int(row["free"]) for row in plan.rows()}[Tier.HOST.value]
         live = plan.activations or 0
         beside = live + Headroom.of(plan.device).one_more(live) if self.unified else 0
-        more = min(more, max(0, free) // (each + beside))
+        more = min(more, max(0, plan.free(Tier.HOST)) // (each + beside))
         room = replace(room, ram=room.ram + more * each, together=1 + more)
         return replace(plan, residuals=replace(plan.residuals, room=room))
 

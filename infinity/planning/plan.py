@@ -468,8 +468,6 @@ class Plan(Placement):
         commits take in addition to the pages at home there. "activations" is None in the tier where the model
         computes if they are unknown.
         """
-        used = {Tier.DEVICE: self.device_bytes, Tier.HOST: self.host_bytes}
-        used[Tier.NVME] = self.nvme_bytes + self.residuals.disk
         working = {Tier.DEVICE: self._working_there, Tier.HOST: self._working_in_ram - self.residuals.ram}
         working[Tier.NVME] = self.nvme_bytes - self.home_bytes[Tier.NVME]
         residual = {Tier.HOST: self.residuals.ram, Tier.NVME: self.residuals.disk}
@@ -477,7 +475,6 @@ class Plan(Placement):
             working[Tier.HOST] += self.resident_bytes
         kinds = self._home_bytes + Counter({(Tier.DEVICE, Kind.PARAMETER): self.mirror_bytes})
         computes_in = self.computes_in
-        used[computes_in] += self.reserved
         working[computes_in] += self.headroom
         return [
             {
@@ -488,10 +485,20 @@ class Plan(Placement):
                 "optimizer": kinds[tier, Kind.OPTIMIZER],
                 "working": working[tier],
                 "activations": _sum(self.activations if tier is computes_in else 0, residual.get(tier, 0)),
-                "free": budget - used[tier],
+                "free": self.free(tier),
             }
             for tier, budget in self.budgets.items()
         ]
+
+    def free(self, tier: Tier) -> int:
+        """Bytes of a tier's budget that the plan leaves free."""
+        used = {
+            Tier.DEVICE: self.device_bytes,
+            Tier.HOST: self.host_bytes,
+            Tier.NVME: self.nvme_bytes + self.residuals.disk,
+        }
+        reserved = self.reserved if tier is self.computes_in else 0
+        return self.budgets[tier] - used[tier] - reserved
 
     def stays(self, unit: int) -> bool:
         """Whether a unit's parameter page is permanent: always in the memory where the model computes."""

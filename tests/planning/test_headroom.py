@@ -221,12 +221,12 @@ class _PlanOfTheGpu:
     """
 
     activations = 100 * MIB
-    unified = False
+    computes_in = Tier.DEVICE
     device = torch.device("cuda", 0)
     residuals = KEEP
 
-    def rows(self) -> list[dict[str, Any]]:
-        return [{"tier": "device", "free": 1024 * MIB}]
+    def free(self, tier: Tier) -> int:
+        return {Tier.DEVICE: 1024 * MIB}[tier]
 
 
 def test_as_many_micro_batches_go_together_as_have_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
