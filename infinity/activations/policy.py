@@ -23,10 +23,8 @@ from infinity.activations.room_choice import RoomChoice
 from infinity.errors import BudgetError, ConfigError
 from infinity.planning.fake_step import FakeStep, Ledger
 from infinity.planning.plan import Plan
+from infinity.planning.predict import WORTH_CHOOSING
 from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_count
-
-_WORTH_RECOMPUTING = 0.05
-"""Blocks are recomputed by choice, where all activations fit, if this part of a step is saved."""
 
 Run = Callable[..., FakeStep]
 """Function that runs a step without data, with `within` as in run_fake_step as its one keyword argument."""
@@ -85,7 +83,7 @@ class PolicyChoice:
         now = kept.predict(kept.accumulation or 1)
         if now is None or not steps.blocks or adopts(kept):  # or nothing is to be chosen
             return kept
-        enough = (1 - _WORTH_RECOMPUTING) * now.least
+        enough = (1 - WORTH_CHOOSING) * now.least
         bound = draft(KEEP, replace(steps.kept, activations=0)).predict(kept.accumulation or 1)
         worth = bound is not None and bound.least <= enough
         if not worth or steps.recomputing(None).unknown is not None:

@@ -30,7 +30,7 @@ from infinity.planning.machine_file import Machine
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.placement import Kind, Placement, Room
 from infinity.planning.plan import UPLOAD_BUFFERS, Plan, upload_bytes, waiting_there_bytes
-from infinity.planning.predict import UpdateTime, Work
+from infinity.planning.predict import WORTH_CHOOSING, UpdateTime, Work
 from infinity.planning.residual_states import KEEP, Residuals
 from infinity.tiers import PAGE_ALIGNMENT, Tier
 from infinity.tiers.arena import available_ram, ram_budget
@@ -46,8 +46,6 @@ _CACHE_SHARES = (4, 8, 16)
 numbers: the first for which the model is divided as without a cache, and the pool of resident pages is no
 smaller.
 """
-_WORTH_SPECULATING = 0.05
-"""Updates are speculative by choice if this part of a step is saved."""
 _LEAST_CACHE = 4
 """A node's cache has room for at least this number of exchange blocks, or for all it could hold if less."""
 _NO_NVRTC = (
@@ -229,7 +227,7 @@ def quickest(
         return lazy
     if adopts is not None and adopts(lazy):
         return replace(lazy, why="as in the commit that is continued")
-    enough = (1 - _WORTH_SPECULATING) * late.least
+    enough = (1 - WORTH_CHOOSING) * late.least
     bound = replace(lazy, update="eager").predict(backwards)
     if bound is None or bound.least > (enough if adopts is None else late.least):
         return lazy

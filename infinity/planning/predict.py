@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from infinity.planning.plan import Plan
 
 
+WORTH_CHOOSING = 0.05
+"""Of two ways to run a step the less simple one is chosen if it saves this part of the predicted seconds."""
 LEAST_SHARE = 1 / 32
 """The least share of visiting chunks that the device updates, and of those that the CPU does, so that the
 rates of both are always measured.
