@@ -317,6 +317,7 @@ def plan_for(
         share=ranks.share,
         node_cache=node_cache_limit(),
         machine=None if other is None else other.text,
+        searches={},
     )
     if other is None:
         make = functools.partial(_plan_here, make, target, available, own)

@@ -32,7 +32,7 @@ import bisect
 import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -486,6 +486,8 @@ class Search:
         )
         self.regions = functools.cache(self._regions)
         """Function from the indices of a unit's parameters to the sizes of the unit's regions."""
+        self.smallest = functools.cache(self._smallest)
+        """Function (unified, nvme) as `_smallest`; the dict that it returns is shared."""
         alike = None if self.prefer is None else self._of(self.prefer)
         self._preferred = [] if alike is None else [alike]
         """The candidate that is tried before all others, if there is one."""
@@ -546,7 +548,7 @@ class Search:
         candidates = self._useful(room) if long else self._without_long()
         return _least(each.needed(tier, room) for each in itertools.chain(self._preferred, candidates))
 
-    def smallest(self, *, unified: bool, nvme: bool) -> dict[Tier, int]:
+    def _smallest(self, unified: bool, nvme: bool) -> Mapping[Tier, int]:
         """The budgets, in bytes, that are just enough for the model: with less of one of them and the others
         as they are, no placement would fit. Of several such combinations, this is the one with the fewest
         bytes of device memory and host RAM in sum, and among equals the one with the fewest bytes of NVMe.

@@ -110,6 +110,7 @@ def make_plan(
     prefer: Division | None = None,
     share: Share = ALONE,
     node_cache: int | None = None,
+    searches: dict[Any, Search] | None = None,
 ) -> Plan:
     """Make the plan for a model within `budget`. Pure: reads no tensor's data, and measures nothing.
 
@@ -126,6 +127,7 @@ def make_plan(
 
     share: the rank for which the plan is made; the budgets are this rank's.
     node_cache: the most bytes of RAM for parameters of other nodes; None: as many as are useful.
+    searches: keeps what does not depend on bytes of activations, for calls with otherwise equal arguments.
 
     Raises BudgetError if a budget is too small; the error's `needed` is the smallest budget that is enough.
     Raises ConfigError for a model that `infinity.layout.units.survey` refuses.
@@ -142,23 +144,26 @@ def make_plan(
         headroom=available.headroom,
     )
     micro_batches = None if accumulation is None else accumulation * share.ranks
-    surveyed = survey(model, precision)
-    _check_tiles(surveyed, rule, share)
     found = available.device_updates
     kernels = twin_flow.has_kernels(device) if found is None else found
-    search = Search(
-        surveyed=surveyed,
-        gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
-        rule=rule,
-        accumulation=accumulation,
-        apart=not (unified or is_direct(device)),
-        commits=commits and paths > 0,
-        speculative=update == "speculative",
-        visits=kernels and _by_elements(rule) and _may_visit(update, micro_batches, share),
-        gradients_wait=update == "eager",
-        share=share,
-        prefer=prefer,
-    )
+    searches, key = {} if searches is None else searches, (update, kernels, prefer)
+    if key not in searches:
+        surveyed = survey(model, precision)
+        _check_tiles(surveyed, rule, share)
+        searches[key] = Search(
+            surveyed=surveyed,
+            gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
+            rule=rule,
+            accumulation=accumulation,
+            apart=not (unified or is_direct(device)),
+            commits=commits and paths > 0,
+            speculative=update == "speculative",
+            visits=kernels and _by_elements(rule) and _may_visit(update, micro_batches, share),
+            gradients_wait=update == "eager",
+            share=share,
+            prefer=prefer,
+        )
+    search = searches[key]
     planner = _Planner(
         search,
         _budgets(budget, available, unified=unified),
@@ -175,7 +180,7 @@ def make_plan(
         what = f"{format_count(elements)} parameters" + (" with commits" if search.commits else "")
         error = shortage(search, planner.room, planner.budgets, paths, what, reserves=planner.reserves)
         raise _with_tiles(error, search, computes_in, model)
-    smallest = search.smallest(unified=unified, nvme=paths > 0)
+    smallest = dict(search.smallest(unified, paths > 0))
     for tier, each in planner.reserves.items():
         smallest[tier] = each.budget_for(smallest.get(tier, 0))
     if search.commits or residuals.disk:
