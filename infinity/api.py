@@ -88,10 +88,10 @@ def offload(
     model computes. "recompute": each block that the model repeats, such as a decoder's layer, keeps only its
     inputs and runs again in the backward, with the same bits; infinity/activations/recomputation.py says
     which blocks are left alone. "auto": "keep", unless the plan says that activations do not fit, or that a
-    step is at least 5% faster with the room that recomputation leaves to pages. Then the first blocks run
-    again, and the last ones keep their activations, as many as the prediction says. "keep" without
-    example_inputs. `Plan.residuals` says which, and names the blocks. Without an optimizer autograd saves
-    nothing, and all values mean "keep".
+    step is at least 5% faster otherwise. Then the first blocks run again, saved tensors of the next ones
+    leave the memory that computes, and the last ones keep their activations, as many as the prediction says.
+    "keep" without example_inputs. `Plan.residuals` says which, and names the blocks. Without an optimizer
+    autograd saves nothing, and all values mean "keep".
 
     accumulation: the number of backwards in a step; None: unknown. Eager and speculative updates need this
     number. Lazy
@@ -328,7 +328,7 @@ def plan_for(
         run = functools.partial(
             run_fake_step, model, example_inputs, precision=precision, device=target, train=rule is not None
         )
-        rooms = RoomChoice.of(run, budget, target)
+        rooms = RoomChoice.of(run, budget, target, available.headroom)
     policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)
 
     def draft(agreed: Division | None) -> Plan:

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from torch import nn
 
-from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle, recomputing
+from infinity.activations.mixes import Mix
+from infinity.activations.recomputation import BlockFacts, blocks_of, observed, obstacle
 from infinity.activations.room_choice import RoomChoice
 from infinity.errors import BudgetError, ConfigError
 from infinity.planning.fake_step import FakeStep, Ledger
 from infinity.planning.plan import Plan
 from infinity.planning.predict import WORTH_CHOOSING
-from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_count
+from infinity.planning.residual_states import KEEP, Residuals, check_policy, quickest_first
 
 Run = Callable[..., FakeStep]
 """Function that runs a step without data, with `within` as in run_fake_step as its one keyword argument."""
@@ -58,10 +60,11 @@ class PolicyChoice:
     def plan(self, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
         """Make the plan for the policy that was asked for, or for "auto" the plan with the quickest policy.
 
-        "auto" keeps all activations unless they do not fit, or unless recomputation leaves pages room that
-        makes a step at least 5% faster. It keeps them, too, without example inputs, and where the plan that
-        keeps them can adopt the slabs of the commit that is continued (`adopts`). Raises BudgetError if the
-        model does not fit with any policy that may be chosen.
+        "auto" keeps all activations unless they do not fit, or unless a step is at least 5% faster with the
+        best number of recomputed blocks, or with the best mix of blocks that run again, leave or stay. A mix
+        in turn has to be 5% faster than recomputation alone. "auto" keeps all activations, too, without
+        example inputs, and where the plan that keeps them can adopt the slabs of the commit that is continued
+        (`adopts`). Raises BudgetError if the model does not fit with any policy that may be chosen.
         """
         if self._asked.endswith("offload"):
             return self._leaving(self._asked, draft)
@@ -74,26 +77,39 @@ class PolicyChoice:
 
     def _auto(self, steps: Steps, draft: Draft, adopts: Callable[[Plan], bool]) -> Plan:
         """Make the plan of "auto"; see `plan`."""
+        if steps.kept.unknown is not None:
+            return draft(KEEP, steps.kept)
+        failure: BudgetError | None = None
+        tried: dict[str, Plan] = {}
         try:
-            kept = draft(KEEP, steps.kept)
+            tried[_KEPT] = draft(KEEP, steps.kept)
         except BudgetError as error:
-            if steps.kept.unknown is not None:
-                raise
-            return self._smaller(steps, draft, error.again())
-        now = kept.predict(kept.accumulation or 1)
-        if now is None or not steps.blocks or adopts(kept):  # or nothing is to be chosen
-            return kept
-        enough = (1 - WORTH_CHOOSING) * now.least
-        bound = draft(KEEP, replace(steps.kept, activations=0)).predict(kept.accumulation or 1)
-        worth = bound is not None and bound.least <= enough
-        if not worth or steps.recomputing(None).unknown is not None:
-            return kept
-        plan = self._quickest(steps, draft, f"predicted faster than {now.text} s with all kept")
-        other = plan.predict(kept.accumulation or 1)
-        if other is not None and other.least <= enough:
-            return plan
-        why = "predicted slower otherwise" if other is None else f"predicted {other.text} s otherwise"
-        return replace(kept, residuals=replace(KEEP, why=why))
+            failure = error.again()
+        else:
+            if _seconds(tried[_KEPT]) == math.inf or adopts(tried[_KEPT]):  # nothing is to be chosen
+                return tried[_KEPT]
+        best, bound = _KEPT, self._bound(steps, draft)
+        for how, attempt in ("if none leave", self._quickest), ("if some leave", self._mixed):
+            enough = (1 - WORTH_CHOOSING) * _seconds(tried[best]) if tried else math.inf
+            if bound <= enough and (not tried or enough < math.inf):
+                plan = attempt(steps, draft, enough)
+                if plan is not None:
+                    tried[how] = plan
+                    best = how if _seconds(plan) <= enough else best
+        if failure is not None and not tried:
+            return self._smaller(steps, draft, failure)
+        plan, why = tried.pop(best), ["because not all activations fit"] * (failure is not None)
+        if tried:
+            others = " and ".join(f"{_text(each)} s {how}" for how, each in tried.items())
+            why.append(f"predicted {_text(plan)} s against {others}")
+        return replace(plan, residuals=replace(plan.residuals, why=", ".join(why)))
+
+    def _bound(self, steps: Steps, draft: Draft) -> float:
+        """Seconds that a step takes at least, whatever becomes of its activations."""
+        try:
+            return _seconds(draft(KEEP, replace(steps.kept, activations=0)))
+        except BudgetError:
+            return math.inf
 
     def _leaving(self, policy: str, draft: Draft, why: str = "") -> Plan:
         """Make the plan for one of the policies with which saved tensors leave the memory that computes. why:
@@ -108,14 +124,14 @@ class PolicyChoice:
         return self._rooms.plan(replace(residuals, policy=policy, why=why), draft)
 
     def _smaller(self, steps: Steps, draft: Draft, error: BudgetError) -> Plan:
-        """Make the plan where not all activations fit: with the first policy that fits of those that take
-        ever less memory. error: of the plan that keeps all. If no policy fits, the error that asks for the
-        smallest budget is raised.
+        """Make the plan with the first policy that fits of those that take ever less memory. error: of the
+        plan that keeps all. If no policy fits, the error that asks for the smallest budget is raised.
         """
         why = "because not all activations fit"
         attempts: list[Callable[[], Plan]] = [lambda: self._leaving("offload", draft, why)]
-        if steps.blocks and steps.recomputing(None).unknown is None:
-            attempts.insert(0, lambda: self._quickest(steps, draft, why))
+        if _run_again(steps):
+            every = replace(self._recomputing(steps, None), why=why)
+            attempts.insert(0, lambda: draft(every, steps.recomputing(None)))
             attempts.insert(1, lambda: self._leaving("recompute+offload", draft, why))
         errors = [error]
         for attempt in attempts:
@@ -126,35 +142,46 @@ class PolicyChoice:
         tier = errors[-1].tier
         raise min((each for each in errors if each.tier == tier), key=lambda each: each.needed or 0)
 
-    def _quickest(self, steps: Steps, draft: Draft, why: str) -> Plan:
+    def _quickest(self, steps: Steps, draft: Draft, enough: float) -> Plan | None:
         """Make the plan that recomputes the first blocks, as many as are best, but at least one; see
-        [Note: the first blocks are recomputed]. why: the reason for the plan's text. Raises BudgetError if
-        the model does not fit with all blocks recomputed.
+        [Note: the first blocks are recomputed]. None if none of them fits, or takes at most `enough` seconds.
         """
-        every = replace(self._recomputing(steps, None), why=why)
-        plan = draft(every, steps.recomputing(None))
-        if plan.speeds is None:
-            return plan
-        rates, micro_batches = plan.speeds, plan.accumulation or 1
+        if not _run_again(steps):
+            return None
 
-        def floor(count: int) -> float:
-            return micro_batches * steps.estimate(count).work.seconds(rates)
+        def seconds(some: Sequence[tuple[int]]) -> float | None:
+            step = replace(steps.estimate(max(some)[0]), work=steps.estimate(min(some)[0]).work)
+            return _within(enough, draft, self._all, step)
 
-        @functools.cache
-        def seconds(count: int) -> float | None:
+        counts = [(count,) for count in range(1, len(steps.blocks) + 1)]
+        for (count,) in itertools.islice(quickest_first(counts, seconds), _TRIES):
             try:
-                found = draft(every, steps.estimate(count)).predict(micro_batches)
-            except BudgetError:
-                return None
-            return floor(count) if found is None else found.least
-
-        best = quickest_count(len(steps.blocks), seconds, floor)
-        for count in () if best is None else range(max(1, best), min(best + 2, len(steps.blocks))):
-            try:
-                return draft(replace(self._recomputing(steps, count), why=why), steps.recomputing(count))
+                return draft(self._recomputing(steps, count), steps.recomputing(count))
             except BudgetError:  # the estimate was too low by some bytes
                 continue
-        return plan
+        return None
+
+    def _mixed(self, steps: Steps, draft: Draft, enough: float) -> Plan | None:
+        """Make the plan with the best mix of blocks that run again, leave or stay; see [Note: mixes of
+        blocks]. None if none of them fits, or takes at most `enough` seconds.
+        """
+        assert self._rooms is not None
+        names = list(steps.blocks) if _run_again(steps) else []
+        works = [steps.estimate(count).work for count in range(len(names) + 1)]
+        mixes = self._rooms.mixes(names, works, steps.kept)
+        if mixes is None:
+            return None
+
+        def seconds(some: Sequence[Mix]) -> float | None:
+            demand = mixes.least(some)
+            return _within(enough, draft, replace(self._all, room=demand.room), demand.step)
+
+        for mix in itertools.islice(quickest_first(mixes.points, seconds), _TRIES):
+            try:
+                return self._rooms.mixed(mixes, mix, self._recomputing(steps, mix.again), draft)
+            except BudgetError:
+                continue
+        return None
 
     def _recomputing(self, steps: Steps, count: int | None) -> Residuals:
         """The policy that recomputes the first `count` blocks; None: all blocks that may run again."""
@@ -168,6 +195,36 @@ class PolicyChoice:
             kept=names[count:] if count is not None else (),
             left_alone=self._all.left_alone + found,
         )
+
+
+_KEPT = "with all kept"
+_TRIES = 3
+"""Number of times that the quickest of those ways is run whose estimates fit."""
+
+
+def _run_again(steps: Steps) -> bool:
+    """Whether there are blocks that may run again, and the step in which they do could be run."""
+    return bool(steps.blocks) and steps.recomputing(None).unknown is None
+
+
+def _seconds(plan: Plan) -> float:
+    """The predicted seconds of a step; infinity if they are unknown."""
+    found = plan.predict(plan.accumulation or 1)
+    return math.inf if found is None else found.least
+
+
+def _text(plan: Plan) -> str:
+    found = plan.predict(plan.accumulation or 1)
+    return "unknown" if found is None else found.text
+
+
+def _within(enough: float, draft: Draft, residuals: Residuals, step: FakeStep) -> float | None:
+    """Seconds of a step; None if it does not fit, or takes more than `enough`."""
+    try:
+        found = _seconds(draft(residuals, step))
+    except BudgetError:
+        return None
+    return found if found <= enough else None
 
 
 class Steps:
@@ -226,10 +283,8 @@ class Steps:
 
             @contextmanager
             def within(model: nn.Module, ledger: Ledger) -> Iterator[None]:
-                every = blocks_of(model)
                 again = [*self.blocks][:count] if count else []
-                watched = {name: every[name] for name in self._names}
-                with observed(watched, ledger) as facts, recomputing(model, again):
+                with observed(model, self._names, ledger, again, lambda: 0) as facts:
                     found.append(facts)
                     yield
 

@@ -19,7 +19,7 @@ import enum
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -318,19 +318,26 @@ class BlockFacts:
     """
     work: Work = field(default_factory=lambda: Work({}, 0))
     """The work of its forwards."""
+    saved: int = 0
+    """Bytes of all residual pages that the step had saved at the end of the last of them."""
 
 
 @contextmanager
-def observed(blocks: Mapping[str, nn.Module], ledger: Ledger) -> Iterator[dict[str, BlockFacts]]:
-    """Context that yields a dict, name -> facts, of the blocks that are called in it, in the order of their
-    first calls. blocks: name -> block. ledger: of the step that runs in the context.
+def observed(
+    model: nn.Module, names: Iterable[str], ledger: Ledger, again: Iterable[str], saved: Callable[[], int]
+) -> Iterator[dict[str, BlockFacts]]:
+    """Context in which the blocks `again` are recomputed. Yields a dict, name -> facts, of those of the
+    blocks `names` that are called in it, in the order of their first calls. ledger: of the step that runs in
+    the context. saved: function that returns the bytes of all residual pages that the step has saved.
     """
     facts: dict[str, BlockFacts] = {}
+    blocks = blocks_of(model)
     with ExitStack() as ends:
-        for name, block in blocks.items():
-            before = vars(block).get("forward")
-            vars(block)["forward"] = _Observed(name, block, facts, ledger)
-            ends.callback(_put_back, block, before)
+        for name in names:
+            before = vars(blocks[name]).get("forward")
+            vars(blocks[name])["forward"] = _Observed(name, blocks[name], facts, ledger, saved)
+            ends.callback(_put_back, blocks[name], before)
+        ends.enter_context(recomputing(model, again))
         yield facts
 
 
@@ -343,8 +350,16 @@ def _put_back(block: nn.Module, forward: Any) -> None:
 class _Observed:
     """A block's forward that notes facts on the block."""
 
-    def __init__(self, name: str, block: nn.Module, facts: dict[str, BlockFacts], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        facts: dict[str, BlockFacts],
+        ledger: Ledger,
+        saved: Callable[[], int],
+    ) -> None:
         self._name, self._block, self._facts, self._ledger = name, block, facts, ledger
+        self._saved = saved
         self._forward = block.forward
         self._buffers = _Buffers(block)
 
@@ -359,6 +374,7 @@ class _Observed:
         facts.reason = facts.reason or reason
         facts.nbytes += self._ledger.now - nbytes
         facts.work = facts.work + (self._ledger.work - work)
+        facts.saved = self._saved()
         return result
 
     def _run(self, args: Any, kwargs: Any) -> tuple[Any, str | None]:

@@ -120,6 +120,11 @@ class Headroom:
         """
         return self._per_thread + self._lost(live)
 
+    def live_within(self, nbytes: int) -> int:
+        """Bytes of live tensors that, with what they lose, take at most `nbytes` more bytes."""
+        most = 2 if self.scratch else 1  # as `_lost`
+        return nbytes * self.share // (self.share + most) if self.share else nbytes
+
     @property
     def _per_thread(self) -> int:
         """Bytes that one thread's cuBLAS workspace takes. If the workspace is so large that torch's allocator

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import heapq
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from infinity.config import format_size
+from infinity.config import format_size, round_up
 from infinity.errors import ConfigError
 from infinity.planning.predict import PhaseBytes
+from infinity.tiers import PAGE_ALIGNMENT
 
 POLICIES = ("auto", "keep", "recompute", "recompute+offload", "offload")
 """Values of `activations=` of `infinity.offload`. "auto" becomes one of the others in the plan."""
@@ -17,8 +19,15 @@ _NAMED = 3
 """The most names that a line has; it counts the others."""
 
 
-LARGEST_WINDOW = 32 << 20
+_LARGEST_WINDOW = 32 << 20
 """Bytes of the largest window: a link of 50 GB/s moves them in 0.7 ms, and a disk of 3 GB/s in 11 ms."""
+_WINDOWS = 8
+"""A window has at most the bytes of all saved tensors divided by this number."""
+
+
+def window_of(saved: int) -> int:
+    """Bytes of the window for saved tensors of this many bytes."""
+    return min(_LARGEST_WINDOW, round_up(saved // _WINDOWS, PAGE_ALIGNMENT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +80,10 @@ class Residuals:
     """One of POLICIES, but not "auto"."""
     recomputed: tuple[str, ...] = ()
     """The paths of the blocks that keep only their inputs, and run again in backward."""
+    leaving: tuple[str, ...] = ()
+    """The paths of the blocks after those, which could run again, and of which saved tensors leave the memory
+    that computes. Empty unless the policy was "auto".
+    """
     kept: tuple[str, ...] = ()
     """The paths of the last blocks, which could run again and keep their activations, because these fit."""
     left_alone: tuple[tuple[str, str], ...] = ()
@@ -92,14 +105,20 @@ class Residuals:
     @property
     def lines(self) -> Iterator[str]:
         """Lines of the plan's text on the policy; none where all activations are kept without a choice."""
+        why, found = self.why and f", {self.why}", []
         if self.policy.startswith("recompute"):
-            rest = f", and the last{_last(len(self.kept))}" * bool(self.kept)
-            yield f"activations: {_blocks(len(self.recomputed))}{rest}{self.why and f', {self.why}'}"
-        elif self.why and self.room is None:
-            yield f"activations: all are kept, {self.why}"
+            found.append(_blocks(len(self.recomputed)))
+        if self.leaving:
+            found.append(f"saved tensors of {_count(len(self.leaving))} leave")
+        if found and self.kept:
+            found.append(f"the last{_last(len(self.kept))}")
+        if found:
+            *others, last = found
+            yield f"activations: {', '.join(others)}{', and ' * bool(others)}{last}{why}"
+        elif why and self.room is None:
+            yield f"activations: all are kept{why}"
         if self.room is not None:
-            why = f", {self.why}" * bool(self.why and self.policy == "offload")
-            yield f"activations: {self.room.text}{why}"
+            yield f"activations: {self.room.text}{why * (not found)}"
         for reason in dict.fromkeys(reason for _, reason in self.left_alone):
             names = [name for name, each in self.left_alone if each == reason]
             more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
@@ -110,6 +129,7 @@ class Residuals:
         return {
             "policy": self.policy,
             "recomputed": list(self.recomputed),
+            "leaving": list(self.leaving),
             "kept": list(self.kept),
             "left_alone": dict(self.left_alone),
             "why": self.why,
@@ -128,10 +148,14 @@ def _last(count: int) -> str:
 KEEP = Residuals()
 
 
+def _count(blocks: int) -> str:
+    return "1 block" if blocks == 1 else f"{blocks} blocks"
+
+
 def _blocks(count: int) -> str:
     if not count:
         return "all are kept, because the model has no blocks that may run again"
-    return "1 block runs again in backward" if count == 1 else f"{count} blocks run again in backward"
+    return f"{_count(count)} {'runs' if count == 1 else 'run'} again in backward"
 
 
 def check_policy(activations: str) -> None:
@@ -141,28 +165,34 @@ def check_policy(activations: str) -> None:
         raise ConfigError(f"The policy of activations {activations!r} is not known.", f"Give one of {names}.")
 
 
-def quickest_count(
-    blocks: int, seconds: Callable[[int], float | None], floor: Callable[[int], float]
-) -> int | None:
-    """Return how many of the first blocks are best recomputed, while the others keep their activations: the
-    number from 0 to `blocks` for which a step is quickest, the least of several; None if nothing fits.
+Point = TypeVar("Point", bound=tuple[int, ...])
 
-    seconds: function that returns the seconds of a step with that many recomputed blocks, or None if the step
-    does not fit. If n blocks fit, so do n + 1. floor: function that returns a lower bound of these seconds,
-    which does not fall from n to n + 1: more is computed. So the numbers above the first one that fits are
-    tried in their order until the bound says that none of the rest is quicker.
+
+def quickest_first(
+    points: Sequence[Point], seconds: Callable[[Sequence[Point]], float | None]
+) -> Iterator[Point]:
+    """Yield the points that fit, the one with the fewest seconds first, and the least of equally quick ones.
+
+    seconds: function that returns a lower bound of the seconds of each of some points, which is exact if it
+    is one point; None if none of them fits. It is called for boxes of points, of which only those are halved
+    that may have the next point: what is yielded is as if each point had been looked at (branch and bound,
+    Land and Doig 1960, with the best bound first).
     """
-    if seconds(blocks) is None:
-        return None
-    low, high = 0, blocks
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if seconds(middle) is not None else (middle + 1, high)
-    best, least = low, seconds(low)
-    for count in range(low + 1, blocks + 1):
-        if least is None or floor(count) >= least:
-            break
-        found = seconds(count)
-        if found is not None and found < least:
-            best, least = count, found
-    return best
+    boxes: list[tuple[float, Point, Sequence[Point]]] = []
+
+    def add(some: Sequence[Point]) -> None:
+        bound = seconds(some) if some else None
+        if bound is not None:
+            heapq.heappush(boxes, (bound, min(some), some))
+
+    add(points)
+    while boxes:
+        _, first, some = heapq.heappop(boxes)
+        if len(some) == 1:
+            yield first
+            continue
+        sides = [sorted({each[axis] for each in some}) for axis in range(len(first))]
+        axis = max(range(len(sides)), key=lambda side: len(sides[side]))
+        middle = sides[axis][len(sides[axis]) // 2]
+        add([each for each in some if each[axis] < middle])
+        add([each for each in some if each[axis] >= middle])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.errors import BudgetError, ConfigError
 from infinity.planning import fake_step
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier
 
@@ -90,12 +91,13 @@ def trained(
     compute: str = "fp32",
     backwards: int = 1,
     together: bool = False,
+    budget: infinity.Budget | None = None,
 ) -> tuple[dict[str, Any], Plan, dict[str, Any]]:
     """Train for two steps. Returns (what must not differ, the plan, the bytes of the last step)."""
     model, optimizer, facts = made(compute)
     streams = EmulatedDevice(5).in_use() if place.startswith("streams") else contextlib.nullcontext()
     with streams:
-        budget = budget_of(place, policy, directory, compute)
+        budget = budget or budget_of(place, policy, directory, compute)
         together_or_not = {"accumulation": backwards} if together else {}
         runtime = infinity.offload(
             model, optimizer, budget=budget, activations=policy, **together_or_not, **facts
@@ -152,6 +154,54 @@ def test_policies_have_the_bits_and_the_bytes_of_the_plan(place: str, policy: st
         assert moved["peak"] == plan.activations
         assert (moved["up"], moved["read"]) == (2 * room.up, 2 * room.read)
         assert moved["ram"] <= room.ram
+
+
+DISK = {"read": 3e8, "write": 3e8, "mixed": 3e8}
+
+
+@pytest.mark.parametrize(
+    ("place", "memory", "rates", "blocks"),
+    [
+        ("apart", {"device": "4MiB", "host": AMPLE}, {"link": 1.0e8}, (1, 2, 1)),
+        ("unified-nvme", {"host": "7MiB"}, {"disk": DISK}, (0, 3, 1)),
+        pytest.param(
+            *("streams", {"device": "3584KiB", "host": AMPLE}, {"link": 1.2e8}, (2, 2, 0)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_auto_lets_blocks_run_again_leave_and_stay(
+    place: str,
+    memory: dict[str, Any],
+    rates: dict[str, Any],
+    blocks: tuple[int, int, int],
+    *,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On machines whose link or disk has the time of some blocks' saved tensors, and no more. blocks: how
+    many run again, leave and stay.
+    """
+    speeds = MachineRates(host_stream=1e10, flops={torch.float32: 1e10}, compute_memory=1e9, **rates)
+    monkeypatch.setattr("infinity.api.measure_rates", lambda *_: speeds)
+    kept, _, _ = trained("unified", "keep", tmp_path)
+    budget = infinity.Budget(**memory, nvme={str(tmp_path): AMPLE} if "disk" in rates else None)
+    found, plan, moved = trained(place, "auto", tmp_path, budget=budget)
+    assert differences(kept, found) == []
+    residuals, room = plan.residuals, plan.residuals.room
+    assert room is not None
+    groups = residuals.recomputed, residuals.leaving, residuals.kept
+    assert tuple(map(len, groups)) == blocks
+    assert sum(groups, ()) == tuple(f"blocks.{number}" for number in range(4))
+    assert 0 < room.down < room.saved
+    assert (room.written > 0) == ("disk" in rates)
+    assert "because not all activations fit, predicted" in residuals.why
+    names = ("saved", "down", "written")
+    assert [moved[name] for name in names] == [2 * getattr(room, name) for name in names]
+    if place != "streams":
+        assert moved["peak"] == plan.activations
+        assert (moved["up"], moved["read"]) == (2 * room.up, 2 * room.read)
+    assert moved["ram"] <= room.ram
 
 
 @pytest.mark.sweep
