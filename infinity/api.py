@@ -332,7 +332,7 @@ def plan_for(
     policy = PolicyChoice(model, activations, run, rooms, train=rule is not None)
 
     def draft(agreed: Division | None) -> Plan:
-        return policy.plan(functools.partial(draft_for, agreed), adopts)
+        return policy.plan(functools.partial(draft_for, agreed), could_adopt)
 
     def draft_for(agreed: Division | None, residuals: Residuals, estimate: FakeStep | None) -> Plan:
         made = functools.partial(make, update=chosen, prefer=agreed or prefer, residuals=residuals)
@@ -352,14 +352,17 @@ def plan_for(
         return quickest(
             lambda time: made(update=time),
             functools.partial(_disks_hold, budget) if other is None else lambda plan: True,
-            None if commits is None or commits.continued is None else adopts,
+            None if commits is None or commits.continued is None else could_adopt,
         )
 
+    def could_adopt(made: Plan) -> bool:
+        """Whether, as far as this rank knows, the slabs of the continued commit can be those of a plan."""
+        return commits is not None and commits.adopted(made, budget) is not None
+
     def adopts(made: Plan) -> bool:
-        if commits is None or commits.continued is None:
-            return False
-        commits.continued.divide(made)
-        return commits.adopted(made, budget) is not None
+        if commits is not None and commits.continued is not None:
+            commits.continued.divide(made)
+        return could_adopt(made)
 
     return ranks.agreed_plan(budget, draft, adopts)
 

@@ -468,7 +468,9 @@ class ContinuedCommit(Closing):
 
     @property
     def adoptable(self) -> bool:
-        """Whether this rank's own rank commit is here and has all that the rank keeps."""
+        """Whether this rank's own rank commit is here and, once `divide` was called, each rank's has all that
+        the rank keeps.
+        """
         return self.own is not None and not self.recut
 
     def divide(self, plan: Plan) -> None:

@@ -66,6 +66,34 @@ def test_stages_that_add_a_rank_s_gradients_first_are_close(tmp_path: Path) -> N
     check_bits(tuple(cases), 2, tmp_path)
 
 
+AWAY = (
+    Case("dropping", 3, accumulate=2, home="nvme", activations="offload", clip=0.05),
+    Case("dropping", 2, home="unified", activations="recompute+offload", compute="bf16"),
+    Case("decoder", 3, accumulate=3, home="host", activations="offload", together=True),
+    Case("dropping", 3, home="uneven", activations="auto", accumulate=2),
+    Case("dropping", 1, home="host", activations="offload"),
+    Case("dropping", 0, home="nvme", activations="recompute+offload"),
+    Case("dropping", 2, home="host", activations="recompute+offload", accumulate=2),
+    Case("mlp", 2, home="nvme", activations="offload", compute="bf16", states="int8"),
+    Case("decoder", 3, accumulate=3, home="nvme", activations="recompute+offload", together=True),
+    Case("dropping", 2, activations="offload", update="eager", declared=True, accumulate=2),
+    Case("dropping", 2, activations="recompute", update="eager", declared=True, accumulate=2),
+)
+"""Cases whose activations leave, or are computed again in some ranks only."""
+
+
+@pytest.mark.parametrize(
+    ("some", "ranks"), [(True, 2), *(pytest.param(False, each, marks=pytest.mark.slow) for each in (2, 3))]
+)
+def test_activations_that_leave(some: bool, ranks: int, tmp_path: Path) -> None:
+    check_bits(AWAY[:1] if some else AWAY[1:], ranks, tmp_path, function="training_with_activations_away")
+
+
+def test_ranks_that_choose_other_policies_go_on_from_a_commit(tmp_path: Path) -> None:
+    cases = (Case("dropping", 3, home="uneven", activations="auto", steps=3),)
+    check_bits(cases, 2, tmp_path, function="training_with_activations_away_and_a_break")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("stage", STAGES)

@@ -32,7 +32,8 @@ PARTITIONS = (None, "optimizer", "gradients", "parameters")
 """Stage of ZeRO -> name of what is divided."""
 HOMES = ("unified", "device", "host", "nvme")
 """In RAM where the model computes; on a device with memory of its own; in RAM beside such a device; on NVMe
-beside such a device. A case may also have "mirrored": parameters on the device, and all pages in RAM.
+beside such a device. A case may also have "mirrored": parameters on the device, and all pages in RAM; and
+"uneven": in RAM on rank 0 and on one rank, and on NVMe as far as possible on the others.
 """
 SEED = 7
 
@@ -57,7 +58,9 @@ class Case:
     """Whether runtime.accumulate runs the micro-batches."""
     update: str = "lazy"
     activations: str = "keep"
-    """The policy of activations on several ranks; one rank keeps them."""
+    """The policy of activations on several ranks; one rank keeps them. If they leave and `home` is "nvme",
+    half of them go to NVMe.
+    """
     steps: int = 3
     generates: bool = False
     """Whether each rank runs forwards alone between steps, each rank another number of them."""
@@ -136,18 +139,21 @@ class Place(NamedTuple):
 
 def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, directory: Path) -> infinity.Budget:
     """A budget under which the pages of the case rest at its home."""
-    if case.home == "unified":
+    roomy = case.home == "uneven" and place.rank == 0
+    if case.home == "unified" or roomy:
         return infinity.Budget(host=case.roomy)
     nvme = {str(directory): case.roomy}
+    apart = None if case.home == "uneven" else case.roomy
     share = ALONE if place.alone else Share(place.rank, place.ranks, case.stage)
     ample = plan_for(
         SingleRank("cpu", share=share),
         model,
         optimizer,
-        budget=infinity.Budget(device=case.roomy, host=case.roomy, nvme=nvme),
+        budget=infinity.Budget(device=apart, host=case.roomy, nvme=nvme),
         precision=precision_of(case),
-        example_inputs=None,
+        example_inputs=_example(case, place),
         update=case.update,
+        activations="recompute" if case.home == "uneven" else _policy(case, place),
         accumulation=_backwards(case, place) if case.declared else None,
     )
     smallest = ample.smallest
@@ -157,7 +163,19 @@ def budget_of(case: Case, place: Place, model: nn.Module, optimizer: Any, direct
         pages = [unit.nbytes for unit in ample.layout.units]
         more = sum(pages) - max(pages) if case.home == "mirrored" else 0
         return infinity.Budget(device=smallest[Tier.DEVICE] + more, host=case.roomy)
-    return infinity.Budget(device=smallest[Tier.DEVICE], host=smallest[Tier.HOST], nvme=nvme)
+    near = {} if case.home == "uneven" else {"device": smallest[Tier.DEVICE]}
+    return infinity.Budget(**near, host=smallest[Tier.HOST] - ample.residuals.ram // 2, nvme=nvme)
+
+
+def _policy(case: Case, place: Place) -> str:
+    return "keep" if place.alone else case.activations
+
+
+def _example(case: Case, place: Place) -> tuple[Tensor, ...] | None:
+    """The example inputs, for policies that need them."""
+    subject = SUBJECTS[case.subject]
+    known = _policy(case, place) in ("keep", "recompute")
+    return None if known else subject.arguments(subject.batch(0, 0))
 
 
 def precision_of(case: Case) -> Precision:
@@ -189,12 +207,16 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
         precision=precision_of(case),
         device="cpu",
         update=case.update,
-        activations="keep" if place.alone else case.activations,
+        activations=_policy(case, place),
+        example_inputs=_example(case, place),
         accumulation=_backwards(case, place) if case.declared else None,
         partition=PARTITIONS[case.stage],
         **options,
     ) as runtime:
-        check_homes(case.home, runtime.plan)
+        if (
+            case.home != "uneven" and _example(case, place) is None
+        ):  # else the plan's prediction has a say in it
+            check_homes(case.home, runtime.plan)
         yield model, runtime
 
 

@@ -32,6 +32,8 @@ class Subject:
     """Makes a micro-batch, from the number of the step and that of the micro-batch."""
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor] | None = None
     """Returns the mean loss of a micro-batch, a scalar."""
+    arguments: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda batch: batch[:1]
+    """Returns the arguments of the model's forward for a micro-batch."""
     groups: Callable[[nn.Module], Groups] | None = None
     """Makes the optimizer's param groups; None: one group has all parameters."""
     keep: tuple[str, ...] = ()
@@ -69,9 +71,13 @@ def _tokens(step: int, number: int) -> tuple[Tensor]:
     return (torch.randint(0, 64, (2, 9), generator=_random(step, number)),)
 
 
-def _next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+def _shifted(batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     (tokens,) = batch
-    found: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _next_token(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    found: Tensor = model(*_shifted(batch))
     return found
 
 
@@ -205,6 +211,36 @@ class _Recomputed(nn.Module):
         return x
 
 
+class _Dropping(nn.Module):
+    """Residual blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward = nn.Linear(WIDTH, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 32))
+            for _ in range(3)
+        )
+        self.out = nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = x + block(x)
+        found: Tensor = self.out(x)
+        return found
+
+
+def _numbered(step: int, number: int) -> tuple[Tensor, ...]:
+    """Vectors, classes, and the seed of what a micro-batch drops."""
+    return (*vectors(step, number), torch.tensor(1000 * step + number))
+
+
+def _seeded(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    torch.manual_seed(int(batch[2]))
+    return classes(model, batch)
+
+
 class _Even(nn.Module):
     """Six layers whose pages have the same number of bytes."""
 
@@ -237,11 +273,12 @@ class Bottlenecks(nn.Module):
 
 SUBJECTS = {
     "mlp": Subject(mlp),
-    "decoder": Subject(decoder, _tokens, _next_token),
+    "decoder": Subject(decoder, _tokens, _next_token, _shifted),
     "frozen": Subject(_frozen),
     "adapted": Subject(_adapted),
     "convolutions": Subject(_convolutions),
-    "dtypes": Subject(decoder, _tokens, _next_token, keep=("*norm*",)),
+    "dropping": Subject(_Dropping, _numbered, _seeded),
+    "dtypes": Subject(decoder, _tokens, _next_token, _shifted, keep=("*norm*",)),
     "groups": Subject(mlp, groups=_two_groups, schedule=True),
     "meta": Subject(mlp, meta=True),
     "odd": Subject(_Odd),

@@ -10,9 +10,10 @@ import os
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,6 +36,9 @@ from resumed_cases import (
 )
 from two_memories import TwoMemories
 
+from infinity import api
+from infinity.activations import residual_pages
+from infinity.activations.residual_room import ResidualRoom
 from infinity.checkpoint import restore as restoring
 from infinity.checkpoint import tensor_files
 from infinity.distributed.gradient_shards import GradientShards
@@ -46,12 +50,14 @@ from infinity.gradients.gradients import Gradients
 from infinity.pages.gradient_copies import GradientCopies
 from infinity.planning import plan as planning
 from infinity.planning import twin_flow
+from infinity.planning.machine_rates import MachineRates
 from infinity.planning.network import messages
 from infinity.planning.placement import Kind
 from infinity.planning.plan import UPLOAD_BUFFERS
 from infinity.telemetry.stats import Edge
 from infinity.tiers.copy_streams import Order
 from infinity.tiers.link import User
+from infinity.tiers.trial_file import MODES
 
 CASES, DIRECTORY = "TRAINING_CASES", "TRAINING_DIRECTORY"
 """Environment variables: the cases as JSON, and a directory for pages."""
@@ -128,6 +134,41 @@ def _each_case(run: Any) -> list[Any]:
 
 def training() -> list[Any]:
     return _each_case(train)
+
+
+def training_with_activations_away() -> list[Any]:
+    return _each_case(functools.partial(_away, train))
+
+
+def training_with_activations_away_and_a_break() -> list[Any]:
+    return _each_case(functools.partial(_away, train_with_a_break))
+
+
+def _away(run: Any, case: Case, place: Place, directory: Path) -> dict[str, Any]:
+    """Run a case with residual pages of few bytes, some of which leave wherever the policy lets them. Rank 1
+    takes its CPU for slower.
+    """
+    rates = MachineRates(
+        disk=dict.fromkeys(MODES, 1e9), host_stream=1e10, flops={torch.float32: 1e11}, compute_memory=1e10
+    )
+    slow = {each: rate / (1 + 9 * place.rank) for each, rate in rates.flops.items()}
+    measured = mock.patch.object(api, "measure_rates", return_value=replace(rates, flops=slow))
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        method = getattr(ResidualRoom, name)
+
+        def call(self: ResidualRoom, *arguments: Any) -> Any:  # a mock would keep the arguments
+            calls[name] += 1
+            return method(self, *arguments)
+
+        return mock.patch.object(ResidualRoom, name, call)
+
+    with mock.patch.object(residual_pages, "SMALLEST", 256), measured, counted("down"), counted("write"):
+        found: dict[str, Any] = run(case, place, directory)
+    leaves = case.activations.endswith("offload")
+    assert (calls["down"] > 0, calls["write"] > 0) == (leaves, leaves and case.home == "nvme"), case
+    return found
 
 
 def training_on_devices() -> list[Any]:
