@@ -368,10 +368,10 @@ def plan_for(
 
 
 def _disks_hold(budget: Budget, plan: Plan) -> bool:
-    """Whether the disks have as many free bytes as the slabs of a plan take."""
+    """Whether the disks have as many free bytes as a plan's slabs and scratch take."""
     there = [each for each in budget.nvme_bytes or [plan.slab_directory] if each and os.path.isdir(each)]
     free = {os.stat(each).st_dev: free_bytes(each) for each in there}
-    return not free or sum(free.values()) >= plan.nvme_bytes
+    return not free or sum(free.values()) >= plan.nvme_bytes + plan.residuals.disk
 
 
 def _plan_here(

@@ -209,8 +209,9 @@ def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
     """Return this rank's claims. plan: made within `budget`. adopts: whether the rank's slabs exist already.
 
     A rank claims its budgets of RAM and of a CUDA device. A host budget that was not given is not claimed,
-    because its default is a fraction of the free RAM. If the slabs do not exist yet, the rank also claims
-    disk space, as `disk_claims` says. Raises StorageError for a directory that cannot hold slabs.
+    because its default is a fraction of the free RAM. The rank also claims disk space, as `disk_claims` says,
+    for scratch, and for its slabs if they do not exist yet. Raises StorageError for a directory that cannot
+    hold slabs.
     """
     on_cpu = plan.device.type == "cpu"
     ram = (budget.host_bytes or 0) + ((budget.device_bytes or 0) if on_cpu else 0)
@@ -221,7 +222,8 @@ def claims_of(plan: Plan, budget: Budget, *, adopts: bool) -> list[Claim]:
         wanted = plan.budgets[Tier.DEVICE]
         found.append(Claim(Tier.DEVICE.value, _identity(plan.device), name, wanted, free))
     directories = {plan.slab_directory: plan.nvme_bytes} if plan.slab_directory else budget.nvme_bytes
-    return found if adopts else found + disk_claims(plan.nvme_bytes, directories, plan.share.rank)
+    nbytes = plan.residuals.disk + (0 if adopts else plan.nvme_bytes)
+    return found + disk_claims(nbytes, directories, plan.share.rank)
 
 
 def disk_claims(nbytes: int, budgets: Mapping[str, int], rank: int) -> list[Claim]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from torch import nn
 from warm_python import Popen
 
 import infinity
-from infinity.distributed.agreed_plan import Claim, check_claims, disk_claims, option_digests
+from infinity.distributed.agreed_plan import Claim, check_claims, claims_of, disk_claims, option_digests
 from infinity.errors import BudgetError, ConfigError
+from infinity.planning.residual_states import ResidualBytes, Residuals
 from infinity.tiers import Tier
 from infinity.tiers.arena import available_ram
 
@@ -144,6 +146,23 @@ def test_a_disk_gets_at_least_what_the_others_have_no_room_for(
     assert [each.wanted for each in disk_claims(250, budgets, 0)] == [150, 50]
     assert [each.wanted for each in disk_claims(150, budgets, 0)] == [50]
     assert disk_claims(0, budgets, 0) == []
+
+
+def test_scratch_needs_room_on_disk_also_beside_slabs_that_are_adopted(tmp_path: Path) -> None:
+    budget = infinity.Budget(host="64MiB", nvme={str(tmp_path): "64MiB"})
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = infinity.plan(model, optimizer, budget=budget, device="cpu", checkpoint=tmp_path)
+    assert plan.nvme_bytes > 0
+    away = replace(plan, residuals=Residuals(policy="offload", room=ResidualBytes(disk=1 << 20)))
+
+    def on_disk(plan: Any, *, adopts: bool) -> int:
+        claims = claims_of(plan, budget, adopts=adopts)
+        return sum(each.wanted for each in claims if each.tier == Tier.NVME.value)
+
+    assert on_disk(away, adopts=False) == (1 << 20) + plan.nvme_bytes
+    assert on_disk(away, adopts=True) == 1 << 20
+    assert on_disk(plan, adopts=True) == 0
 
 
 # --- digests of options ---------------------------------------------------------------------------------
