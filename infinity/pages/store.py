@@ -269,9 +269,10 @@ class Store:
             locks = {**(locks or {}), **(self.nvme.locks if self.nvme is not None else {})}
             taken = Counter({slab.directory: slab.nbytes for slab in self.nvme.slabs} if self.nvme else {})
             scratch = NvmeTier(
-                {path: size - taken[Path(path)] for path, size in budget.nvme_bytes.items()},
+                {path: max(0, size - taken[Path(path)]) for path, size in budget.nvme_bytes.items()},
                 room.disk,
                 rank=self.plan.share.rank,
+                speeds=None if self.nvme is None else self.nvme.speeds,
                 files=self.files,
                 shared=locks,
                 verify=budget.verify,

@@ -147,11 +147,13 @@ class NvmeTier(Closing):
         self._registered: list[_tiers.Region] = []  # keeps the memory mapped while engines know its address
         self.locks: dict[Path, PathLock] = {}
         """Directory that the tier uses, without symbolic links -> its lock."""
+        self.speeds = speeds
+        """The relative speeds of the directories of `budgets`; None if slabs were adopted."""
         with ExitStack() as cleanup, ExitStack() as undo:
             if adopt is None:
-                if speeds is None:
-                    speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
-                self.striping = choose_striping(wanted, limits, speeds, stripe_bytes)
+                if self.speeds is None:
+                    self.speeds = _speeds_of([os.fspath(path) for path in paths], limits, wanted)
+                self.striping = choose_striping(wanted, limits, self.speeds, stripe_bytes)
                 sizes = self.striping.path_bytes(wanted)
                 used = [(path, size) for path, size in zip(paths, sizes, strict=True) if size]
                 self._lock([path for path, _ in used], rank, shared or {}, cleanup)

@@ -22,6 +22,7 @@ from infinity.planning import fake_step
 from infinity.planning.machine_rates import MachineRates
 from infinity.planning.plan import Plan
 from infinity.tiers import Tier
+from infinity.tiers import nvme as nvme_tier
 
 DIM, ROWS = 64, 512
 AMPLE = 64 << 20
@@ -347,7 +348,9 @@ def test_micro_batches_that_run_together_have_room_and_bits(policy: str, tmp_pat
 
 
 @pytest.mark.slow  # it measures the speeds of both
-def test_two_disks_have_room_for_pages_and_activations(tmp_path: Path) -> None:
+def test_two_disks_have_room_for_pages_and_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer, facts = made()
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
@@ -359,7 +362,16 @@ def test_two_disks_have_room_for_pages_and_activations(tmp_path: Path) -> None:
     assert plan.residuals.disk > 0
     each = -(-plan.smallest[Tier.NVME] // 8192) * 4096
     small = budget(plan.smallest[Tier.HOST], each)
+    probed: list[str] = []
+    probe = nvme_tier._probe
+
+    def counted(path: str, limit: int) -> float:
+        probed.append(path)
+        return probe(path, limit)
+
+    monkeypatch.setattr(nvme_tier, "_probe", counted)
     with infinity.offload(model, optimizer, budget=small, activations="offload", **facts) as runtime:
+        assert len(probed) == 2, "each disk once"
         store = runtime._components.store
         slabs = [slab for tier in (store.nvme, store.scratch) if tier for slab in tier.slabs]
         for path in tmp_path.iterdir():
