@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from emulated_device import EmulatedDevice
 from parity import copied, differences
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import BudgetError, ConfigError
@@ -53,6 +54,20 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).float().square().mean()
+
+
+class Checkpointed(Block):
+    """A block that is recomputed by the model itself."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return found
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
 
 
 def made(compute: str = "fp32") -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
@@ -232,6 +247,25 @@ def test_keep_has_the_gradients_of_plain_torch() -> None:
             assert all(
                 torch.equal(a, runtime.grad(b)) for a, b in zip(plain, model.parameters(), strict=True)
             )
+
+
+@pytest.mark.parametrize("policy", OFFLOAD)
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
+def test_what_the_model_recomputes_in_a_backward_stays(kind: type[Block], policy: str) -> None:
+    found = {}
+    for each in ("keep", policy):
+        model, _, facts = made()
+        torch.manual_seed(3)
+        model.blocks = nn.ModuleList(kind() for _ in range(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        budget = infinity.Budget(host=AMPLE)
+        with infinity.offload(model, optimizer, budget=budget, activations=each, **facts) as runtime:
+            torch.manual_seed(4)
+            model(rows(0)).backward()
+            found[each] = [runtime.grad(one) for one in model.parameters()]
+            pages, room = runtime._components.pager.residual, runtime.plan.residuals.room
+            assert pages is None or (pages.counts.saved, pages.counts.down) == (room.saved, room.down)
+    assert differences(found["keep"], found[policy]) == []
 
 
 @contextlib.contextmanager
