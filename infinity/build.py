@@ -201,7 +201,7 @@ class _Wiring:
         residual = None
         if (room := plan.residuals.room) is not None and store.activations is not None:
             residual = ResidualPages(
-                ResidualRoom(store, store.activations, store.scratch),
+                ResidualRoom(store, store.activations, store.scratch, health),
                 kept_bytes=room.kept,
                 window=room.window,
                 lock=lock,

@@ -10,6 +10,7 @@ import torch
 from infinity import _tiers
 from infinity.config import format_size, round_up
 from infinity.errors import BudgetError
+from infinity.pages.health import Health
 from infinity.pages.store import Store
 from infinity.telemetry.stats import Edge
 from infinity.tiers import PAGE_ALIGNMENT, NvmeTier, Pool
@@ -23,8 +24,11 @@ class ResidualRoom:
     Implements the protocol infinity.activations.residual_pages.Room.
     """
 
-    def __init__(self, store: Store, pool: Pool, scratch: NvmeTier | None) -> None:
-        """scratch: an NVMe tier whose bytes no commit needs; None: pages do not leave RAM."""
+    def __init__(self, store: Store, pool: Pool, scratch: NvmeTier | None, health: Health) -> None:
+        """scratch: an NVMe tier whose bytes no commit needs; None: pages do not leave RAM. health: raises an
+        error once the runtime is closed.
+        """
+        self._health = health
         self._store = store
         self._pool = pool
         self._scratch = scratch
@@ -37,6 +41,7 @@ class ResidualRoom:
         return self._pool.nbytes - self._pool.leased
 
     def lease(self, nbytes: int) -> torch.Tensor | None:
+        self._health.check()
         whole = round_up(nbytes, PAGE_ALIGNMENT)  # so that the disk needs no copy
         if self._pool.largest_free < whole:
             return None
@@ -176,7 +181,7 @@ def _shortage(nbytes: int, ram: int, disk: int) -> BudgetError:
     return BudgetError(
         f"Saved activations of {format_size(nbytes)} have to leave the memory that computes, and the "
         f"{there} that the plan has for them are full.",
-        "Give larger example_inputs to infinity.offload, so that the plan has room for such a step, or a "
-        "smaller batch or shorter sequences"
+        "Let go of the results of earlier forwards that had no backward. Or give infinity.offload larger "
+        "example_inputs, so that the plan has room for such a step, or a smaller batch or shorter sequences"
         + ("." if disk else ", or add an nvme budget, to which activations can go."),
     )

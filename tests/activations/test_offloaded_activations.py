@@ -288,6 +288,24 @@ def left(runtime: infinity.Runtime) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("place", ["unified-nvme", "apart-nvme"])
+def test_a_backward_in_which_the_runtime_is_closed_says_so(place: str, tmp_path: Path) -> None:
+    with offloaded(place, "offload", tmp_path) as (model, runtime):
+        model.blocks[1].down.register_full_backward_hook(lambda *_: runtime.close())
+        with pytest.raises(ConfigError, match="runtime of this model is closed"):
+            model(rows(0)).backward()
+
+
+def test_a_forward_beside_one_without_backward_tells_the_cause(tmp_path: Path) -> None:
+    with offloaded("unified", "offload", tmp_path) as (model, runtime):
+        loss = model(rows(0))
+        with pytest.raises(BudgetError, match="results of earlier forwards"):
+            model(rows(1))
+        loss.backward()
+        runtime.optimizer.step()
+        model(rows(1)).backward()
+
+
+@pytest.mark.parametrize("place", ["unified-nvme", "apart-nvme"])
 def test_forwards_without_backward_and_in_evaluation_leave_nothing(place: str, tmp_path: Path) -> None:
     with offloaded(place, "offload", tmp_path) as (model, runtime):
         model(rows(0))
