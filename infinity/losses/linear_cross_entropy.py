@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch._compile import _disable_dynamo
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from infinity.errors import ConfigError
+from infinity.layout.tiles import row_ranges
 
 _COLUMNS = 2048
 """The most entries of the vocabulary in a panel."""
@@ -34,12 +37,13 @@ def linear_cross_entropy(
     """Return the cross entropy of the logits `hidden @ weight.T + bias`, without holding all logits.
 
     The result is that of F.cross_entropy(F.linear(hidden, weight, bias).float(), target), within rounding.
-    Forward and backward each compute all logits, in panels that follow from the size of the vocabulary alone:
-    2048 entries (or the whole vocabulary, if it is smaller) by as many tokens as make 64 MiB in fp32. Logits
-    have the dtype of the operands, as those of F.linear; exponentials, and sums over panels, are fp32 (fp64
-    for fp64 operands). Losses of tokens are summed once, in the order of the tokens. Autograd saves `hidden`,
-    `weight`, `bias`, `target` and 8 bytes a token. Backward takes a gradient of each operand, 4 bytes for
-    each element of `hidden`, and a few panels.
+    Forward and backward each compute all logits, in panels that follow from the weight's shape alone: 2048
+    entries of the vocabulary, or fewer where a tile of it ends, by as many tokens as make 64 MiB in fp32.
+    Logits have the dtype of the operands, as those of F.linear; exponentials, and sums over panels, are fp32
+    (fp64 for fp64 operands). Losses of tokens are summed once, in the order of the tokens. Autograd saves
+    `hidden`, `weight`, `bias`, `target` and 8 bytes a token. Backward takes a gradient of each operand, 4
+    bytes for each element of `hidden`, and a few panels. A tiled weight (infinity.tiled) is used tile by
+    tile, with the same bits, and so is its gradient.
 
     hidden: (..., width). weight: (vocabulary, width), of an offloaded model or any other; tied to an
     embedding or not. bias: (vocabulary,). The three have one floating dtype, and are on one device. In a
@@ -67,17 +71,47 @@ def linear_cross_entropy(
             reduction=reduction,
             label_smoothing=label_smoothing,
         )
+    tiles = getattr(weight, "tiles", (weight,))  # in a dry run, a tiled weight is a plain one with tiles
+    return of_tiles(
+        hidden,
+        weight,
+        target,
+        bias,
+        tiles=tiles,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def of_tiles(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tiles: Sequence[torch.Tensor],
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return `linear_cross_entropy` of a weight in tiles, which are used one after the other.
+
+    weight: has the shape and the dtype of the whole weight; its values are not read. tiles: its rows, as
+    `row_ranges` cuts them, or the whole weight alone.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _refuse("in a transform of torch.func")
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"The reduction is {reduction!r}.", f"Give one of {', '.join(_REDUCTIONS)}.")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing is {label_smoothing}.", "Give a number from 0 to 1.")
+    if bias is not None and len(tiles) > 1:
+        bias = bias.clone()  # views would keep the page of the bias beside that of each tile
     _check(hidden, weight, target, bias)
     flat = target.reshape(-1)
-    options = _Options(_dtype(hidden, weight, bias), ignore_index, label_smoothing)
-    operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias
-    losses: torch.Tensor = _TokenLosses.apply(options, *operands, flat)  # type: ignore[no-untyped-call]
+    options = _Options(_dtype(hidden, weight, bias), weight.shape, ignore_index, label_smoothing)
+    losses = _token_losses(options, hidden.reshape(-1, hidden.shape[-1]), tiles, bias, flat)
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
@@ -88,106 +122,272 @@ def linear_cross_entropy(
 class _Options:
     dtype: torch.dtype
     """The dtype in which products are computed."""
+    shape: torch.Size
+    """(vocabulary, width)."""
     ignore_index: int
     smoothing: float
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shape[0]
 
     @property
     def wide(self) -> torch.dtype:
         """The dtype of exponentials and of sums over panels."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def rows(self) -> int:
+        """The most tokens in a panel."""
+        return _PANEL // min(self.vocabulary, _COLUMNS)
 
-class _TokenLosses(torch.autograd.Function):
-    """The loss of each token, (tokens,), of hidden (tokens, width).
+
+def _token_losses(
+    options: _Options,
+    hidden: torch.Tensor,
+    tiles: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """Return the loss of each token, (tokens,), of hidden (tokens, width).
 
     With z the logits of a token, m their maximum and s the sum of exp(z - m), its loss is
     log s + (m - z[target]), and the gradient of z is exp(z - m) / s, less 1 at the target. m and log s are
     kept apart, because their sum would be rounded to the digits of m, which may be large. Each panel has a
     maximum and a sum of its own; they are put together at the end. The outer loop is over the vocabulary, so
     that each row of the weight is read once, and its gradient is complete after one turn.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: Any) -> torch.Tensor:
-        hidden, weight, bias, target = tensors
-        tokens, vocabulary, wide = len(hidden), len(weight), options.wide
+    Panels end where tiles do, also where the weight is not in tiles, so that both have the same bits. Each
+    tile has a node of its own in the graph, whose gradient leaves before the next tile comes. A token, a
+    tensor without elements, goes from the hidden states through all of them: backward begins with the losses,
+    takes tiles in row order and ends with the hidden states.
+    """
+    panels: list[slice] = []
+    for rows in row_ranges(options.shape):
+        starts = range(rows.start, rows.stop, _COLUMNS)
+        panels += [slice(start, min(start + _COLUMNS, rows.stop)) for start in starts]
+    ends = list(itertools.accumulate(map(len, tiles)))
+    of_tile = [
+        [(number, each) for number, each in enumerate(panels) if end - len(tile) <= each.start < end]
+        for tile, end in zip(tiles, ends, strict=True)
+    ]
+    biases: Sequence[torch.Tensor | None] = [bias] * len(tiles)
+    if bias is not None:
+        biases = bias.split([len(each) for each in tiles])
+    turn = _Turn(options, hidden, target, panels)
+    token: torch.Tensor = _Hidden.apply(turn, hidden)  # type: ignore[no-untyped-call]
+    for tile, mine, part in reversed(list(zip(tiles, of_tile, biases, strict=True))):
+        call = functools.partial(_Tile.apply, turn, mine, token, part)
+        token = _with_page(tile, call)
+    losses: torch.Tensor = _Losses.apply(turn, token, hidden.detach(), target)  # type: ignore[no-untyped-call]
+    return losses
+
+
+def _with_page(tile: torch.Tensor, call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Call `call(tile)`, in which a tile of an offloaded model is a plain tensor."""
+    if has_torch_function_unary(tile):
+        found: torch.Tensor = handle_torch_function(_with_page, (tile,), tile, call)
+        return found
+    return call(tile)
+
+
+class _Turn:
+    """What the nodes of one loss have in common: sums of the forward until it ends, and of each backward."""
+
+    def __init__(
+        self, options: _Options, hidden: torch.Tensor, target: torch.Tensor, panels: Sequence[slice]
+    ) -> None:
+        self.options, self.panels, self.for_hidden = options, panels, hidden.requires_grad
         # This raises torch's error for a target out of range. The tensor of zeros has one element in memory.
-        zeros = torch.zeros((), dtype=wide, device=hidden.device).expand(tokens, vocabulary)
+        zeros = torch.zeros((), dtype=options.wide, device=hidden.device)
+        zeros = zeros.expand(len(hidden), options.vocabulary)
         F.nll_loss(zeros, target, ignore_index=options.ignore_index, reduction="none")
-        panels = list(_ranges(vocabulary, _columns(vocabulary)))
-        maxima, sums, shifts = hidden.new_empty((3, len(panels), tokens), dtype=wide).unbind()
-        found = hidden.new_zeros(tokens, dtype=wide)
-        for panel, columns in enumerate(panels):
-            for rows in _ranges(tokens, _rows(vocabulary)):
-                logits = _logits(hidden[rows], weight[columns], bias, columns, options)
-                place, inside = _place(target[rows], columns)
-                found[rows] += torch.where(inside, logits.gather(1, place[:, None])[:, 0], 0)
-                # A finite maximum, for a panel in which all logits are -inf.
-                maximum = logits.amax(1).clamp_min_(torch.finfo(wide).min)
-                logits.sub_(maximum[:, None])
-                maxima[panel, rows] = maximum
-                if options.smoothing:
-                    shifts[panel, rows] = logits.sum(1)
-                sums[panel, rows] = logits.exp_().sum(1)
-                del logits  # before the next are made
-        maximum = maxima.amax(0)
+        self.forward: _Forward | None = _Forward(options, hidden.detach(), target, len(panels))
+        """What the forward has measured."""
+        self.backward: _Backward | None = None
+        """What the backward under way has added up."""
+
+
+class _Forward:
+    """The maximum of each panel's logits, the sum of exp(z - maximum), and the logit of the target."""
+
+    def __init__(self, options: _Options, hidden: torch.Tensor, target: torch.Tensor, panels: int) -> None:
+        self.options, self.hidden, self.target = options, hidden, target
+        shape, wide = (3, panels, len(hidden)), options.wide
+        self.maxima, self.sums, self.shifts = hidden.new_empty(shape, dtype=wide).unbind()
+        """(panels, tokens); in `shifts` the sum of z - maximum, if there is smoothing."""
+        self.found = hidden.new_zeros(len(hidden), dtype=wide)
+
+    def add(self, panel: int, columns: slice, matrix: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Measure a panel. matrix, bias: its rows of the weight and of the bias."""
+        options = self.options
+        for rows in _ranges(len(self.hidden), options.rows):
+            logits = _logits(self.hidden[rows], matrix, bias, options)
+            place, inside = _place(self.target[rows], columns)
+            self.found[rows] += torch.where(inside, logits.gather(1, place[:, None])[:, 0], 0)
+            # A finite maximum, for a panel in which all logits are -inf.
+            maximum = logits.amax(1).clamp_min_(torch.finfo(options.wide).min)
+            logits.sub_(maximum[:, None])
+            self.maxima[panel, rows] = maximum
+            if options.smoothing:
+                self.shifts[panel, rows] = logits.sum(1)
+            self.sums[panel, rows] = logits.exp_().sum(1)
+            del logits  # before the next are made
+
+    def losses(self, panels: Sequence[slice]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the losses, and for the backward the maximum of each token's logits and its sum s."""
+        smoothing, vocabulary = self.options.smoothing, self.options.vocabulary
+        maximum = self.maxima.amax(0)
         # In fp64, so that each loss is rounded once. There are few numbers: one for each token and panel.
-        below = maxima.double() - maximum
-        total = (sums * below.exp()).sum(0)
+        below = self.maxima.double() - maximum
+        total = (self.sums * below.exp()).sum(0)
         log_sum = total.log()
-        losses: torch.Tensor = (log_sum + (maximum.double() - found)) * (1 - options.smoothing)
-        if options.smoothing:
+        losses: torch.Tensor = (log_sum + (maximum.double() - self.found)) * (1 - smoothing)
+        if smoothing:
             sizes = [each.stop - each.start for each in panels]
             below.mul_(torch.tensor(sizes, dtype=below.dtype, device=below.device)[:, None])
-            losses -= ((shifts + below).sum(0) - vocabulary * log_sum) * (options.smoothing / vocabulary)
-        ctx.options = options
-        ctx.save_for_backward(hidden, weight, bias, target, maximum, total.to(wide))
-        return losses.masked_fill_(target == options.ignore_index, 0).to(wide)
+            losses -= ((self.shifts + below).sum(0) - vocabulary * log_sum) * (smoothing / vocabulary)
+        losses = losses.masked_fill_(self.target == self.options.ignore_index, 0)
+        return losses.to(self.options.wide), maximum, total.to(self.options.wide)
+
+
+class _Backward:
+    """The gradient of the hidden states, as far as it is added up, and what the backward of a panel needs."""
+
+    def __init__(
+        self,
+        options: _Options,
+        saved: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        *,
+        panels: int,
+    ) -> None:
+        """saved: what `_Losses` has saved. gradient: of the losses, (tokens,)."""
+        self.options = options
+        self.hidden, self.target, self.maximum, self.total = saved
+        self.scale = gradient.masked_fill(self.target == options.ignore_index, 0)
+        self.of_hidden = _Sums(self.hidden.new_zeros(self.hidden.shape), options, alone=panels == 1)
+
+    def add(
+        self,
+        columns: slice,
+        matrix: torch.Tensor,
+        bias: torch.Tensor | None,
+        of_matrix: torch.Tensor | None,
+        of_bias: torch.Tensor | None,
+        *,
+        for_hidden: bool,
+    ) -> None:
+        """Go back through a panel. of_matrix, of_bias: gradients to write; None: they are not wanted."""
+        options, vocabulary = self.options, self.options.vocabulary
+        sums = None
+        if of_matrix is not None:
+            sums = _Sums(of_matrix, options, alone=len(self.hidden) <= options.rows)
+        of_part = matrix.new_zeros(len(matrix), dtype=options.wide)
+        for rows in _ranges(len(self.hidden), options.rows):
+            part, scale = self.hidden[rows], self.scale[rows]
+            logits = _logits(part, matrix, bias, options)
+            logits.sub_(self.maximum[rows, None]).exp_().mul_((scale / self.total[rows])[:, None])
+            if options.smoothing:
+                logits.sub_((scale * (options.smoothing / vocabulary))[:, None])
+            place, inside = _place(self.target[rows], columns)
+            wanted = torch.where(inside, scale * (options.smoothing - 1), 0)
+            logits.index_put_((torch.arange(len(part), device=part.device), place), wanted, accumulate=True)
+            if for_hidden:
+                self.of_hidden.add(rows, logits, matrix)
+            if sums is not None:
+                sums.add(slice(None), logits.t(), part)
+            if of_bias is not None:
+                of_part += logits.sum(0)
+            del logits
+        if sums is not None:
+            sums.finish()
+        if of_bias is not None:
+            of_bias.copy_(of_part)
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        _refuse("in forward-mode differentiation")
+
+
+class _Hidden(_Node):
+    """Hands the sum of the gradients to the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, turn: _Turn, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.turn = turn
+        return hidden.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        backward, ctx.turn.backward = ctx.turn.backward, None
+        return None, backward.of_hidden.finish()
+
+
+class _Tile(_Node):
+    """The part of a loss that a tile of the weight has."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        turn: _Turn,
+        panels: Sequence[tuple[int, slice]],
+        token: torch.Tensor,
+        *weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """panels: the tile's, each with its number. weights: the bias of the tile's rows, and the tile."""
+        assert turn.forward is not None
+        ctx.turn, ctx.panels = turn, panels
+        for number, columns in panels:
+            bias, matrix = _rows(panels, columns, *weights)
+            assert matrix is not None
+            turn.forward.add(number, columns, matrix, bias)
+        ctx.save_for_backward(*weights)
+        return token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        bias, tile = ctx.saved_tensors
+        backward: _Backward = ctx.turn.backward
+        for_token, for_bias, for_tile = ctx.needs_input_grad[2:]
+        of_tile = tile.new_zeros(tile.shape) if for_tile else None
+        of_bias = bias.new_empty(bias.shape) if for_bias else None
+        for _number, columns in ctx.panels:
+            parts = _rows(ctx.panels, columns, tile, bias, of_tile, of_bias)
+            backward.add(columns, *parts, for_hidden=ctx.turn.for_hidden)
+        if not for_token:  # there is no node after this one
+            ctx.turn.backward = None
+        return None, None, backward.hidden.new_empty(0) if for_token else None, of_bias, of_tile
+
+
+class _Losses(_Node):
+    """Makes the losses of the sums over all panels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, turn: _Turn, token: torch.Tensor, hidden: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor:
+        assert turn.forward is not None
+        losses, maximum, total = turn.forward.losses(turn.panels)
+        turn.forward, ctx.turn = None, turn
+        ctx.save_for_backward(hidden, target, maximum, total)
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             _refuse("in a backward with create_graph=True")
-        hidden, weight, bias, target, maximum, total = ctx.saved_tensors
-        options, vocabulary = ctx.options, len(weight)
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[1:4]
-        scale = gradients[0].masked_fill(target == options.ignore_index, 0)
-        of_hidden = _Sums(hidden.new_zeros(hidden.shape), options, alone=vocabulary <= _columns(vocabulary))
-        of_weight = weight.new_zeros(weight.shape) if for_weight else None
-        of_bias = bias.new_empty(bias.shape) if for_bias else None
-        for columns in _ranges(vocabulary, _columns(vocabulary)):
-            matrix = weight[columns]
-            of_matrix = None
-            if of_weight is not None:
-                of_matrix = _Sums(of_weight[columns], options, alone=len(hidden) <= _rows(vocabulary))
-            of_part = matrix.new_zeros(len(matrix), dtype=options.wide)
-            for rows in _ranges(len(hidden), _rows(vocabulary)):
-                part = hidden[rows]
-                logits = _logits(part, matrix, bias, columns, options)
-                logits.sub_(maximum[rows, None]).exp_().mul_((scale[rows] / total[rows])[:, None])
-                if options.smoothing:
-                    logits.sub_((scale[rows] * (options.smoothing / vocabulary))[:, None])
-                place, inside = _place(target[rows], columns)
-                wanted = torch.where(inside, scale[rows] * (options.smoothing - 1), 0)
-                logits.index_put_(
-                    (torch.arange(len(part), device=part.device), place), wanted, accumulate=True
-                )
-                if for_hidden:
-                    of_hidden.add(rows, logits, matrix)
-                if of_matrix is not None:
-                    of_matrix.add(slice(None), logits.t(), part)
-                if for_bias:
-                    of_part += logits.sum(0)
-                del logits
-            if of_matrix is not None:
-                of_matrix.finish()
-            if of_bias is not None:
-                of_bias[columns] = of_part
-        return None, of_hidden.finish() if for_hidden else None, of_weight, of_bias, None
+        turn: _Turn = ctx.turn
+        turn.backward = _Backward(turn.options, ctx.saved_tensors, gradients[0], panels=len(turn.panels))
+        return None, gradients[0].new_empty(0), None, None
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> NoReturn:
-        _refuse("in forward-mode differentiation")
+
+def _rows(panels: Sequence[tuple[int, slice]], columns: slice, *parts: torch.Tensor | None) -> list[Any]:
+    """The rows of a panel in each of `parts`, which begin with the first of `panels`."""
+    first = panels[0][1].start
+    return [None if each is None else each[columns.start - first : columns.stop - first] for each in parts]
 
 
 class _Sums:
@@ -224,21 +424,13 @@ class _Sums:
 _HAS_WIDE_PRODUCTS = hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
-def _columns(vocabulary: int) -> int:
-    return min(vocabulary, _COLUMNS)
-
-
-def _rows(vocabulary: int) -> int:
-    return _PANEL // _columns(vocabulary)
-
-
 def _ranges(number: int, size: int) -> Iterator[slice]:
     for start in range(0, number, size):
         yield slice(start, min(start + size, number))
 
 
 def _logits(
-    hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, columns: slice, options: _Options
+    hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, options: _Options
 ) -> torch.Tensor:
     """Return the logits of a panel, (rows, columns), in the dtype of sums. `out` keeps autocast away, within
     which a backward might run.
@@ -248,7 +440,7 @@ def _logits(
     if bias is None:
         torch.mm(hidden, matrix.t(), out=logits)
     else:
-        torch.addmm(bias[columns].to(options.dtype), hidden, matrix.t(), out=logits)
+        torch.addmm(bias.to(options.dtype), hidden, matrix.t(), out=logits)
     return logits.to(options.wide)
 
 

@@ -1,10 +1,10 @@
 """Tiled parameter: the Parameter of a tiled module whose model is offloaded. Its values are in its tiles.
 
 The Parameter stays the user's object, with its name, shape and place in the optimizer. Each tile is a paged
-parameter of its own ([Note: tiles] in infinity/layout/tiles.py). Tiled modules use the tiles. Any other
-operation gets a copy of the whole values, and gradients flow from the copy to the tiles. If the operation
-changes the copy in place, the changed values are written to the tiles. Views of a copy refuse writes, which
-the tiles would not see.
+parameter of its own ([Note: tiles] in infinity/layout/tiles.py). Tiled modules and linear_cross_entropy use
+the tiles. Any other operation gets a copy of the whole values, and gradients flow from the copy to the tiles.
+If the operation changes the copy in place, the changed values are written to the tiles. Views of a copy
+refuse writes, which the tiles would not see.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.config import format_size
 from infinity.errors import BudgetError, ConfigError
 from infinity.formats.casts import EQUAL_DTYPES, cast_operands
+from infinity.losses.linear_cross_entropy import linear_cross_entropy, of_tiles
 from infinity.model.paged_gradient import PagedGradient
 from infinity.model.paged_parameter import (
     AVERAGE_UPDATED,
@@ -480,6 +481,25 @@ def _copy(parameter: TiledParameter, source: Any, *args: Any, **kwargs: Any) -> 
     return parameter
 
 
+def _loss(
+    hidden: torch.Tensor, weight: Any, target: torch.Tensor, bias: Any = None, **options: Any
+) -> torch.Tensor:
+    """Carry out `linear_cross_entropy` tile by tile."""
+    if not isinstance(weight, TiledParameter):
+        found: torch.Tensor = _on_copies(linear_cross_entropy, (hidden, weight, target, bias), options)
+        return found
+    pager, dtype = weight.pager, weight.dtype
+    if pager.reads_masters(weight.tiles[0]._place):
+        dtype = torch.float32
+    else:
+        (hidden, _, _, bias), options = cast_operands(
+            linear_cross_entropy, (hidden, weight, target, bias), options, TiledParameter
+        )
+    shown = torch.empty(weight.shape, dtype=dtype, device="meta")
+    with pager.saving():
+        return of_tiles(hidden, shown, target, bias, tiles=weight.tiles, **options)
+
+
 def _set_requires_grad(parameter: TiledParameter, value: bool = True) -> TiledParameter:
     with torch._C.DisableTorchFunctionSubclass():
         parameter.requires_grad = value
@@ -553,4 +573,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch._has_compatible_shallow_copy_type: _can_be_replaced,
     torch.autograd.grad: _autograd_grad,
     torch.autograd.backward: _autograd_backward,
+    linear_cross_entropy: _loss,
 }

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity import linear_cross_entropy
 from infinity.errors import ConfigError
+from infinity.layout import tiles
 from infinity.losses import linear_cross_entropy as module
 from infinity.planning.fake_step import run_fake_step
 
@@ -101,8 +102,9 @@ def test_many_tokens_by_a_large_vocabulary() -> None:
 def test_errors_against_fp64_are_those_of_torch(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for rows in (TOKENS * 10, 64):  # tokens in a panel: all, a few
-        monkeypatch.setattr(module, "_PANEL", rows * 2048)
+    for rows, elements in ((TOKENS * 10, 1 << 20), (64, 1 << 20), (TOKENS * 10, 1 << 12)):
+        monkeypatch.setattr(module, "_PANEL", rows * 2048)  # tokens in a panel: all, a few
+        monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", elements)  # panels of 2048 rows, and of a tile's 256
         hidden, weight, target = (each.detach() for each in operands(TOKENS * 10))
         weight *= {"small": 0.02, "trained": 0.3, "large": 20.0}[kind]
         if kind == "trained":  # most targets have a probability near 1
@@ -274,19 +276,46 @@ def test_masters_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, linear_cross_entropy(hidden, right.head.weight, target))
 
 
-def test_a_tiled_weight_has_the_bits_of_a_plain_one() -> None:
-    right, model = Model(vocabulary=1 << 17), Model(vocabulary=1 << 17)  # of two tiles
-    infinity.tiled(model.embedding)
-    optimizer = torch.optim.AdamW(model.parameters())
-    precision = infinity.Precision(compute="fp32")
-    budget = infinity.Budget(device="32MiB", host="64MiB")
-    with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
-        loss, wanted = loss_of(model), loss_of(right)
-        loss.backward()
-        wanted.backward()
-        assert torch.equal(loss, wanted)
-        for name, each in right.named_parameters():
-            assert torch.equal(runtime.grad(model.get_parameter(name)), each.grad), name
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_weight_beyond_its_device_has_the_bits_of_a_plain_one(
+    tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "FEWEST_ELEMENTS", 1 << 16)  # a tile has 4096 rows, and two panels
+    tokens, target = batch()
+    for inside in (True, False):
+        right, model = Model(tied=tied, vocabulary=1 << 15), Model(tied=tied, vocabulary=1 << 15)
+        right.to(infinity.Precision(compute=compute).compute_dtype)
+        infinity.tiled(model.embedding)
+        infinity.tiled(model.head)
+        optimizer = torch.optim.AdamW(model.parameters())
+        nbytes = model.head.weight.numel() * (4 if compute == "fp32" else 2)
+        budget = infinity.Budget(device=nbytes // 2, host="64MiB")
+        precision = infinity.Precision(compute=compute)
+        with infinity.offload(model, optimizer, budget=budget, precision=precision, device="cpu") as runtime:
+            bias = torch.linspace(-1, 1, 1 << 15, dtype=right.head.weight.dtype).requires_grad_()
+            found = []
+            for each in (model, right):
+                if inside:
+                    loss = each(tokens, target)
+                else:
+                    options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": "sum"}
+                    loss = linear_cross_entropy(each(tokens), each.head.weight, target, bias, **options)
+                loss.backward()
+                found += [(loss.detach(), bias.grad)]
+                bias.grad = None
+            assert torch.equal(found[0][0], found[1][0])
+            assert inside or torch.equal(found[0][1], found[1][1])
+            for name, each in right.named_parameters():
+                assert torch.equal(runtime.grad(model.get_parameter(name)), each.grad.float()), name
+            runtime.optimizer.zero_grad()
+            with runtime.masters():
+                rows = torch.ones(3, WIDTH)
+                found = [
+                    linear_cross_entropy(rows, each.head.weight, target[0, :3])
+                    for each in (model, Model(tied=tied, vocabulary=1 << 15))
+                ]
+            assert torch.equal(*found)
 
 
 # --- bytes --------------------------------------------------------------------------------------------
@@ -314,6 +343,37 @@ def test_bytes_of_a_step(train: bool) -> None:
     assert found[large] - found[small] <= gradients + tokens.numel() * (large - small) // 2048 * 40
     logits = tokens.numel() * large * 4
     assert found[large] - gradients < logits / 8
+
+
+def test_a_step_has_the_bytes_of_a_tile() -> None:
+    """8192 entries of width 1024 in bf16: 16 MiB, in tiles of 2 MiB."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(1024, 8192, bias=False)
+
+        def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, self.head.weight, target)
+
+    found = []
+    for tiled in (False, True):
+        with torch.device("meta"):
+            model = Head()
+        if tiled:
+            infinity.tiled(model.head)
+        hidden = torch.empty(64, 1024, dtype=torch.bfloat16, device="meta").requires_grad_()
+        step = run_fake_step(
+            model,
+            (hidden, torch.zeros(64, dtype=torch.int64)),
+            precision=infinity.Precision(compute="bf16"),
+            device=torch.device("cpu"),
+            train=True,
+        )
+        assert step.activations is not None, step.unknown
+        found.append(step.activations)
+    assert found[0] - found[1] == (8192 - 1024) * 1024 * 2
+    assert found[1] < 8 << 20
 
 
 # --- refusals -----------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ class _Fused(Language):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_fused_loss_takes_a_tiled_weight_as_a_copy(tied: bool) -> None:
+def test_a_fused_loss_takes_a_tiled_weight_tile_by_tile(tied: bool) -> None:
     plain = language(tied=tied, kind=_Fused)
     plain.loss(inputs()).backward()
     model, runtime = offloaded(tied=tied, budget=APART, kind=_Fused)
