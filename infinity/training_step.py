@@ -23,7 +23,7 @@ from infinity.formats.muon import Muon
 from infinity.gradients.exact_sum import ExactSum
 from infinity.layout.strides import in_memory_order
 from infinity.model.paged_parameter import PagedParameter, Place, raw_gradient, take_gradient
-from infinity.model.tiled_parameter import TiledParameter, join_states, split_state
+from infinity.model.tiled_parameter import TiledParameter, by_tile, join_states
 from infinity.optim.decision import EagerStep, Speculation, StepOptions
 from infinity.pages.optimizer_page import state_digest
 from infinity.prefetch.trace import AccessKind
@@ -423,9 +423,9 @@ class TrainingStep:
         def digests() -> dict[tuple[int, int], int]:
             found = {}
             for parameter, state in states:
-                place = self._place(parameter)
-                layout = place.page.layout.parameters[place.index]
-                found[place.page.index, place.index] = state_digest(layout, state)
+                for tile, part in by_tile(parameter, state):
+                    place = self._place(tile)
+                    found[place.key] = state_digest(place.page.layout.parameters[place.index], part)
             return found
 
         with self._pager.lock:
@@ -445,7 +445,7 @@ class TrainingStep:
         state: tensors by name, as `read_state` returns them.
         """
         if isinstance(parameter, TiledParameter):
-            for tile, part in zip(parameter.tiles, split_state(state, parameter.tiles), strict=True):
+            for tile, part in by_tile(parameter, state):
                 self.write_state(tile, part)
             return
         place, states = self._place(parameter), self._states

@@ -116,21 +116,22 @@ class InitialPages:
         """
 
         def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
-            tiles = self._tiles_of.get(id(parameter))
-            if tiles is not None:
-                for tile, part in zip(tiles, split(values.detach(), tiles), strict=True):
-                    put(tile, part)
-                return
-            unit, index = self.places[id(parameter)]
-            layout = self.plan.layout.units[unit].parameters[index]
-            for held in ranges_at_home(self.shards[unit], index):
-                if take is not None and values is parameter:
-                    part = take(parameter, held.first, held.count)
-                else:
-                    part = part_in_memory_order(values.detach(), layout.stride, held.first, held.count).cpu()
-                if self.states is not None:
-                    part = self.states.encode(unit, index, part, held.first)
-                self.store.patch(self.homes[unit], held.place, part.to(layout.dtype))
+            tiles, parts, passed = [parameter], [values.detach()], 0
+            if id(parameter) in self._tiles_of:
+                tiles = self._tiles_of[id(parameter)]
+                parts = list(split(values.detach(), tiles))
+            for tile, part in zip(tiles, parts, strict=True):
+                unit, index = self.places[id(tile)]
+                layout = self.plan.layout.units[unit].parameters[index]
+                for held in ranges_at_home(self.shards[unit], index):
+                    if take is not None and values is parameter:
+                        found = take(parameter, passed + held.first, held.count)
+                    else:
+                        found = part_in_memory_order(part, layout.stride, held.first, held.count).cpu()
+                    if self.states is not None:
+                        found = self.states.encode(unit, index, found, held.first)
+                    self.store.patch(self.homes[unit], held.place, found.to(layout.dtype))
+                passed += layout.numel
             heap.allocated(values.nbytes)
 
         if weights is not None:

@@ -36,9 +36,8 @@ def tiled(module: M) -> M:
     the last bits; they are the same for all budgets, and without `offload`. Mark each module that uses a tied
     weight: other uses of it take a copy of the whole weight.
 
-    The runtime of a model with tiled modules has one rank and no rule for whole matrices (Muon). Raises
-    ConfigError for a module of another class, for max_norm and sparse gradients of an nn.Embedding, and for a
-    module that has been offloaded.
+    Raises ConfigError for a module of another class, for max_norm and sparse gradients of an nn.Embedding,
+    and for a module that has been offloaded. Muon, which updates whole matrices, takes no tiled weight.
     """
     if isinstance(module, TiledModule):
         return module

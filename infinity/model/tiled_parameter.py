@@ -244,6 +244,16 @@ def split_state(
         first = rows.stop
 
 
+def by_tile(
+    parameter: torch.Tensor, state: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, Mapping[str, torch.Tensor]]]:
+    """Yield each tile of a parameter with its optimizer state; a parameter that is not tiled with `state`."""
+    if isinstance(parameter, TiledParameter):
+        yield from zip(parameter.tiles, split_state(state, parameter.tiles), strict=True)
+    else:
+        yield parameter, state
+
+
 def join_states(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Join the states of a parameter's tiles to that of the parameter. Tiles are always updated together."""
     return {

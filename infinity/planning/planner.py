@@ -149,7 +149,7 @@ def make_plan(
     searches, key = {} if searches is None else searches, (update, kernels, prefer)
     if key not in searches:
         surveyed = survey(model, precision)
-        _check_tiles(surveyed, rule, share)
+        _check_tiles(surveyed, rule)
         searches[key] = Search(
             surveyed=surveyed,
             gradient_dtype=functools.partial(precision.gradient_dtype, accumulation=micro_batches),
@@ -259,17 +259,10 @@ def _by_elements(rule: Rule | None) -> bool:
     return rule is None or (rule.average is None and not rule.matrix)
 
 
-def _check_tiles(surveyed: Survey, rule: Rule | None, share: Share) -> None:
-    """Raise ConfigError if a model has tiles, and its runtime could not train them as whole parameters."""
+def _check_tiles(surveyed: Survey, rule: Rule | None) -> None:
+    """Raise ConfigError if a model has tiles, and the optimizer would take each as a whole matrix."""
     name = next((each.tile_of for each in surveyed.parameters if each.tile_of is not None), None)
-    if name is None:
-        return
-    if share.ranks > 1:
-        raise ConfigError(
-            f"{name} is tiled, and there are {share.ranks} ranks, for which tiles are not implemented.",
-            "Train with one rank, or leave out infinity.tiled: ranks divide each parameter.",
-        )
-    if rule is not None and rule.matrix:
+    if name is not None and rule is not None and rule.matrix:
         raise ConfigError(
             f"{name} is tiled, and {rule.name} updates whole matrices.",
             "Leave out infinity.tiled for this module, or train with an optimizer that updates each element.",
@@ -280,7 +273,7 @@ def _with_tiles(error: BudgetError, search: Search, computes_in: Tier, model: nn
     """Add infinity.tiled to the cure if one weight that it takes is most of what the error asks for."""
     largest = max(search.surveyed.parameters, key=lambda each: each.nbytes)
     most = error.tier == computes_in.value and 2 * largest.nbytes >= (error.needed or 0)
-    if not most or largest.tile_of is not None or search.share.ranks > 1:
+    if not most or largest.tile_of is not None:
         return error
     modules = dict(named_modules(model, remove_duplicate=False))
     paths = [name.rpartition(".")[0] for name in largest.names]

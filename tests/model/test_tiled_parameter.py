@@ -25,8 +25,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import infinity
 from infinity.errors import BudgetError, ConfigError
-from infinity.layout.shards import Share
-from infinity.planning.planner import Available, make_plan
 
 APART = BUDGETS["device apart"]
 
@@ -366,16 +364,6 @@ def test_what_is_not_implemented_for_tiles_is_refused(tmp_path: Path) -> None:
     infinity.tiled(model[0])
     with pytest.raises(ConfigError, match="whole matrices"):
         infinity.plan(model, torch.optim.Muon(model.parameters()), budget=BUDGETS["ram"], device="cpu")
-    with pytest.raises(ConfigError, match="there are 2 ranks"):
-        make_plan(
-            model,
-            None,
-            budget=BUDGETS["ram"],
-            precision=infinity.Precision(),
-            device=torch.device("cpu"),
-            available=Available(0, 1 << 30),
-            share=Share(0, 2, 3),
-        )
     model, runtime = offloaded(tied=False, budget=infinity.Budget(device="3MiB", host="96MiB"))
     with runtime:
         with pytest.raises(ConfigError, match="tiled module"):

@@ -16,11 +16,17 @@ import infinity
 from infinity.distributed.message import Message, MessageKind
 from infinity.distributed.service_thread import ServiceThread
 from infinity.distributed.streams import Streams
+from infinity.layout import tiles
 from infinity.training_step import TrainingStep
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+WIDTH = 128
 TOGETHER = 2
 """Number of micro-batches in a step, over all ranks."""
+
+
+TILED = bool(os.environ.get("TILED"))
+"""Whether the layers of a `Model` are tiled."""
 
 
 class Model(nn.Module):
@@ -29,8 +35,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(96, 96), nn.Linear(96, 8)
-        self.middle = nn.ModuleList([nn.Linear(96, 96) for _ in range(2)])
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.middle = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        if TILED:
+            tiles.FEWEST_ELEMENTS = 1 << 12
+            for each in (self.first, *self.middle):
+                infinity.tiled(each)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -56,7 +66,7 @@ class Training:
     def backward(self, number: int, *, times: float = 1.0) -> None:
         """Run a micro-batch of a step, if it is one of this rank's."""
         if number % SIZE == RANK:
-            inputs = torch.randn(4, 96, generator=torch.Generator().manual_seed(number)) * times
+            inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)) * times
             loss = self.model(inputs).float().square().mean()
             (loss / (1 if SIZE > 1 else TOGETHER)).backward()
 
@@ -123,7 +133,7 @@ class Product(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = (nn.Parameter(torch.randn(96, 96) / 10) for _ in range(2))
+        self.first, self.last = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 10) for _ in range(2))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return torch.tanh(torch.tanh(inputs @ self.first) @ self.last)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import infinity
 from infinity.api import plan_for
 from infinity.config import Precision
+from infinity.layout import tiles
 from infinity.layout.shards import ALONE, Share
 from infinity.ranks import SingleRank
 from infinity.runtime import Runtime
@@ -111,6 +113,12 @@ MODELS = (
     Case("reentrant", 3, accumulate=2, clip=0.05, home="nvme"),
     Case("reentrant", 2),
     Case("reentrant", 1),
+    Case("tiled", 3, home="host", accumulate=2, clip=0.05, compute="bf16"),
+    Case("tiled", 0, clip=0.05),
+    Case("tiled", 2, home="nvme", accumulate=2, states="int8"),
+    Case("tiled", 1, home="host", compute="bf16"),
+    Case("tiled", 2, home="host", accumulate=2, update="eager", declared=True),
+    Case("tiled", 3, home="nvme", clip=0.05),
 )
 """Cases with models of all kinds, for two ranks."""
 ON_FOUR = (
@@ -118,6 +126,7 @@ ON_FOUR = (
     Case("decoder", 2, home="nvme", compute="bf16"),
     Case("decoder", 2, compute="fp16", steps=6),
     Case("decoder", 3, home="host", accumulate=2, together=True),
+    Case("tiled", 3, home="host", compute="bf16"),
     Case("odd", 3, states="int8"),
     Case("tiny", 2, optimizer="sgd"),
     Case("convolutions", 3, compute="bf16", states="bf16", declared=True),
@@ -200,22 +209,23 @@ def opened(case: Case, place: Place, directory: Path, *, seed: int = SEED, **opt
         optimizer = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2], lr=case.rate)
     else:
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-    with infinity.offload(
-        model,
-        optimizer,
-        budget=budget_of(case, place, model, optimizer, directory),
-        precision=precision_of(case),
-        device="cpu",
-        update=case.update,
-        activations=_policy(case, place),
-        example_inputs=_example(case, place),
-        accumulation=_backwards(case, place) if case.declared else None,
-        partition=PARTITIONS[case.stage],
-        **options,
-    ) as runtime:
-        if (
-            case.home != "uneven" and _example(case, place) is None
-        ):  # else the plan's prediction has a say in it
+    with (
+        mock.patch.object(tiles, "FEWEST_ELEMENTS", 1 << 12),
+        infinity.offload(
+            model,
+            optimizer,
+            budget=budget_of(case, place, model, optimizer, directory),
+            precision=precision_of(case),
+            device="cpu",
+            update=case.update,
+            activations=_policy(case, place),
+            example_inputs=_example(case, place),
+            accumulation=_backwards(case, place) if case.declared else None,
+            partition=PARTITIONS[case.stage],
+            **options,
+        ) as runtime,
+    ):
+        if case.home != "uneven" and _example(case, place) is None:  # else the prediction has a say in it
             check_homes(case.home, runtime.plan)
         yield model, runtime
 

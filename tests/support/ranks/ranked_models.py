@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.lm.decoder import Decoder, DecoderConfig
 
 WIDTH, CLASSES = 20, 5
@@ -271,6 +272,23 @@ class Bottlenecks(nn.Module):
         return x[:, :CLASSES]
 
 
+class _Tiled(nn.Module):
+    """An embedding and a head with one weight, and a layer, all in tiles where `small_tiles` is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = infinity.tiled(nn.Embedding(200, 64))
+        self.layer = infinity.tiled(nn.Linear(64, 128))
+        self.last = nn.Linear(128, 64)
+        self.head = infinity.tiled(nn.Linear(64, 200, bias=False))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.last(torch.relu(self.layer(self.embedding(tokens))))
+        loss = infinity.linear_cross_entropy(hidden, self.head.weight, targets)
+        return loss + F.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten())
+
+
 SUBJECTS = {
     "mlp": Subject(mlp),
     "decoder": Subject(decoder, _tokens, _next_token, _shifted),
@@ -289,4 +307,5 @@ SUBJECTS = {
     "recomputed": Subject(lambda: _Recomputed(reentrant=False)),
     "reentrant": Subject(lambda: _Recomputed(reentrant=True)),
     "bottlenecks": Subject(Bottlenecks),
+    "tiled": Subject(_Tiled, _tokens, _next_token),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import rank_processes
 import torch
-from racing_ranks import RANK, SIZE, TOGETHER, Product, Training, hear_late_of_cleared
+from racing_ranks import RANK, SIZE, TILED, TOGETHER, WIDTH, Product, Training, hear_late_of_cleared
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from infinity.errors import InfinityError
@@ -87,6 +87,8 @@ def refused() -> list[list[str]]:
                 told.append(training.end() and "trained")
             except InfinityError as error:
                 told.append(f"{type(error).__name__}: {error.cause}")
+            if program is not one_rank:  # a rank that is late would hear that another one has closed
+                training.runtime.training_step._ranks.agree("all ranks were refused")
             training.runtime.close()
         found.append(told)
     return found
@@ -136,7 +138,7 @@ def hooks() -> list[float]:
     """The norms of the gradients that a hook of a parameter sees, of one micro-batch after another."""
     training, found = Training("parameters"), []
     scale = 1 if SIZE > 1 else TOGETHER  # one rank has divided the losses
-    training.model.first.weight.register_hook(lambda each: found.append(float((each * scale).norm())))
+    training.model.last.weight.register_hook(lambda each: found.append(float((each * scale).norm())))
     micro_batches(training, 0)
     micro_batches(training, 2)
     training.end()
@@ -178,12 +180,12 @@ def edits_outside() -> list[list[Any]]:
         given = training.model.state_dict()
         ways: tuple[Callable[[], Any], ...] = (
             functools.partial(torch.nn.init.zeros_, weight),
-            functools.partial(setattr, weight, "data", torch.zeros(96, 96, dtype=weight.dtype)),
+            functools.partial(setattr, weight, "data", torch.zeros(WIDTH, WIDTH, dtype=weight.dtype)),
             functools.partial(training.model.load_state_dict, given),
         )
         told: list[Any] = [error_of(each) for each in ways]
         told += [training.digest() == before, error_of(functools.partial(go_on, training))]
-        weight.data.clamp_(-0.01, 0.01)
+        training.model.last.weight.data.clamp_(-0.01, 0.01)
         told += [error_of(functools.partial(go_on, training)), error_of(training.digest)]
         training.runtime.close()
         found.append(told)
@@ -343,7 +345,7 @@ def replaced_states() -> list[list[Any]]:
             wrong["param_groups"][0]["lr"] = 0.5
             if LAST:
                 wrong["state"][3]["exp_avg_sq"][0] = 1.0
-            other = {"step": 7.0, "exp_avg": torch.ones(96), "exp_avg_sq": torch.ones(96)}
+            other = {"step": 7.0, "exp_avg": torch.ones(WIDTH), "exp_avg_sq": torch.ones(WIDTH)}
             parameter = model.first.bias if LAST else model.middle[0].bias
             errors = [
                 error_of(functools.partial(optimizer.load_state_dict, wrong)),
@@ -465,8 +467,8 @@ def other_factors() -> list[list[str]]:
     for partition in PARTITIONS:
         training, told = Training(partition), []
         micro_batches(training, 0)
-        weight = training.model.first.weight
-        told.append(error_of(functools.partial(setattr, weight, "grad", torch.ones(96, 96))))
+        weight = training.model.last.weight
+        told.append(error_of(functools.partial(setattr, weight, "grad", torch.ones(8, WIDTH))))
         weight.grad.mul_(0.5)
         told.append(error_of(training.runtime.optimizer.step))
         for each in training.model.parameters():
@@ -498,7 +500,7 @@ def edited_masters() -> list[Any]:
             training.end()
         weight = training.model.middle[0].weight
         with training.runtime.full_parameters(training.model), torch.no_grad():
-            weight.data.clamp_(-0.09, 0.09)
+            (weight if TILED else weight.data).clamp_(-0.09, 0.09)  # edits of p.data are refused for tiles
             weight[3] = 0.5
             training.model.last.weight.copy_(training.model.last.weight.clone())
         values = {name: each.clone() for name, each in training.model.state_dict().items()}
