@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.checksum import crc32c
-from infinity.cpu_adam import CODE_BLOCK
+from infinity.cpu_adam import BLOCK, CODE_BLOCK
 from infinity.errors import ConfigError
 from infinity.formats import encodings
 from infinity.formats.encodings import join, rounded, rounds_to, split
@@ -413,8 +413,14 @@ class States:
             found = [self._store.fetch(page.home, *place) for place in places]
             return found[0] if len(found) == 1 else torch.cat(found)
         array = self._array(page, parameter, name)
-        nbytes = array.entries(first, count)[1] * array.dtype.itemsize
-        return self._remote.state(page.index, parameter, name, wanted, nbytes)
+        # The owner sends each request from one buffer of the exchange.
+        most = max(BLOCK, self._store.plan.exchange_block_bytes // array.dtype.itemsize // BLOCK * BLOCK)
+        found = []
+        for start in range(first, first + count, most):
+            part = OwnedRange(owner, start, min(most, first + count - start))
+            nbytes = array.entries(start, part.numel)[1] * array.dtype.itemsize
+            found.append(self._remote.state(page.index, parameter, name, part, nbytes))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _write(
         self, page: StatePage, parameter: int, name: str, values: torch.Tensor, first: int = 0

@@ -44,10 +44,14 @@ def _is_possible(case: Case) -> bool:
     return case.update != "eager" or case.compute != "fp16"
 
 
+LARGE = Case("large", 3, home="nvme", compute="bf16")
+"""A case whose parameters have more states than a buffer of the exchange has room for."""
+
+
 @SOME
 def test_slabs_that_were_moved_are_streamed(every: int, tmp_path: Path) -> None:
     options = {name: MATRIX[name] for name in ("stage", "home", "states", "compute")}
-    cases = [*(Case(**each) for each in pairwise(options)), *MODELS]
+    cases = [*(Case(**each) for each in pairwise(options)), *MODELS, LARGE]
     lazy = tuple(with_steps(each) for each in cases if each.exact and each.update == "lazy")
     check_bits(lazy[::every], 2, tmp_path, function="training_with_a_move")
 

@@ -279,7 +279,7 @@ class _Tiled(nn.Module):
         super().__init__()
         self.embedding = infinity.tiled(nn.Embedding(200, 64))
         self.layer = infinity.tiled(nn.Linear(64, 128))
-        self.last = nn.Linear(128, 64)
+        self.last = infinity.tiled(nn.Linear(128, 64))
         self.head = infinity.tiled(nn.Linear(64, 200, bias=False))
         self.head.weight = self.embedding.weight
 
